@@ -45,10 +45,10 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-if not TYPE_CHECKING:  # so that a misspelt name is found by what checks types
+if not TYPE_CHECKING:  # so that type checkers find misspelt names
 
     def __getattr__(name: str) -> Any:
-        # Lazily: `rapidformer plan` must answer where torch is not even installed.
+        # Import lazily, because `rapidformer plan` must work without torch.
         if name in _HOME:
             try:
                 return getattr(import_module(_HOME[name]), name)

@@ -1,6 +1,6 @@
-"""Errors that a user can mend, and the diagnostics by which a plan is refused.
+"""Errors that a user can fix, and the diagnostics of a refused plan.
 
-Everything raised for a user's mistake derives from :class:`RapidformerError`; the command line
+Every error that is caused by a user's mistake derives from :class:`RapidformerError`. The command line
 prints it without a stack trace and exits with ``exit_status``.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 
 class RapidformerError(Exception):
-    """A mistake or a condition that the user can mend.
+    """A mistake or a condition that the user can fix.
 
     Args:
         message: what is wrong, in one sentence.
-        where: the file, line, column or flag that it is about.
+        where: the file, line, column or flag that caused it.
         hint: what to do about it.
     """
 
@@ -30,7 +30,7 @@ class RapidformerError(Exception):
         self.hint = hint
 
     def render(self) -> str:
-        """The text for a terminal: one line for what, one for where, one for what to do."""
+        """Return the text for a terminal: one line each for the message, the place and the hint."""
         lines = [f"error: {self.message}"]
         if self.where:
             lines.append(f"  where  {self.where}")
@@ -42,7 +42,7 @@ class RapidformerError(Exception):
         return self.render()
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in the place of a stack: IPython asks for it."""
+        """Return the lines that a notebook shows instead of a stack trace. IPython calls this."""
         return self.render().splitlines()
 
 
@@ -67,10 +67,10 @@ class CheckpointError(RapidformerError):
 
 
 class NonFiniteLoss(RapidformerError):
-    """The loss or the gradient became infinite or NaN; the weights were not touched.
+    """The loss or the gradient became infinite or NaN. The weights were not changed.
 
     Args:
-        age: steps that were begun after the one that it is about, before the host heard of it.
+        age: number of steps that were started after the failing one before the host detected the failure.
     """
 
     exit_status = 3
@@ -87,17 +87,17 @@ class OutOfMemory(RapidformerError):
 
 
 class DeviceFailed(RapidformerError):
-    """The accelerator told of an error: a kernel went wrong, or it is gone."""
+    """The accelerator reported an error: a kernel failed, or the device is gone."""
 
     exit_status = 1
 
 
 class SwitchDidNothing(RapidformerError):
-    """A switch was active, and the first step does not show that it did anything.
+    """A switch was active, but the first step does not show that it did anything.
 
     Args:
-        findings: for each such switch, what should have been seen and was not.
-        where: how the switches were asked for.
+        findings: for each such switch, the expected effect that was not observed.
+        where: how the switches were requested.
     """
 
     exit_status = 1
@@ -113,16 +113,16 @@ class SwitchDidNothing(RapidformerError):
 
 
 class WorkerFailed(RapidformerError):
-    """A worker process ended before its time."""
+    """A worker process ended too early."""
 
     exit_status = 1
 
 
 class ReportedError(RapidformerError):
-    """An error of a worker, already put into words there; shown as it is.
+    """An error that a worker has already rendered. Its text is shown unchanged.
 
     Args:
-        rank: of the worker.
+        rank: rank of the worker.
     """
 
     def __init__(self, text: str, exit_status: int, rank: int = 0) -> None:
@@ -135,11 +135,12 @@ class ReportedError(RapidformerError):
 
 
 class Interrupted(RapidformerError):
-    """The run was asked to end (SIGTERM, SIGINT, SIGHUP).
+    """The run was asked to stop (SIGTERM, SIGINT, SIGHUP).
 
     Args:
-        saved: whether there is something to go on from; the exit status says it, too: 75 is sysexits'
-            ``EX_TEMPFAIL``, try again later; 130 is a shell's for what Ctrl-C has ended.
+        saved: whether there is a checkpoint from which the run can resume. It decides the exit status. 75 is
+            ``EX_TEMPFAIL`` of sysexits, which means "try again later". 130 is a shell's status for a program that
+            Ctrl-C has stopped.
     """
 
     SAVED = 75
@@ -152,21 +153,21 @@ class Interrupted(RapidformerError):
 
 
 def alike(word: str, known: Iterable[str], *, limit: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The known words that are most like ``word``, best first.
+    """Return the known words that are most similar to ``word``, best first.
 
     Args:
-        limit: how many at most.
-        cutoff: the least similarity by :mod:`difflib`, from 0 to 1.
+        limit: maximum number of words.
+        cutoff: minimum similarity according to :mod:`difflib`, from 0 to 1.
     """
     return difflib.get_close_matches(word, list(known), limit, cutoff)
 
 
 def did_you_mean(word: str, known: Iterable[str], also: str = "", *, limit: int = 1, cutoff: float = 0.6) -> str:
-    """A hint for a word that is not known: the known one that is most like it, and what to say in any case.
+    """Return a hint that suggests similar known words for an unknown word.
 
     Args:
-        also: follows the question, or stands alone where nothing is like the word.
-        limit, cutoff: as in :func:`alike`.
+        also: text that follows the suggestion, or is the whole hint if no known word is similar.
+        limit, cutoff: see :func:`alike`.
     """
     near = " or ".join(alike(word, known, limit=limit, cutoff=cutoff))
     return " ".join(part for part in (f"did you mean {near}?" if near else "", also) if part)
@@ -174,7 +175,12 @@ def did_you_mean(word: str, known: Iterable[str], also: str = "", *, limit: int 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change of the command that is known to be accepted: ``change`` to make, and why it helps."""
+    """A change to the command that is known to be accepted.
+
+    Attributes:
+        change: the change.
+        note: why it helps.
+    """
 
     change: str
     note: str = ""
@@ -189,8 +195,8 @@ class Diagnostic:
         message: what is wrong.
         why: the fact behind the rule.
         source: where the rule is documented, such as ``[R]``.
-        asked: the values that clash, each with where it came from.
-        works: the nearest combinations that are accepted, nearest first.
+        asked: the conflicting values, each with its origin.
+        works: the closest combinations that are accepted, closest first.
     """
 
     rule: str
@@ -223,7 +229,7 @@ class Diagnostic:
 
 
 class Refused(RapidformerError):
-    """The plan breaks rules; ``diagnostics`` holds all of them at once."""
+    """The plan breaks rules. ``diagnostics`` has one entry for each broken rule."""
 
     def __init__(self, diagnostics: Sequence[Diagnostic]) -> None:
         super().__init__("; ".join(d.message for d in diagnostics))

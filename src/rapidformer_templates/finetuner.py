@@ -1,4 +1,4 @@
-"""Finetuner: pretrained weights, epochs, an evaluation after each, and the best one kept."""
+"""The ``Finetuner``: trains pretrained weights by epochs, evaluates after each, and keeps the best checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rapidformer_templates.trainer import Trainer
 class Finetuner(Trainer):
     """The template for fine-tuning.
 
-    Its flags' defaults stand in :data:`rapidformer_templates.planning.templates.TEMPLATE_DEFAULTS`: batches of
-    like lengths, and the checkpoint with the best metric is the one that is exported. Model-state
-    partitioning is by FSDP, OSS or SDP; ZeRO and 3D parallelism need :class:`Trainer`.
+    The defaults of a fine-tuning task apply: batches hold samples of similar lengths, and the checkpoint with the best
+    metric is exported. They follow from the task, so that they are the same in every template. It shards model states
+    with FSDP, OSS or SDP. ZeRO and 3D parallelism need :class:`Trainer`.
     """

@@ -1,4 +1,4 @@
-"""Pretrainer: language modelling by iterations, from scratch or from given weights."""
+"""The ``Pretrainer``: language modelling by iterations, from scratch or from given weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from rapidformer_templates.trainer import Trainer
 
 
 class Pretrainer(Trainer):
-    """The template for pretraining; ``--task pretraining`` is its default task.
+    """The template for pretraining. Its default task is ``--task pretraining``.
 
-    Its flags' defaults stand in :data:`rapidformer_templates.planning.templates.TEMPLATE_DEFAULTS`. Model-state
-    partitioning is by FSDP, OSS or SDP; ZeRO and 3D parallelism need :class:`Trainer`.
+    The defaults of its flags are in :data:`rapidformer_templates.planning.templates.TEMPLATE_DEFAULTS`. It shards
+    model states with FSDP, OSS or SDP. ZeRO and 3D parallelism need :class:`Trainer`.
     """

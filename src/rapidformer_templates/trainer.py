@@ -1,4 +1,4 @@
-"""Trainer: the hooks with their defaults, and ``fit``. Subclass it, override what you need, turn switches on.
+"""The ``Trainer``: its hooks with their defaults, and ``fit``. Subclass it and override the hooks that you need.
 
 >>> class Sentiment(Trainer):            # doctest: +SKIP
 ...     def compute_loss(self, model, batch):
@@ -58,32 +58,32 @@ from rapidformer_templates.system.workers import Workers
 class Trainer:
     """The template with every switch. It trains by iterations or by epochs.
 
-    An empty subclass works from flags alone. In hooks these are at hand: ``self.config`` (all
-    flags), ``self.flags`` (your own), ``self.plan``, ``self.task``, after ``build_data``
-    ``self.data``, and after ``build_model`` ``self.model``, as the engine left it.
+    An empty subclass works from flags alone. Hooks can use ``self.config`` (all flags), ``self.flags`` (your own
+    flags), ``self.plan`` and ``self.task``. After ``build_data`` they can also use ``self.data``, and after
+    ``build_model`` ``self.model``, which is the module that the engine trains.
 
     Args:
-        argv: the command line without the program's name. A template that is made with nothing at all, by the code
-            of the script that runs, reads that script's; no other one reads any.
-        callbacks: objects that are told what the callbacks of the template are told.
+        argv: command line without the program's name. By default, a template reads the command line of the running
+            script if that script creates it without any arguments. Every other template reads no command line.
+        callbacks: objects whose methods are called after the template's own callbacks.
         flags: values by field name (``train_iters=100``). YAML and ``argv`` win over them.
 
     Raises:
-        ConfigError: an unknown flag, or a value that cannot be used.
+        ConfigError: a flag is unknown, or its value cannot be used.
     """
 
     Flags: ClassVar[type | None] = None
-    """A frozen dataclass of your own flags, declared with :func:`rapidformer_templates.flag`."""
+    """A frozen dataclass with your own flags. Declare them with :func:`rapidformer_templates.flag`."""
 
     data: Data
     engine: Engine
     peak_lr: float
 
     tokenizer: Any = None
-    """Exported with the model; set it where you build one of your own."""
+    """The tokenizer that is exported with the model. Set it if you build the tokenizer yourself."""
 
     uses_task: bool = False
-    """Whether the data come from ``--task``, so that its predictions and metrics fit them."""
+    """Whether the data come from ``--task``. If they do, the task's predictions and metrics fit them."""
 
     def __init__(self, argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = (), **flags: Any) -> None:
         frame = _caller()
@@ -97,39 +97,42 @@ class Trainer:
         )
         self.flags: Any = self.config.user
 
-    # The hooks of the model, the data and the loss.
+    # Hooks for the model, the data and the loss.
 
     @hook(*OF_THE_MODEL, *OF_THE_TOKENIZER, "sentence_pairs")
     def build_model(self) -> nn.Module:
-        """The model, plain and on no particular device. Called after ``build_data``."""
+        """Build the plain model, on any device. Called after ``build_data``."""
         return self.task.build_model()
 
     @hook(*OF_THE_DATA, *OF_THE_TOKENIZER)
     def build_data(self) -> Data:
-        """Data sets and a collate function; the loop makes the loaders."""
+        """Build the data sets and a collate function. The training loop creates the data loaders."""
         data = self.task.build_data()
         self.uses_task, self.tokenizer = True, self.task.tokenizer
         return data
 
     @hook("label_smoothing")
     def compute_loss(self, model: Any, batch: Batch) -> Any:
-        """The mean loss of the batch as a scalar tensor, or (sum of losses, number of targets)."""
+        """Return the mean loss of the batch as a scalar tensor, or (sum of losses, number of targets)."""
         with smoothed_labels(self.config.training.label_smoothing):
             return self.task.compute_loss(model, batch) if self.uses_task else model(**batch).loss
 
     @hook()
     def count_targets(self, batch: Batch) -> float:
-        """Number of targets that the loss of ``batch`` is a mean over.
+        """Return the number of targets that the loss of ``batch`` averages over.
 
-        By default the labels that are not -100 (of a causal model that shifts its labels, without
-        the first of each sample); without labels, the samples.
+        By default, every label that is not -100 is a target. If a causal model shifts its labels, the first label of
+        each sample does not count. Without labels, every sample is a target.
         """
         count = self.task.count_targets if self.uses_task else count_targets
         return count(batch, shifted=self._labels_are_shifted)
 
     @hook("lr", "weight_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay")
     def build_optimizer(self) -> OptimizerSpec:
-        """A recipe for the optimizer, by default of ``--optimizer`` with ``--lr``, ``--weight-decay``, ``--adam-…``."""
+        """Return the optimizer recipe.
+
+        By default it follows ``--optimizer``, ``--lr``, ``--weight-decay``, ``--adam-…`` and ``--layerwise-lr-decay``.
+        """
         training, groups = self.config.training, self._groups
         if training.layerwise_lr_decay is not None:
             groups = layerwise(self._depths, training.layerwise_lr_decay, training.lr or 0.0, groups)
@@ -137,16 +140,16 @@ class Trainer:
 
     @hook(*OF_SCHEDULES)
     def build_scheduler(self, total_steps: int) -> Schedule:
-        """A function from the step (from 0) to a share of the peak learning rate."""
+        """Return a function that maps the step (from 0) to a fraction of the peak learning rate."""
         return schedule(
             self.config.training, total_steps, self.plan.schedule, global_batch=self.plan.sizes.global_batch
         )
 
-    # The hooks of the evaluation.
+    # Hooks for the evaluation.
 
     @hook()
     def read_outputs(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]:
-        """(predictions, references) of an evaluated batch, one entry a sample, on the host."""
+        """Return (predictions, references) of an evaluated batch, with one entry per sample, on the host."""
         if not self.uses_task:
             return [None] * samples_in(batch), [None] * samples_in(batch)
         if self.task.generates:
@@ -155,52 +158,52 @@ class Trainer:
 
     @hook()
     def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]:
-        """Metrics of a whole validation set, from what :meth:`read_outputs` gave for each sample, in its order."""
+        """Compute the metrics of a whole validation set from the results of :meth:`read_outputs`, in sample order."""
         return self.task.compute_metrics(list(predictions), list(references)) if self.uses_task else {}
 
-    # Callbacks; they do nothing by default and run on every rank.
+    # Callbacks. They run on every rank and do nothing by default.
 
     @hook()
     def on_train_start(self) -> None:
-        """Before the first step of this process."""
+        """Called before the first step of this process."""
 
     @hook()
     def on_step_end(self, step: int, result: StepResult) -> None:
-        """After each optimizer step; ``step`` counts from 1."""
+        """Called after each optimizer step. ``step`` counts from 1."""
 
     @hook()
     def on_epoch_end(self, epoch: int) -> None:
-        """After the last step of an epoch of an epoch-based run."""
+        """Called after the last step of each epoch in an epoch-based run."""
 
     @hook()
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After an evaluation."""
+        """Called after each evaluation."""
 
     @hook()
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """After a checkpoint was written."""
+        """Called after each checkpoint has been written."""
 
     @hook()
     def on_train_end(self, summary: Mapping[str, Any]) -> None:
-        """After the last step, evaluation and export."""
+        """Called after the last step, evaluation and export."""
 
-    # What the library itself asks.
+    # Members that the library uses.
 
     @cached_property
     def plan(self) -> Plan:
-        """What the run will do.
+        """The plan of the run.
 
         Raises:
-            Refused: the flags break rules; all of them are named.
+            Refused: the flags break rules. The error lists all of them.
         """
         return configure.resolve_plan(type(self), self.config)
 
     @cached_property
     def task(self) -> Task:
-        """The task of ``--task``.
+        """The task that ``--task`` names.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: ``--task`` is missing.
         """
         if self.config.training.task is None:
             raise ConfigError("--task is missing", hint="name a task, or override build_model() and build_data()")
@@ -208,21 +211,21 @@ class Trainer:
 
     @property
     def reads_task_data(self) -> bool:
-        """Whether ``build_data`` is the library's own, so that the data flags can be checked beforehand."""
+        """Whether ``build_data`` is not overridden, so that the data flags can be checked before the run."""
         return type(self).build_data is Trainer.build_data
 
     @property
     def reports_perplexity(self) -> bool:
-        """Whether the loss is the log-likelihood of a token, so that its exponential means something."""
+        """Whether the loss is the log-likelihood of a token, so that its exponential is a perplexity."""
         return "perplexity" in metrics_of(self.config)
 
     @property
     def computes_own_metrics(self) -> bool:
-        """Whether ``compute_metrics`` is the user's own: only a run can show what it gives."""
+        """Whether the user overrides ``compute_metrics``. Only a run can then show what it returns."""
         return type(self).compute_metrics is not Trainer.compute_metrics
 
     def adopt(self, values: Mapping[str, Any]) -> None:
-        """Take flags from the process that started this worker; the library calls it before anything is built."""
+        """Take over flags from the process that started this worker. The library calls it before it builds anything."""
         if values:
             several = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
             self._take("the process that started the workers", {**values, **several})
@@ -240,21 +243,24 @@ class Trainer:
     _depths: Mapping[str, int] = MappingProxyType({})
 
     def model_was_built(self, model: nn.Module) -> None:
-        """Note which parameters the optimizer treats alike; the library calls it with what ``build_model`` returned."""
+        """Record the optimizer's parameter groups and turn off the key-value cache of generation.
+
+        The library calls it with the result of ``build_model``.
+        """
         groups = OPTIMIZERS[self.plan.optimizer].groups
         self._groups = load_object(groups)(model) if groups else undecayed
         self._depths = depths_of(model)
-        for module in model.modules():  # also one inside of a module of the user's own
+        for module in model.modules():  # the user's own module may contain a transformers model
             settings: Any = getattr(module, "config", None)
             if hasattr(settings, "use_cache"):
-                # Keys and values kept for generation are wasted here, and wrong when a block is computed twice.
+                # In training, cached keys and values waste memory. They are wrong if a block is recomputed.
                 settings.use_cache = False
 
     def labels_were_tried(self, use: LabelUse) -> list[str]:
-        """Note how the model takes labels; the library calls it before the first batch is counted.
+        """Record how the model uses labels. The library calls it before it counts the first batch.
 
         Returns:
-            What people should know of it.
+            Notes for the user.
         """
         self._labels_are_shifted = use.shifts
         notes = [f"{use.model} could not be tried ({use.untried}): by its name it shifts labels"] if use.untried else []
@@ -268,19 +274,20 @@ class Trainer:
         return notes
 
     def fit(self, workers: int | None = None) -> dict[str, Any]:
-        """Train; afterwards the program goes on as it was, with :attr:`model`.
+        """Train the model. Afterwards the program continues, and :attr:`model` is the trained model.
 
         Args:
-            workers: local processes that train together. This template is sent to them by cloudpickle, with its class;
-                nothing of the program around it is run again. Without it ``--nproc-per-node`` counts: its workers
-                run the script again up to this call and end after it, so that what stands before the call happens
-                in each of them; where there is no script, the template is sent to them, too.
+            workers: number of local processes that train together. The template and its class are sent to them with
+                cloudpickle, and they do not run the rest of the program again. Without this argument, the number is
+                ``--nproc-per-node``. The workers then run the script again up to this call and exit after it, so code
+                before the call runs in each of them. If the program is not a script, such as a notebook, the template
+                is sent to them as well.
 
         Returns:
-            What ``summary.json`` holds.
+            The content of ``summary.json``.
 
         Raises:
-            RapidformerError: a mistake that you can mend; nothing was started if it could be seen before.
+            RapidformerError: a mistake that you can fix. If it can be detected in advance, nothing is started.
         """
         sends = workers is not None or not program.is_script()
         asked = self.config
@@ -293,7 +300,7 @@ class Trainer:
             return summary
         finally:
             if workers is not None:
-                self._use(asked)  # the workers of this call are not those of the next one
+                self._use(asked)  # the argument applies to this call only
 
     def _fit(self, sends: bool) -> dict[str, Any]:
         at_the_door(self)
@@ -308,21 +315,23 @@ class Trainer:
 
     @property
     def trained_plan(self) -> Plan:
-        """The plan of the training that has ended; without one, what a run would do."""
+        """The plan of the finished training. Before training, it is the plan that a run would have."""
         return self._trained_plan or self.plan
 
     _trained_plan: Plan | None = None
     _model: nn.Module | None = None
     _weights: afterwards.Weights | None = None
     _engine: Engine | None = None
-    _elsewhere = False  # whether the trained model is in workers, which are gone
+    _elsewhere = False  # whether the model was trained in workers that have exited
 
     @property
     def model(self) -> nn.Module:
-        """The model: in hooks as the engine left it; after ``fit`` trained, whole and plain, in this process.
+        """The model. Inside hooks it is the module that the engine trains.
+
+        After ``fit()`` it is the trained, unsharded model in this process.
 
         Raises:
-            AttributeError: there is none yet.
+            AttributeError: there is no model yet.
         """
         if self._model is None and (self._weights is not None or self._elsewhere):
             self._here()
@@ -335,11 +344,11 @@ class Trainer:
         self._model = model
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        """The metrics of the model in this process; without ``fit`` before, of the untrained one.
+        """Evaluate the model in this process and return its metrics. Before ``fit()`` the model is untrained.
 
         Args:
-            data: a data set like ``Data.valid``, or rows of a task's columns (``[{"text": …, "label": …}, …]``);
-                without it the validation part.
+            data: a data set like ``Data.valid``, or rows with the task's columns (``[{"text": …, "label": …}, …]``).
+                The default is the validation data.
 
         Raises:
             RapidformerError: the data cannot be used, or this process is one of several workers.
@@ -349,17 +358,18 @@ class Trainer:
     def predict(
         self, samples: Any, *, batch_size: int = 8, max_new_tokens: int | None = None, temperature: float = 0.0
     ) -> Any:
-        """What the model says of samples that nobody has labelled, in this process.
+        """Return the model's predictions for unlabelled samples. The model runs in this process.
 
         Args:
-            samples: one, or a list of them: a text or a mapping of a task's columns; with a ``build_data`` of your own
-                what an item of ``Data.valid`` is.
-            batch_size: samples at once.
-            max_new_tokens: of tasks that generate text, the most tokens of an answer.
-            temperature: of the same, how much they draw; 0 takes the likeliest token.
+            samples: one sample or a list of samples. A sample is a text or a mapping with the task's columns. If you
+                override ``build_data``, it has the form of an item of ``Data.valid``.
+            batch_size: number of samples per batch.
+            max_new_tokens: maximum number of tokens per answer, for tasks that generate text.
+            temperature: sampling temperature, for tasks that generate text. 0 picks the most likely token.
 
         Returns:
-            A record a sample (docs/after-training.md), or what ``read_outputs`` makes of it; of one sample, its own.
+            For each sample a record (docs/after-training.md), or the prediction that ``read_outputs`` returns. The
+            result is a list if ``samples`` is one.
 
         Raises:
             RapidformerError: a sample cannot be used, or this process is one of several workers.
@@ -370,7 +380,7 @@ class Trainer:
         return found if several is samples else found[0]
 
     def _here(self) -> Engine:
-        """What has the model in this process."""
+        """Return the engine that holds the model in this process. Build it if there is none."""
         if self._elsewhere:
             raise ConfigError(
                 "the model was trained in workers that ran this script, and is not in this process",
@@ -382,7 +392,7 @@ class Trainer:
         return self._engine
 
     def _keep(self, engine: Engine, workers: Workers) -> None:
-        """Keep what a run of this process alone has trained."""
+        """Store the trained model after a single-process run."""
         if workers.world > 1:
             return
         if afterwards.is_plain(engine, self):
@@ -393,18 +403,18 @@ class Trainer:
 
     @classmethod
     def main(cls, **flags: Any) -> None:
-        """Read the script's command line and train: the last line of a white-box script.
+        """Read the script's command line and train. Call it in the last line of a white-box script.
 
-        Mistakes are shown without a stack trace. The exit status is 0, or that of the error.
+        Errors are shown without a stack trace. The exit status is 0, or that of the error.
         """
         try:
             template = cls(program.arguments(), **flags)
             template.fit()
         except RapidformerError as error:
             if is_asked_for():
-                raise  # whoever has asked says it
+                raise  # the command that inspects this script reports it
             _fail(error.render(), error.exit_status)
-        except KeyboardInterrupt:  # before the run handles it as a request to save and end
+        except KeyboardInterrupt:  # it came before the run could treat it as a request to save and stop
             _fail("interrupted", Interrupted.LOST)
 
 
@@ -419,29 +429,30 @@ def compose(
     argv: Sequence[str] = (),
     **switches: Any,
 ) -> Session:
-    """Switches for a loop of your own: a session that makes the optimizer steps of any engine.
+    """Create a session that makes the optimizer steps for your training loop, with any engine.
 
-    The rules, the receipts and the checkpoints are those of a run, and so is what a step computes. With
-    ``nproc_per_node`` this process starts workers, each of which runs the script again, and ends with them.
+    Rules, receipts, checkpoints and the computation of a step are the same as in a run. With ``nproc_per_node``, this
+    process starts workers that run the script again, and it exits when they do.
 
     Args:
-        model: a function that builds it, which is called with ``seed`` on each worker; or the model, of which all
-            workers take the weights of rank 0.
-        optimizer: a recipe; a class of torch or a function from parameter groups to an optimizer; an optimizer that
-            was made for ``model`` and has made no step; None for that of ``--optimizer`` and ``--lr``.
-        compute_loss: from (model, batch) to the mean loss, or to (sum of losses, number of targets); None for
-            ``model(**batch).loss``.
-        schedule: from the step (from 0) to a share of the peak rate, or a scheduler of torch; None for that of
-            ``--train-iters`` and ``--lr-decay-style``, or, without an end, for a constant rate.
-        count_targets: how many targets the loss of a batch is a mean over; by default the labels that are not -100.
-        example: a batch of one sample, for a pipeline, which must see a loss before the first step.
-        argv: flags in the words of a command line, which win over ``switches``.
-        switches: flags by field name (``seed=1``), each as in :class:`Trainer`.
+        model: a function that builds the model, or the model itself. The function runs on each worker, with random
+            numbers seeded by ``seed``. If you give the model itself, all workers take the weights of rank 0.
+        optimizer: a recipe, a torch class, a function from parameter groups to an optimizer, or an optimizer that was
+            created for ``model`` and has not made a step. None uses ``--optimizer`` and ``--lr``.
+        compute_loss: function from (model, batch) to the mean loss, or to (sum of losses, number of targets). None
+            uses ``model(**batch).loss``.
+        schedule: function from the step (from 0) to a fraction of the peak learning rate, or a torch scheduler. None
+            uses ``--train-iters`` and ``--lr-decay-style``, or a constant rate without ``--train-iters``.
+        count_targets: function from a batch to the number of targets that its loss averages over. None counts the
+            labels that are not -100.
+        example: a batch with one sample. A pipeline needs it, because it must see a loss before the first step.
+        argv: flags as on a command line. They win over ``switches``.
+        switches: flags by field name (``seed=1``), as in :class:`Trainer`.
 
     Raises:
-        ConfigError: a flag or an optimizer that cannot be used, or that nothing here would act on.
-        Refused: the flags break rules; all of them are named.
-        SystemExit: the workers that this process has started are done.
+        ConfigError: a flag or an optimizer cannot be used, or a flag has no effect here.
+        Refused: the flags break rules. The error lists all of them.
+        SystemExit: the workers that this process started have finished.
     """
     template = composed(model, optimizer, compute_loss, count_targets, argv, switches)
     if optimizer is not None:
@@ -451,11 +462,14 @@ def compose(
 
 
 OF_A_CLASS = ("lr", "weight_decay")
-"""Flags that become options of an optimizer's class."""
+"""Flags that become options of the optimizer if the user gives its class."""
 
 
 def _check_options(template: Trainer, taken: Sequence[str]) -> None:
-    """Refuse flags that act through the library's own optimizer alone, beside one of the user's.
+    """Refuse flags that only configure the library's optimizer if the user brings an optimizer.
+
+    Args:
+        taken: flags that the user's optimizer takes.
 
     Raises:
         ConfigError: such a flag was given.
@@ -478,14 +492,14 @@ def composed(
     argv: Sequence[str],
     switches: Mapping[str, Any],
 ) -> Trainer:
-    """The template of a session, with the arguments of :func:`compose` as its hooks."""
+    """Create the template of a session. The arguments of :func:`compose` become its hooks."""
     hooks: dict[str, Any] = {
         "__module__": getattr(compute_loss, "__module__", "__main__"),
         "plan": cached_property(lambda self: configure.resolve_plan(type(self), self.config, training=False)),
         "build_model": lambda self: same_weights(model) if isinstance(model, nn.Module) else model(),
     }
     if optimizer is not None:
-        # Once, while the model still has the parameters that an optimizer was made for: switches replace some of them.
+        # Switches replace some parameters, so the recipe is made once, from those that the optimizer was created for.
         recipe = cache(lambda *names: as_recipe(optimizer, model, _given(template.config, *names)))
         hooks["build_optimizer"] = lambda self: recipe(*OF_A_CLASS)
     if compute_loss is not None:
@@ -495,17 +509,17 @@ def composed(
     template: Trainer = type("Composed", (Trainer,), hooks)(list(argv), **switches)
     at_the_door(template)
     if optimizer is not None:
-        template.build_optimizer()  # what cannot be used is refused before a worker starts
+        template.build_optimizer()  # refuse an unusable optimizer before a worker starts
     return template
 
 
 def _given(config: RunConfig, *names: str) -> dict[str, Any]:
-    """The flags among these that were given."""
+    """Return the values of those flags in ``names`` that were given."""
     return {name: config.get(name) for name in names if name in config.origins}
 
 
 def _caller() -> FrameType:
-    """The user's code that we were called from."""
+    """Return the frame of the user's code that called this module."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back

@@ -1,1 +1,1 @@
-"""What `rapidformer X` does."""
+"""The commands of `rapidformer`."""

@@ -1,7 +1,7 @@
-"""The catalogue as documents: ``docs/switches.md``, ``rapidformer switches`` and ``rapidformer explain``.
+"""The catalogue of switches as ``docs/switches.md``, ``rapidformer switches`` and ``rapidformer explain``.
 
 ``python -m rapidformer_templates.commands.catalogue docs/switches.md docs/parallelism.md`` writes the first file and
-the table of the second.
+the table in the second one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MARKS = ("<!-- made by make docs -->", "<!-- end of what is made -->")
 
 
 def markdown(registry: Registry, pairs: Pairs) -> str:
-    """The text of ``docs/switches.md``."""
+    """Return the text of ``docs/switches.md``."""
     refused = refused_pairs(registry, pairs)
     count, all_pairs = sum(len(names) for _, names in refused), len(pairs) * (len(pairs) - 1) // 2
     parts = [
@@ -66,7 +66,7 @@ def markdown(registry: Registry, pairs: Pairs) -> str:
 
 
 def filled(page: str, registry: Registry, pairs: Pairs) -> str:
-    """A page with the table of what divides models and sequences anew between the lines :data:`MARKS`."""
+    """Return a page in which the current table of :func:`beside_groups` is between the lines :data:`MARKS`."""
     header, *rows = beside_groups(registry, pairs)
     before, rest = page.split(MARKS[0], 1)
     return before + f"{MARKS[0]}\n\n{table(header, rows)}\n\n" + MARKS[1] + rest.split(MARKS[1], 1)[1]
@@ -93,7 +93,7 @@ def _catalogue(registry: Registry) -> str:
 
 
 def _section(switch: Switch) -> str:
-    """One switch: each flag with its help, then what there is to know about it."""
+    """Return the section of one switch: each flag with its help, then the facts about the switch."""
     facts = [f"- `{spelling(f.name)}`: {f.metadata['help']}" for f in dataclasses.fields(switch.options)]
     facts = facts or ["- computed from `--micro-batch-size` and `--global-batch-size`"]
     facts += [
@@ -158,7 +158,7 @@ def _refused(found: Sequence[tuple[tuple[Rule, ...], list[str]]]) -> str:
 
 
 def example_request(rule: Rule, registry: Registry) -> Request:
-    """The request of a rule's example, read as ``rapidformer plan`` would read it."""
+    """Return the request of a rule's example, parsed in the same way as by ``rapidformer plan``."""
     from rapidformer_templates.commands.main import PlanFlags
     from rapidformer_templates.planning.templates import choose_template
 
@@ -172,7 +172,7 @@ def example_request(rule: Rule, registry: Registry) -> Request:
 
 
 def explain(code: str, registry: Registry) -> str:
-    """A rule: what it says, why, where it is documented, and a command that breaks it with the answer."""
+    """Return the text about a rule: its title, reason and source, and an example that breaks it with the answer."""
     rule = next(rule for rule in registry.all_rules if rule.code == code)
     request = example_request(rule, registry)
     finding = rule.check(request)[0]
@@ -196,7 +196,7 @@ def explain(code: str, registry: Registry) -> str:
 
 
 def show(registry: Registry) -> None:
-    """Print the catalogue and the matrix for a terminal."""
+    """Print the catalogue and the matrix to a terminal."""
     from rich.console import Console
     from rich.table import Table
 

@@ -40,7 +40,7 @@ class ChatFlags:
 
 @dataclass(frozen=True)
 class Asked(ChatFlags, GenerationFlags):
-    """What the command declares itself."""
+    """The options of the command that are not flags of a run."""
 
 
 OPTIONS = (
@@ -54,15 +54,15 @@ OPTIONS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of its words."""
+    """Return the parser of ``rapidformer chat``."""
     return parser_of_saved("chat", DESCRIPTION, OPTIONS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Talk until there is nothing more to read.
+    """Chat until the input ends.
 
     Args:
-        argv: the words after ``rapidformer chat``; by default those of this process.
+        argv: words after ``rapidformer chat``. The default is the command line of this process.
 
     Raises:
         RapidformerError: the model or a flag cannot be used.
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def talk(conversation: Conversation, *, at_terminal: bool, name: str) -> None:
-    """Answer each line until the last one or ``/exit``."""
+    """Answer each line of the input until it ends or a line is ``/exit``."""
     if at_terminal:
         print(f"{name}: /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C ends an answer")
     for line in _lines(at_terminal=at_terminal):
@@ -112,7 +112,7 @@ def talk(conversation: Conversation, *, at_terminal: bool, name: str) -> None:
 
 
 def _lines(*, at_terminal: bool) -> Iterator[str]:
-    """What is said; at a terminal with a prompt, whose line Ctrl-C empties."""
+    """Yield the lines of the input. A terminal shows a prompt, and Ctrl-C clears its line."""
     if not at_terminal:
         try:
             yield from (line.strip() for line in sys.stdin)
@@ -133,13 +133,16 @@ def _lines(*, at_terminal: bool) -> Iterator[str]:
 
 @contextmanager
 def _between_words() -> Iterator[Callable[[str], None]]:
-    """How to print an answer that Ctrl-C ends at its next word: where Python is called back, it drops interrupts."""
+    """Yield a function that prints an answer piece by piece and lets Ctrl-C stop the answer at the next word.
+
+    Python drops an interrupt that is raised inside a callback, so the signal handler only records it.
+    """
     interrupts: list[int] = []
 
     def say(piece: str) -> None:
         print(piece, end="", flush=True)
         if interrupts:
-            interrupts.clear()  # what is left of the answer is told when it has ended
+            interrupts.clear()  # the rest of the answer is still printed when it has ended
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))

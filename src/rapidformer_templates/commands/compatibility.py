@@ -1,4 +1,4 @@
-"""What goes with what: every pair of switches, and by which rules pairs are refused."""
+"""Compatibility of the switches: every pair of them, and the rules that refuse a pair."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.suggest import apply
 from rapidformer_templates.planning.switch import TEMPLATES, Change, Request, Rule, Switch
 
-# The matrix asks which switches go together, not what this machine has: eight GPUs and every package.
+# The matrix shows which switches work together, not what this machine has. So it assumes eight GPUs and all packages.
 MATRIX_MACHINE = Environment(
     world_size=8,
     local_world_size=8,
@@ -26,18 +26,18 @@ MATRIX_MACHINE = Environment(
 )
 
 DOCUMENTED = ("R", "B", "M", "S", "D")
-"""Sources of rules that the documents of switches.md lay down; others are names of packages."""
+"""Sources that are documents listed in switches.md. Other sources are names of packages."""
 OWN = "rapidformer_templates"
 
 
 @dataclass(frozen=True)
 class Together:
-    """How switches go together.
+    """The compatibility of a set of switches.
 
     Attributes:
-        templates: the first letters of those that take them.
-        added: whether what one of them requires is added.
-        refusals: of the template that takes them with the fewest rules broken; none where any takes them.
+        templates: first letters of the templates that accept the switches.
+        added: whether a switch requires something that is added.
+        refusals: broken rules of the template with the fewest of them. Empty if a template accepts the switches.
     """
 
     templates: str
@@ -50,7 +50,7 @@ class Together:
 
 
 def together(registry: Registry, *switches: Switch) -> Together:
-    """Ask the rules for a run with these switches, in every template."""
+    """Check a run with these switches against the rules, in every template."""
     values = {name: value for switch in switches for name, value in switch.on.items()}
     config = registry.complete(RunConfig()).replace("matrix", **values)
     letters, added, refusals = "", False, []
@@ -66,7 +66,7 @@ def together(registry: Registry, *switches: Switch) -> Together:
 
 
 def with_additions(request: Request, registry: Registry) -> tuple[list[Change], tuple[Rule, ...]]:
-    """What must be added before the request is accepted, and the rules that are broken even so."""
+    """Return the changes that the request needs to be accepted, and the rules that it breaks even with them."""
     added: list[Change] = []
     while refusals := registry.refusals(apply(request, added, registry)):
         change = next((c for _, finding in refusals for c in finding.changes if c.cost == ADD and c not in added), None)
@@ -77,17 +77,17 @@ def with_additions(request: Request, registry: Registry) -> tuple[list[Change], 
 
 
 Pairs = Sequence[Sequence[Together]]
-"""For each switch of a registry those with each switch up to itself."""
+"""For each switch of a registry, its compatibility with each switch up to itself."""
 
 
 def compatibility(registry: Registry) -> Iterator[list[Together]]:
-    """For each switch: how it goes together with each switch up to itself."""
+    """Yield, for each switch, its compatibility with each switch up to itself."""
     for i, switch in enumerate(registry.switches):
         yield [together(registry, switch, other) for other in registry.switches[: i + 1]]
 
 
 def whose(rule: Rule) -> str:
-    """Whose reason a rule is: of the documents, of packages that the product builds on, or its own."""
+    """Return the origin of a rule: the documents, a package that the library uses, or the library itself."""
     sources = rule.source.strip("[]").split(", ")
     if any(source in DOCUMENTED for source in sources):
         return "documented"
@@ -95,7 +95,7 @@ def whose(rule: Rule) -> str:
 
 
 def refused_pairs(registry: Registry, pairs: Pairs) -> list[tuple[tuple[Rule, ...], list[str]]]:
-    """The pairs that no template takes, by the rules that refuse them, most pairs first."""
+    """Return the pairs that no template accepts, grouped by the rules that refuse them, largest group first."""
     rules: dict[tuple[str, ...], tuple[Rule, ...]] = {}
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for (i, row), switch in zip(enumerate(pairs), registry.switches, strict=True):
@@ -114,9 +114,10 @@ def _makes_groups(switch: Switch) -> bool:
 
 
 def beside_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:
-    """A table: each switch beside those that divide a model, samples or sequences over groups of workers of their own.
+    """Return a table of each switch against the switches that divide the workers into groups.
 
-    A cell is how they go together, or the codes of the rules by which they do not.
+    These switches divide a model, samples or sequences over separate groups of workers. A cell is "yes", or the codes
+    of the rules that refuse the pair.
     """
     dividing = [(i, switch) for i, switch in enumerate(registry.switches) if _makes_groups(switch)]
     table = [["", *(switch.name for _, switch in dividing)]]
@@ -129,7 +130,7 @@ def beside_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:
 
 
 def accepted(registry: Registry, size: int) -> tuple[int, int]:
-    """(accepted, all) combinations of so many switches."""
+    """Return (number accepted, number of all) combinations of ``size`` switches."""
     verdicts = [bool(together(registry, *some).templates) for some in itertools.combinations(registry.switches, size)]
     return sum(verdicts), len(verdicts)
 

@@ -1,4 +1,4 @@
-"""``rapidformer completion``: a script by which a shell completes commands, flags, choices and files. By shtab."""
+"""``rapidformer completion``: prints a shell script that completes commands, flags, choices and files, with shtab."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ COMPLETED = {
     "FILE": shtab.FILE, "CSV": shtab.FILE, "PATH": shtab.FILE, "P": shtab.FILE, "DIR": shtab.DIRECTORY,
     "FOLDER": shtab.DIRECTORY, "RUN": shtab.DIRECTORY, "RUN|FOLDER": shtab.DIRECTORY,
 }  # fmt: skip
-"""What stands for a value in the help, and how a shell completes it."""
+"""Placeholders for values in the help, and how a shell completes them."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the script of a shell.
+    """Print the completion script of a shell.
 
     Args:
-        argv: the words after ``rapidformer completion``.
+        argv: words after ``rapidformer completion``.
     """
     asked = build_parser().parse_args(argv)
     print(shtab.complete(whole_parser(), asked.shell))
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of its words."""
+    """Return the parser of ``rapidformer completion``."""
     parser = Parser(
         prog="rapidformer completion",
         description='Print a script that completes commands and flags. bash: eval "$(rapidformer completion bash)"',
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Every command with its flags, as one parser; the commands' own read their words."""
+    """Return one parser with every command and its flags. It is for completion only."""
     from rapidformer_templates.commands.main import OTHERS, PlanFlags
 
     parser = _training_parser("rapidformer", [])
@@ -58,7 +58,7 @@ def whole_parser() -> argparse.ArgumentParser:
     }
     there |= {name: load_object(f"{module}:build_parser")() for name, module in OTHERS.items()}
     for name, command in there.items():
-        # A parser that is there already takes the place of the one that argparse makes.
+        # The existing parser of the command replaces the one that argparse creates.
         commands.add_parser(name, help=command.description or name)
         commands.choices[name] = command
     for action in _actions(parser):
@@ -68,7 +68,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def _training_parser(prog: str, more: Sequence[type]) -> argparse.ArgumentParser:
-    """The parser of a training command with the choices of its flags, which it does not check by itself."""
+    """Return the parser of a training command with the choices of its flags. The real parser does not have them."""
     parser = flags_parser(prog, [*switch_options().values(), *more], None, "")
     choices = _choices([*SECTIONS.values(), *switch_options().values(), *more])
     for action in parser._actions:
@@ -77,7 +77,7 @@ def _training_parser(prog: str, more: Sequence[type]) -> argparse.ArgumentParser
 
 
 def _choices(options: Iterable[type]) -> dict[str, Sequence[str]]:
-    """The values of each flag that has but a few, or that offers a few."""
+    """Return the values of each flag that has a fixed set of values or suggests some."""
     fields = ((kind, field) for kind in options for field in dataclasses.fields(kind))
     listed = {
         field.name: value_kind(field_types(kind)[field.name])[1] or field.metadata.get("offered", ())
@@ -94,8 +94,8 @@ def _plain_parser(name: str, words: Mapping[str, Mapping[str, Any]]) -> argparse
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of a parser and its commands."""
+    """Yield the actions of a parser and of its commands."""
     for action in parser._actions:
         yield action
-        if isinstance(action.choices, dict):  # the parsers of commands by their names
+        if isinstance(action.choices, dict):  # the parsers of the commands by name
             yield from itertools.chain.from_iterable(map(_actions, action.choices.values()))

@@ -1,4 +1,4 @@
-"""The command line of the data tools. Imports no torch, and nothing else that is slow until a tool starts."""
+"""The command line of the data tools. Slow modules such as torch are imported only when a tool starts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one tool.
 
     Args:
-        argv: the words after ``rapidformer data``; by default those of this process.
+        argv: words after ``rapidformer data``. The default is the command line of this process.
 
     Returns:
-        The exit status: 0; 1 if ``verify`` found damage; 2 for a mistake or a file that cannot be used; 75 if
-        it was interrupted.
+        The exit status: 0 for success, 1 if ``verify`` found damage, 2 for a mistake or a file that cannot be used,
+        75 if it was interrupted.
     """
     words = dashed(sys.argv[1:] if argv is None else argv)
     try:
@@ -66,7 +66,7 @@ def _tokenizer(options: argparse.Namespace) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of its words."""
+    """Return the parser of ``rapidformer data``."""
     parser = Parser(prog="rapidformer data", description="Make, join and look at data sets for pretraining.")
     commands = parser.add_subparsers(required=True, metavar="preprocess|merge|inspect|verify|tokenizer")
 

@@ -1,4 +1,4 @@
-"""``rapidformer data preprocess``: the options, and the summary."""
+"""``rapidformer data preprocess``: its options and its summary."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ TOKENIZER_FLAGS = {
     "BertWordPieceCase": frozenset({"vocab_file"}),
     "BertWordPieceLowerCase": frozenset({"vocab_file"}),
 }
-"""By type, the flags that say where the tokenizer is."""
+"""The flags that locate a tokenizer, by tokenizer type."""
 
 
 def is_tokenizer_named(options: argparse.Namespace) -> bool:
-    """Whether any option about a tokenizer is given."""
+    """Whether any tokenizer option is given."""
     return any(getattr(options, name) for name in ("tokenizer_type", *set().union(*TOKENIZER_FLAGS.values())))
 
 
 def tokenizer_of(options: argparse.Namespace) -> Any:
-    """The tokenizer that the options name; see :func:`~rapidformer_templates.models.tokenizers.load_tokenizer`.
+    """Load the tokenizer of the options. See :func:`~rapidformer_templates.models.tokenizers.load_tokenizer`.
 
     Raises:
-        ConfigError: a flag that another type of tokenizer has.
-        ModelError: a file is missing or is not what the type needs.
+        ConfigError: a flag belongs to another type of tokenizer.
+        ModelError: a file is missing, or the type needs another kind of file.
     """
     kind = options.tokenizer_type or "HuggingFaceTokenizer"
     asked = {name: value for name in set().union(*TOKENIZER_FLAGS.values()) if (value := getattr(options, name))}
@@ -52,7 +52,7 @@ def tokenizer_of(options: argparse.Namespace) -> Any:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Preprocess and print the summary; the exit status."""
+    """Preprocess, print the summary and return the exit status."""
     files = text_files(options.input, "--input")
     keys = tuple(dict.fromkeys(options.json_keys))
     if any("/" in key for key in keys):

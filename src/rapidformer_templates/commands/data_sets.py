@@ -1,4 +1,4 @@
-"""``rapidformer data merge``, ``inspect`` and ``verify``: what they print."""
+"""``rapidformer data merge``, ``inspect`` and ``verify``, and their output."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.system.files import to_json
 
 SHOWN_TOKENS = 24
-"""Tokens of a document that ``inspect --show`` prints; its text is that of ten times as many."""
+"""Number of tokens per document that ``inspect --show`` prints. The printed text covers ten times this number."""
 
 
 def merge_main(options: argparse.Namespace) -> int:
-    """Join sets and print what came of it; the exit status."""
+    """Merge data sets, print the result and return the exit status."""
     prefixes = prefixes_of(options.input, leave_out=options.output_prefix)
     merge(prefixes, options.output_prefix, overwrite=options.overwrite)
     facts = facts_of(options.output_prefix)
@@ -35,7 +35,7 @@ def merge_main(options: argparse.Namespace) -> int:
 
 
 def inspect_main(options: argparse.Namespace) -> int:
-    """Print what is in sets; the exit status."""
+    """Print the contents of data sets and return the exit status."""
     decode = _decoder(options)
     prefixes = prefixes_of(options.input)
     about_sets = [facts_of(prefix) for prefix in prefixes]
@@ -69,7 +69,13 @@ def inspect_main(options: argparse.Namespace) -> int:
 
 
 def _unigram_loss(prefix: str, split: str) -> float:
-    """What a language model must beat on the validation part to have learned more than how often tokens are."""
+    """Return the validation loss of a unigram model of the training part.
+
+    A language model must beat it to have learned more than the frequencies of tokens.
+
+    Raises:
+        DataError: the training or the validation part has no document.
+    """
     from rapidformer_templates.data.indexed.splits import split_sequences, split_shares
     from rapidformer_templates.data.pretraining.unigram import unigram_loss
 
@@ -82,7 +88,7 @@ def _unigram_loss(prefix: str, split: str) -> float:
 
 
 def _decoder(options: argparse.Namespace) -> Any:
-    """The tokenizer whose text is shown; None if none is named."""
+    """Load the tokenizer that decodes the shown documents. Return None if the options name no tokenizer."""
     from rapidformer_templates.commands.data_preprocess import is_tokenizer_named, tokenizer_of
 
     if not is_tokenizer_named(options):
@@ -138,7 +144,7 @@ def _histogram(facts: Facts) -> Table:
 
 
 def verify_main(options: argparse.Namespace) -> int:
-    """Check sets and print the damage; 1 if there is some."""
+    """Check data sets and print the damage. Return 1 if a set is damaged, else 0."""
     damages = {prefix: _verified(prefix) for prefix in prefixes_of(options.input)}
     written = []
     if options.write_sums:
@@ -162,7 +168,7 @@ def verify_main(options: argparse.Namespace) -> int:
 
 
 def _verified(prefix: str) -> list[Damage] | None:
-    """:func:`verify`, with what does not even fit together as damage: the other sets are looked at all the same."""
+    """Run :func:`verify` and report files that do not fit together as damage, so that other sets are checked too."""
     try:
         return verify(prefix)
     except DataError as error:

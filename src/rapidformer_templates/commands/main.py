@@ -1,4 +1,4 @@
-"""The ``rapidformer`` command. Imports no torch: planning and help answer at once."""
+"""The ``rapidformer`` command. It does not import torch, so planning and help answer at once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ OTHERS = {
     "schema": "rapidformer_templates.commands.schema",
     "completion": "rapidformer_templates.commands.completion",
 }
-"""Commands with a parser of their own, ``build_parser``, each with its module."""
+"""Modules of the commands that have their own parser, ``build_parser``."""
 
 COMMANDS = ("plan", "switches", "explain", "doctor", *OTHERS)
 
@@ -90,13 +90,13 @@ class PlanFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; a user's mistake is one message on standard error, without a stack trace.
+    """Run the command. A user's mistake is reported as one message on standard error, without a stack trace.
 
     Args:
-        argv: the words after ``rapidformer``; by default those of this process.
+        argv: words after ``rapidformer``. The default is the command line of this process.
 
     Returns:
-        The exit status: 0, or that of the error (2 for what the user asked, others in ``errors.py``).
+        The exit status: 0, or that of the error. It is 2 for a mistake in the command, and ``errors.py`` has others.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -105,24 +105,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RapidformerError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status
-    except KeyboardInterrupt:  # while modules are imported; afterwards it is a request to save and end
+    except KeyboardInterrupt:  # during imports only, because a run treats it as a request to save and stop
         print("interrupted", file=sys.stderr)
         return Interrupted.LOST
 
 
 @contextmanager
 def _read_no_further() -> Iterator[None]:
-    """Whoever reads our output may go when he has seen enough, as ``head`` does: no error, and nobody to tell."""
+    """Exit without an error message if the reader of the output stops early, as ``head`` does."""
     try:
         yield
-        sys.stdout.flush()  # here, and not when Python ends
+        sys.stdout.flush()  # here rather than at Python's exit
     except BrokenPipeError as error:
         watch = select.poll()
         watch.register(sys.stdout.fileno(), 0)
         if not any(event & select.POLLERR for _, event in watch.poll(0)):
-            raise  # another pipe, of the body's
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what waits to be written
-        raise SystemExit(128 + signal.SIGPIPE) from error  # what a shell says of a program that it has ended
+            raise  # the error is about another pipe, used in the body
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is still in the buffer
+        raise SystemExit(128 + signal.SIGPIPE) from error  # as a shell reports a program that SIGPIPE has killed
 
 
 def _dispatch(words: list[str]) -> int:
@@ -148,7 +148,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def help_text() -> str:
-    """Commands, then every flag by topic."""
+    """Return the help text: the commands, then every flag by topic."""
     parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
     parser.usage = f"rapidformer [{' | '.join(COMMANDS)}] [flags]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -156,10 +156,10 @@ def help_text() -> str:
 
 
 def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlags]:
-    """The configuration and the environment that ``rapidformer plan`` resolves.
+    """Return the configuration and the environment that ``rapidformer plan`` resolves, and its own flags.
 
     Raises:
-        ConfigError: a flag or a value that cannot be used.
+        ConfigError: a flag or a value cannot be used.
     """
     config = parse(words, switch_options(), user=PlanFlags)
     asked: PlanFlags = config.user
@@ -178,10 +178,10 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
 
 
 def _elsewhere(here: Environment, config: RunConfig, asked: PlanFlags) -> Environment:
-    """The environment of the plan: that of the devices that are named or described, in place of this machine's.
+    """Return the environment of the plan. Devices that the user names or describes replace those of this machine.
 
     Raises:
-        ConfigError: a kind of GPU, and no GPU.
+        ConfigError: ``--device-kind`` names a GPU, but ``--device`` is cpu.
     """
     kind, device = asked.device_kind, config.launch.device
     if kind is not None:
@@ -210,7 +210,7 @@ def _plan(words: list[str]) -> int:
 
 
 def _plan_script(script: str, words: list[str]) -> int:
-    """What a script would run with these words: its class, its values, its own flags, its hooks."""
+    """Show what a script would run with these words: its class, its values, its flags and its hooks."""
     from rapidformer_templates.run import configure
     from rapidformer_templates.run.own_hooks import idle_flags, own_hooks
 
@@ -242,7 +242,7 @@ def _show_resolved(
     script: Mapping[str, Any] | None = None,
     notes: tuple[str, ...] = (),
 ) -> int:
-    """Resolve, check and print; the exit status."""
+    """Resolve, check and print the plan, and return the exit status."""
     if asked.json and asked.yaml:
         raise ConfigError(
             "--json and --yaml both say what to print", where="command line", hint="leave one of them out"
@@ -317,7 +317,7 @@ def show_plan(plan: Plan) -> None:
 
 
 def _groups(plan: Plan) -> Table:
-    """Who exchanges what with rank 0, and whether that goes between nodes."""
+    """Return a table of rank 0's groups: their ranks, their exchanges, and whether these cross nodes."""
     from rich.table import Table
 
     table = Table(

@@ -1,4 +1,4 @@
-"""``rapidformer new``: a script with the hooks that most change, or the examples; both lie in ``examples/``."""
+"""``rapidformer new``: writes a script with the hooks that usually change, or the examples, from ``examples/``."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rapidformer_templates.planning.config import dashed
 from rapidformer_templates.system.files import new_folder, write_text, writing
 
 EXAMPLES = Path(__file__).parent / "examples"
-"""In a checkout a link to ``examples/`` of the repository, in a wheel the folder itself."""
+"""The examples. In a checkout this is a link to the repository's ``examples/``, in a wheel the folder itself."""
 
 STEM = "my_task"
-"""What the scripts call themselves until they have a name."""
+"""The name that the scripts use for themselves. It is replaced by the name of the new file."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write what is asked for, and say how to run it.
+    """Write the requested script or the examples, and print how to run it.
 
     Args:
-        argv: the words after ``rapidformer new``.
+        argv: words after ``rapidformer new``.
 
     Raises:
-        ConfigError: the file is there already, or is no name of a Python script.
+        ConfigError: the file exists already, or its name does not end in .py.
     """
     asked = build_parser().parse_args(dashed(argv))
     wanted = Path(asked.file)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of its words."""
+    """Return the parser of ``rapidformer new``."""
     parser = Parser(
         prog="rapidformer new", description="Write a script to begin with, which runs as it is, or the examples."
     )

@@ -1,4 +1,4 @@
-"""``rapidformer predict``: what a run's model says of each row of a file."""
+"""``rapidformer predict``: the predictions of a run's model for each row of a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ file. Each line of the output is the row with its prediction, in the order of th
 workers."""
 
 KEY = "prediction"
-"""Of an output line: what the model says; beside the columns of the row."""
+"""Key of the prediction in an output line, next to the columns of the row."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class GenerationFlags:
 
 @dataclass(frozen=True)
 class Asked(FileFlags, GenerationFlags):
-    """What the command has besides flags of a run, of which ``--overwrite`` is one."""
+    """The options of the command that are not flags of a run. ``--overwrite`` is a flag of a run."""
 
 
 AT_ONCE = {"micro_batch_size": 8}
-"""Rows that the model sees at once, where nobody says."""
+"""Default number of rows per batch."""
 
 OPTIONS = (
     PredictFlags,
@@ -83,7 +83,7 @@ OPTIONS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of its words."""
+    """Return the parser of ``rapidformer predict``."""
     return parser_of_saved("predict", DESCRIPTION, OPTIONS)
 
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Predict and write the output.
 
     Args:
-        argv: the words after ``rapidformer predict``; by default those of this process.
+        argv: words after ``rapidformer predict``. The default is the command line of this process.
 
     Raises:
         RapidformerError: the model, the input or a flag cannot be used.
@@ -129,13 +129,14 @@ def _check_files(asked: Asked, *, overwrite: bool) -> None:
 
 
 def read_rows(config: RunConfig, text_column: str) -> Part:
-    """The rows of ``--input``.
+    """Read the rows of ``--input``.
 
     Args:
-        text_column: of the lines of a ``.txt`` file.
+        text_column: column name for the lines of a ``.txt`` file.
 
     Raises:
-        DataError: the file is of no known kind, holds no row, or a line that cannot be read.
+        DataError: the type of the file is unknown, the file has no rows or already has the output's column, or a line
+            cannot be read.
     """
     from rapidformer_templates.data.finetuning.tables import part_of, read_files
     from rapidformer_templates.data.text.files import ROW_READERS, BadLines, text_lines
@@ -193,7 +194,7 @@ def _predict(config: RunConfig, task: Task, part: Part, inputs: Inputs) -> int:
 
 
 def precision(config: RunConfig, workers: Workers) -> AbstractContextManager[Any]:
-    """Around forwards in the type of ``--mixed-precision``."""
+    """Return a context in which forwards run in the type of ``--mixed-precision``."""
     import torch
 
     from rapidformer_templates.engines.local import COMPUTE_TYPES
@@ -203,7 +204,7 @@ def precision(config: RunConfig, workers: Workers) -> AbstractContextManager[Any
 
 
 def _write(output: Path, part: Part, records: Sequence[Record]) -> None:
-    """Under another name first: what lies there is whole."""
+    """Write the records to a temporary file and rename it, so that the output is never incomplete."""
     from rapidformer_templates.system.files import finite, sync, writing
 
     temporary = output.with_name(output.name + ".tmp")

@@ -1,8 +1,9 @@
-"""The names of other packages that this library uses although their authors promise nothing about them.
+"""Names of other packages that this library uses although they are not part of a public interface.
 
-What stands here may be gone in the next version of its package; nothing else that is used may. The packages have no
-upper bounds for that: a bound would refuse every version that has kept the names, too. Instead ``rapidformer doctor``
-and the tests look for each of them in what is installed. Imports none of the packages by itself.
+A name in this list may disappear in the next version of its package. Every other name that the library uses is public.
+The dependencies have no upper bounds, because a bound would also refuse versions that still have the names. Instead,
+``rapidformer doctor`` and the tests look for each name in the installed packages. Importing this module imports none
+of the packages.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A name, and what hangs on it.
+    """Private names of one owner, and the features that need them.
 
     Attributes:
-        owner: ``module`` or ``module:Class`` that has it.
-        names: of that owner; of a class also attributes that only its instances have.
-        serves: what it is used for.
-        without: what does not work where it is missing.
+        owner: ``module`` or ``module:Class`` that has the names.
+        names: the names. For a class, these may be attributes that only its instances have.
+        serves: what the names are used for.
+        without: what does not work if a name is missing.
     """
 
     owner: str
@@ -44,7 +45,7 @@ _ZERO = "deepspeed.runtime.zero"
 _EXPORTER = "torch.onnx._internal.exporter"
 
 PRIVATE_NAMES = (
-    # Looking into values and modules.
+    # Inspecting values and modules.
     _of("torch.utils", "_pytree", "finding the tensors of a batch or an output", "every run"),
     _of("torch.nn:Module", "_parameters _buffers _modules _forward_hooks",
         "putting a tensor, a module or a hook in another one's place", "every switch that changes the model"),
@@ -65,7 +66,7 @@ PRIVATE_NAMES = (
     _of("torch.distributed.fsdp._common_utils", "FSDP_WRAPPED_MODULE",
         "names of parameters without their wrappers (_fsdp_wrapped_module)",
         "checkpoints of a model that the user has wrapped"),
-    # Steps.
+    # Training steps.
     _of("torch", "_foreach_norm _foreach_mul_", "the norm of all gradients and clipping by it in one kernel",
         "--max-grad-norm"),
     _of("torch", "_amp_update_scale_", "the loss scale, updated without a word from the device", "fp16"),
@@ -97,7 +98,7 @@ PRIVATE_NAMES = (
     _of("torch._C", "DisableTorchFunctionSubclass", "logits whose vocabulary is divided", "tensor parallelism"),
     _of("torch", "_assert_async", "refusing a target that is no token, without a word from the device",
         "tensor parallelism"),
-    # The planner: shapes without memory.
+    # The planner, which works with shapes and without memory.
     _of("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode", "models without memory", "the planner"),
     _of("torch.testing._internal.distributed.fake_pg", "FakeStore", "groups without processes", "the planner"),
     _of("torch._ops:OpOverload", "_overloadpacket", "the operations of an operator", "the planner's times"),
@@ -152,7 +153,7 @@ PRIVATE_NAMES = (
         "which heads an architecture has", "the message about a head that there is none of"),
     _of("transformers:PreTrainedModel", "_tp_plan", "how an architecture is divided",
         "tensor parallelism of architectures without a plan of ours"),
-    # DeepSpeed: where ZeRO has put the states.
+    # DeepSpeed: where ZeRO keeps the states.
     _of(f"{_ZERO}.partition_parameters:ZeroParamStatus", "NOT_AVAILABLE", "whether a parameter is whole", "ZeRO-3"),
     _of(f"{_ZERO}.partition_parameters:Init", "ds_id ds_shape ds_status", "parameters that are divided", "ZeRO-3"),
     _of("deepspeed.utils.mixed_precision_linkage", "_hp_mapping", "where the fp32 weights of a parameter are",
@@ -168,7 +169,7 @@ PRIVATE_NAMES = (
     _of(f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator", "is_record_trace _invalidate_trace",
         "forgetting forwards that had no backward", "one gather of each parameter a micro batch under ZeRO-3"),
     _of("deepspeed:DeepSpeedEngine", "_config", "the settings that DeepSpeed has made of ours", "the receipt of ZeRO"),
-    # fairscale, whose sharded DDP is extended.
+    # fairscale: the library extends its sharded DDP.
     _of("fairscale.nn.data_parallel:ShardedDataParallel",
         "_should_accumulate_grads _trainable_params _setup_backward_hooks _clear_counters _get_reduce_fn "
         "_flush_reduce_calls _bucket_flush_callback_set",
@@ -177,9 +178,9 @@ PRIVATE_NAMES = (
 
 
 def missing(package: str) -> Iterator[tuple[str, PrivateName]]:
-    """Names of an installed ``package`` that this version of it does not have, each with its entry.
+    """Yield the names that the installed version of ``package`` lacks, each with its entry.
 
-    An entry whose module needs another package, which is not installed, is left out: nobody can use it either.
+    If an entry's module needs another package that is not installed, the entry is skipped, because nobody can use it.
     """
     for entry in PRIVATE_NAMES:
         if entry.package != package:
@@ -192,7 +193,7 @@ def missing(package: str) -> Iterator[tuple[str, PrivateName]]:
 
 
 def has(owner: str, name: str) -> bool:
-    """Whether ``module`` or ``module:Class`` has ``name``; an attribute of instances is looked for in its source."""
+    """Whether ``module`` or ``module:Class`` has ``name``. Attributes of instances are searched in the source."""
     module_name, _, class_name = owner.partition(":")
     holder = _holder(module_name)
     if holder is None or (class_name and not hasattr(holder, class_name)):
@@ -202,13 +203,13 @@ def has(owner: str, name: str) -> bool:
 
 
 def _holder(module_name: str) -> object | None:
-    """A module, or what stands in for one, as ``torch.ops.aten`` does; None if there is neither."""
+    """Return a module, or an object that acts as one, such as ``torch.ops.aten``. Return None if neither exists."""
     parent, _, last = module_name.rpartition(".")
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not module_name.startswith(str(error.name)):
-            raise  # of a package that it needs
+            raise  # a package that the module needs is missing
         return getattr(_holder(parent), last, None) if parent else None
 
 
@@ -223,7 +224,7 @@ def _is_module(module_name: str) -> bool:
 
 @functools.cache
 def _words(held: object) -> frozenset[str]:
-    """All words of the source file of a module or a class; none where there is no source."""
+    """Return all words in the source file of a module or a class. Without a source file, the set is empty."""
     try:
         source = inspect.getsourcefile(held)  # type: ignore[arg-type]
     except TypeError:

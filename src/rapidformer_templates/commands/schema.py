@@ -1,7 +1,7 @@
-"""``rapidformer schema``: the JSON schema of the YAML files of ``--config``, by which editors complete and check them.
+"""``rapidformer schema``: the JSON schema of ``--config`` YAML files, with which editors complete and check them.
 
-It is made of the flags' declarations and accepts what they accept; what only several values together can break, the
-rules of ``rapidformer plan`` say.
+It is generated from the declarations of the flags and accepts the same values. Rules about several values are not in
+the schema. ``rapidformer plan`` checks them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rapidformer_templates.planning.trackers import PACKAGES, Trackers
 _DIGITS = r"[0-9]+(_[0-9]+)*"
 _NUMBER = rf"({_DIGITS}\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
 _SCALAR = ["string", "number"]
-"""Of a text: a name may look like a number."""
+"""JSON types of a text value. A name may look like a number."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the schema.
 
     Args:
-        argv: the words after ``rapidformer schema``.
+        argv: words after ``rapidformer schema``.
 
     Raises:
         ConfigError: the script of ``--user-script`` cannot be used.
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of its words."""
+    """Return the parser of ``rapidformer schema``."""
     parser = Parser(
         prog="rapidformer schema",
         description="Print the JSON schema of the YAML files of --config, by which editors complete and check them.",
@@ -51,15 +51,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def rendered(own: type | None = None) -> str:
-    """The schema as a file has it."""
+    """Return the schema as the text of a file."""
     return json.dumps(yaml_schema(own), indent=1, ensure_ascii=False)
 
 
 def yaml_schema(own: type | None = None) -> dict[str, Any]:
-    """The schema of a YAML file of ``--config``.
+    """Return the schema of a ``--config`` YAML file.
 
     Args:
-        own: a dataclass of the user's own flags.
+        own: a dataclass with the user's flags.
     """
     keys: dict[str, Any] = {}
     kinds = (*SECTIONS.values(), *switch_options().values(), *([own] if own else []))
@@ -81,7 +81,7 @@ def yaml_schema(own: type | None = None) -> dict[str, Any]:
 
 
 def _keys_of(field: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
-    """The key of a flag and its other spellings, each with the schema of its value."""
+    """Return the key of a flag and its aliases, each with the schema of its value."""
     name, meta = field.name.replace("_", "-"), field.metadata
     value = _value(annotation, meta) | {"description": meta.get("help", "")}
     default = field.default
@@ -95,7 +95,7 @@ def _keys_of(field: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
 
 
 def _value(annotation: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a value: what ``config._checked`` accepts. Nothing is the default."""
+    """Return the schema of a value, which accepts the same as ``config._checked``. An empty value is the default."""
     kind, choices, several = value_kind(annotation)
     bare = meta.get("bare")
     kinds = ["null", *(["boolean"] if bare is not None or kind is bool else [])]
@@ -124,12 +124,15 @@ def _value(annotation: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _any_case(word: str) -> str:
-    """A pattern of a word in small and capital letters: those of JSON schemas know no flags."""
+    """Return a pattern that matches a word in any case, because patterns of JSON schemas have no flags."""
     return "".join(f"[{letter.upper()}{letter}]" for letter in word)
 
 
 def _number(kind: type, kinds: list[str], minimum: float | None, maximum: float | None) -> dict[str, Any]:
-    """YAML's 1.1, by which files are read, takes 1e-5 for a text; newer versions take it for a number."""
+    """Return the schema of a number, which may also be a string.
+
+    Files are read as YAML 1.1, which reads 1e-5 as a string. Newer versions read it as a number.
+    """
     form = _DIGITS if kind is int else _NUMBER
     sign = "[-+]?" if minimum is None or minimum < 0 else "[+]?"
     value = {"type": [*kinds, "integer" if kind is int else "number", "string"], "pattern": rf"^\s*{sign}{form}\s*$"}
@@ -138,7 +141,11 @@ def _number(kind: type, kinds: list[str], minimum: float | None, maximum: float 
 
 
 def _flags_of(script: str) -> type | None:
-    """The flags that a script's template declares."""
+    """Return the dataclass of flags that a script's template declares.
+
+    Raises:
+        ConfigError: the template declares no flags.
+    """
     from rapidformer_templates.run import handover
 
     own: type | None = handover.ask(script, ["--device", "cpu"], lambda template: type(template).Flags)

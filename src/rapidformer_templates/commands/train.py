@@ -1,4 +1,4 @@
-"""Runs without any code of the user's: the template is chosen from the task and the switches."""
+"""Runs without user code. The template is chosen from the task and the switches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train with the flags of ``argv``, or run the script that ``--user-script`` names with the others.
+    """Train with the flags in ``argv``. If ``--user-script`` names a script, run it with the other flags instead.
 
     Raises:
-        RapidformerError: whatever the run refuses.
+        RapidformerError: the run is refused or fails.
     """
     script, rest = take_script(argv)
     if script is not None:
@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def template_of(argv: Sequence[str]) -> type[Trainer]:
-    """The template that a black-box run with these flags has."""
+    """Return the template of a black-box run with these flags."""
     return _template(configure.choose(argv)[0])
 
 

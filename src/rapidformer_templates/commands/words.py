@@ -1,4 +1,4 @@
-"""The words of a command that has a parser of its own."""
+"""Command lines of commands that have their own parser."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rapidformer_templates.system import launch, program
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in the way of all other commands.
+    """A parser that reports mistakes in the same form as all other commands.
 
     Raises:
-        ConfigError: a word that the command does not take.
+        ConfigError: the command does not accept a word.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -24,11 +24,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of_saved(name: str, description: str, options: Iterable[type]) -> argparse.ArgumentParser:
-    """The parser of a command that uses a saved model.
+    """Return the parser of a command that uses a saved model.
 
     Args:
-        name: of the command.
-        options: dataclasses of the flags that it has.
+        name: name of the command.
+        options: dataclasses with the command's flags.
     """
     parser = Parser(
         prog=f"rapidformer {name}",
@@ -44,23 +44,23 @@ def parser_of_saved(name: str, description: str, options: Iterable[type]) -> arg
 
 
 def words_of_saved(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[str, dict[str, Any]]:
-    """The saved model that a command is to use, and the flags that are given, by field name.
+    """Return the path of the saved model, and the given flags by field name.
 
     Args:
-        argv: the words after the name of the command; by default those of this process.
+        argv: words after the name of the command. The default is the command line of this process.
 
     Raises:
-        ConfigError: a word that it does not take.
+        ConfigError: the command does not accept a word.
     """
     given = vars(parser.parse_args(dashed(sys.argv[1:] if argv is None else argv)))
     return given.pop("run"), given
 
 
 def in_workers(count: int | None, port: int | None, check: Callable[[], object], body: Callable[[], int]) -> int:
-    """Run the body of a command in this process, or in each of several that run the whole command again.
+    """Run the body of a command in this process, or in several workers that run the whole command again.
 
     Args:
-        check: what can be seen to be wrong before they start.
+        check: finds mistakes before the workers start.
 
     Returns:
         The exit status.

@@ -1,1 +1,1 @@
-"""Other libraries' interfaces over the templates: scripts that were written for them run with one changed import."""
+"""Interfaces of other libraries on top of the templates. Scripts for those libraries run with one changed import."""

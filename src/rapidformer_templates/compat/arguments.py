@@ -1,4 +1,4 @@
-"""``get_args()`` of PAI-Rapidformer's scripts: the flags of the library, and those that the script has added."""
+"""``get_args()`` for PAI-Rapidformer's scripts: the flags of the library and those that the script has added."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 
 class Arguments:
-    """Values of flags by their names, as attributes; those of the library cannot be set.
+    """Flag values as attributes. The values of the library's flags cannot be changed.
 
-    ``vars`` has them all. A copy, or what is pickled, is a plain namespace of the values as they are then.
+    ``vars`` returns all of them. A copy or a pickle is a plain namespace with the values at that time.
     """
 
     __slots__ = ("_config", "_own")
@@ -67,10 +67,10 @@ def _library_flags() -> set[str]:
 
 
 def split_own(words: Sequence[str], provider: ExtraArgs | None) -> tuple[argparse.Namespace, list[str]]:
-    """(the flags that a script has added, the words that are left for the library).
+    """Return (the flags that a script has added, the remaining words for the library).
 
     Raises:
-        ConfigError: a flag has the name of one of the library's.
+        ConfigError: a flag has the name of one of the library's flags.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     if provider is not None:
@@ -84,7 +84,7 @@ def split_own(words: Sequence[str], provider: ExtraArgs | None) -> tuple[argpars
 
 
 class Timers:
-    """``get_timers()``: seconds by name; ``timers("name").start()``, ``.stop()``, ``timers.log(["name"])``."""
+    """The named timers of ``get_timers()``: ``timers("name").start()``, ``.stop()``, ``timers.log(["name"])``."""
 
     def __init__(self) -> None:
         self._timers: dict[str, Timer] = {}
@@ -93,13 +93,13 @@ class Timers:
         return self._timers.setdefault(name, Timer())
 
     def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> None:
-        """Print the milliseconds of these timers."""
+        """Print the times of these timers in milliseconds, divided by ``normalizer``."""
         told = (f"{name}: {self(name).elapsed(reset) * 1000 / normalizer:.2f}" for name in names)
         print("time (ms) | " + " | ".join(told), flush=True)
 
 
 class Timer:
-    """One of them; it adds up what lies between ``start`` and ``stop``."""
+    """One timer. It adds up the time between ``start`` and ``stop``."""
 
     def __init__(self) -> None:
         self._seconds, self._since = 0.0, None
@@ -115,7 +115,7 @@ class Timer:
         self._since = None
 
     def elapsed(self, reset: bool = True) -> float:
-        """Seconds so far."""
+        """Return the seconds so far."""
         seconds = self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
         if reset:
             self._seconds = 0.0

@@ -1,9 +1,13 @@
-"""``engine.compose`` and ``engine.backward``: a loop of the script's own around an engine that owns its steps.
+"""``engine.compose`` and ``engine.backward``: the script's training loop around an engine that makes whole steps.
 
-An engine runs forward, backward and update by itself, and asks for a loss. The script has the loop, and gives one. So
-the engine works in a thread of its own, and only one of the two goes on at a time: the engine asks for the loss of a
-batch; the loader yields that batch to the script; its call of the model is answered by the engine; ``backward`` hands
-the loss over; and ``optimizer.step`` lets the engine make the update.
+An engine runs forward, backward and update itself and asks a hook for the loss. A script with its own loop computes
+the loss itself. So the engine runs in a separate thread, and only one of the two threads runs at a time:
+
+1. The engine asks for the loss of a batch.
+2. The loader yields that batch to the script.
+3. The script calls the model, and the engine runs the forward.
+4. ``backward`` passes the loss to the engine.
+5. ``optimizer.step`` lets the engine make the update.
 """
 
 from __future__ import annotations
@@ -32,28 +36,28 @@ if TYPE_CHECKING:
     from rapidformer_templates.compat.rapidformer import RapidformerEngine
 
 STEP, FORWARD, LOSS, UPDATE, LEAVE = "step", "forward", "loss", "update", "leave"
-"""What the script tells the engine."""
+"""Messages from the script to the engine."""
 BATCH, OUTPUT, FAILED, READY, DONE, ERROR = "batch", "output", "failed", "ready", "done", "error"
-"""What the engine tells the script: a batch whose loss it wants, the model's output or its error, that all gradients
-are there, that the step is made, or that it is not."""
+"""Messages from the engine to the script: a batch whose loss it needs, the model's output, the model's error, all
+gradients are ready, the step is done, the step failed."""
 
 UNCOUNTED = "the loop's loss", "engine.compose(…, count_targets=function): from a batch to the number of its targets"
-"""What is said where nothing tells the weight of a batch."""
+"""Parts of the error message for a batch whose number of targets is unknown."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any], bool]
-"""Arguments, named ones, and whether gradients are wanted."""
+"""Positional arguments, keyword arguments, and whether gradients are enabled."""
 
 
 class _Ended(BaseException):
-    """The script has left its loop in the middle of a step."""
+    """The script left its loop in the middle of a step."""
 
 
 class OwnLoop:
-    """The loader of the training batches, and what the script's calls come to.
+    """The loader of the training batches, which also handles the script's calls to the model and the optimizer.
 
     Attributes:
-        session: that makes the steps.
-        model, optimizer, scheduler: what the script has in the place of its own.
+        session: the session that makes the steps.
+        model, optimizer, scheduler: the objects that replace those of the script.
     """
 
     def __init__(
@@ -82,27 +86,27 @@ class OwnLoop:
         )
         self._to_engine: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self._to_script: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self._real = 0  # micro batches of this step that the script has still to see
-        self._call: Call | None = None  # the newest of the model
-        self._heard: tuple[str, Any] = (DONE, None)  # the engine's last word, which it waits after
-        self._is_open = False  # the script has a batch whose loss is wanted
-        self._precision = ExitStack()  # that of the loss, while the batch is open
-        self.is_last = True  # of the micro batches of its step
+        self._real = 0  # micro batches of this step that the script has not seen yet
+        self._call: Call | None = None  # the latest call of the model
+        self._heard: tuple[str, Any] = (DONE, None)  # the engine's last message, after which it waits
+        self._is_open = False  # the script has a batch whose loss is missing
+        self._precision = ExitStack()  # the precision of the loss, while the batch is open
+        self.is_last = True  # this is the last micro batch of its step
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         self.model, self.optimizer = ComposedModel(self), ComposedOptimizer(self)
         by_flags = scheduler_fn is None and optimizer is None
         self.scheduler = ComposedScheduler(self, scheduler_fn, by_flags=by_flags)
 
     def __getattr__(self, name: str) -> Any:
-        """As of the loader that was given: ``dataset``, ``batch_size``, ``sampler``."""
+        """Return an attribute of the script's loader, such as ``dataset``, ``batch_size`` or ``sampler``."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._theirs, name)
 
-    # In the thread of the engine.
+    # These methods run in the thread of the engine.
 
     def _serve(self) -> None:
-        """Make one step after another; the script waits for each word of this thread."""
+        """Make one step after another. The script waits for each message of this thread."""
         accelerator.make_current(self.session.workers.device)
         while True:
             _, batches = self._to_engine.get()
@@ -112,11 +116,11 @@ class OwnLoop:
                 self._to_script.put((ERROR, error))
 
     def _ask_for_loss(self, model: Any, batch: Batch) -> Any:
-        """The hook of the engine: the script's loss of a batch."""
+        """Return the script's loss of a batch. This is the engine's ``compute_loss`` hook."""
         if not self._real or not torch.is_grad_enabled():
             if self._call is None:
                 return model(**batch).loss
-            _answer(model, self._call)  # of a batch that counts for nothing, and that no loop sees
+            _answer(model, self._call)  # this batch does not count, and the script does not see it
             return None
         self._real -= 1
         self._to_script.put((BATCH, batch))
@@ -128,11 +132,14 @@ class OwnLoop:
                 raise _Ended
             try:
                 self._to_script.put((OUTPUT, _answer(model, value)))
-            except Exception as error:  # it is the script's to catch
+            except Exception as error:  # raised in the script, which may catch it
                 self._to_script.put((FAILED, error))
 
     def _ask_for_update(self) -> float:
-        """The share of the peak rate, once the script asks for the update; that of rank 0, which sees every step."""
+        """Wait until the script asks for the update, and return the fraction of the peak learning rate.
+
+        It is the fraction of rank 0, which sees every step.
+        """
         self._to_script.put((READY, None))
         what, share = self._to_engine.get()
         if what != UPDATE:
@@ -140,13 +147,13 @@ class OwnLoop:
         workers = self.session.workers
         return workers.sum(share if workers.is_main else 0.0)[0]
 
-    # In the thread of the script.
+    # These methods run in the thread of the script.
 
     def _tell(self, what: str, value: Any = None) -> Any:
-        """Let the engine go on, and hear what it comes to.
+        """Send a message to the engine and return the value of its answer.
 
         Raises:
-            Exception: what it has failed with.
+            Exception: the error of the engine or of the model.
         """
         self._to_engine.put((what, value))
         self._heard = self._to_script.get()
@@ -155,7 +162,7 @@ class OwnLoop:
         return self._heard[1]
 
     def __len__(self) -> int:
-        """Batches that this worker sees in a pass."""
+        """Return the number of batches that this worker sees in one epoch."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -163,8 +170,8 @@ class OwnLoop:
             yield from self._stepping(batches)
 
     def _stepping(self, batches: list[Batch]) -> Iterator[Batch]:
-        """The batches of one step, each while the engine waits for its loss."""
-        self._leave()  # an iterator that somebody still holds
+        """Yield the batches of one step. The engine waits for the loss of each."""
+        self._leave()  # an older iterator may still be in a step
         self._real, self.is_last = len(batches), not batches
         try:
             self._tell(STEP, batches)
@@ -173,13 +180,13 @@ class OwnLoop:
                 self._precision.enter_context(self.session.precision())
                 yield self._heard[1]
                 self._check_body()
-            if not batches:  # the others need this worker for the last step
+            if not batches:  # the other workers need this one for the last step
                 self.optimizer.step()
         finally:
             self._leave()
 
     def _leave(self) -> None:
-        """End a step that is not done: its gradients are dropped."""
+        """End an unfinished step and drop its gradients."""
         self._precision.close()
         if self._heard[0] in (BATCH, OUTPUT, FAILED, READY):
             self._to_engine.put((LEAVE, None))
@@ -188,7 +195,11 @@ class OwnLoop:
         self._is_open, self.is_last = False, True
 
     def _check_body(self) -> None:
-        """Whether the script has done with its batch what a step needs."""
+        """Check that the script called ``backward`` and, after a step's last micro batch, ``optimizer.step``.
+
+        Raises:
+            RapidformerError: one of the calls is missing.
+        """
         if self._is_open:
             raise RapidformerError(
                 "the loop took the next batch without engine.backward(loss)", hint="call it once for each batch"
@@ -202,14 +213,14 @@ class OwnLoop:
             )
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """The model's output: of the engine for a batch of the loop, else in a forward without gradients."""
+        """Return the model's output. Outside of a batch of the loop, the forward has no gradients."""
         if not self._is_open:
             return self.session.forward(*arguments, **named)
         self._call = arguments, named, torch.is_grad_enabled()
         return self._tell(FORWARD, self._call)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Hand the loss of the batch over."""
+        """Pass the loss of the batch to the engine."""
         if not self._is_open:
             raise RapidformerError(
                 "engine.backward(loss) without a batch of the composed loader", hint="call it once for each batch"
@@ -219,7 +230,7 @@ class OwnLoop:
         self._tell(LOSS, loss)
 
     def update(self) -> None:
-        """Let the engine make the update, if all micro batches of the step are done."""
+        """Let the engine make the update once all micro batches of the step are done."""
         if not self.is_last:
             return  # more micro batches belong to this step
         if self._heard[0] != READY:
@@ -227,12 +238,12 @@ class OwnLoop:
         self._tell(UPDATE, self.scheduler.share)
 
     def evaluating(self, loader: Any) -> OnDevice:
-        """The batches of an evaluation."""
+        """Return the batches of an evaluation."""
         return OnDevice(loader, self.session)
 
 
 class OnDevice:
-    """The batches of an evaluation, all of them on each worker; a loss of theirs has the precision of a run's."""
+    """The batches of an evaluation. Each worker gets all of them, and computes in the precision of the run."""
 
     def __init__(self, loader: Any, session: Session) -> None:
         self.loader, self.session = loader, session
@@ -250,7 +261,7 @@ class OnDevice:
 
 
 class ComposedModel:
-    """The script's model; its forward in a step is the engine's."""
+    """The script's model. Within a step, the engine runs its forward."""
 
     def __init__(self, loop: OwnLoop) -> None:
         self._loop = loop
@@ -263,31 +274,31 @@ class ComposedModel:
 
 
 class ComposedOptimizer:
-    """The script's optimizer: ``step`` is the engine's update, which zeroes the gradients itself."""
+    """The script's optimizer. ``step`` is the engine's update, which also zeroes the gradients."""
 
     def __init__(self, loop: OwnLoop) -> None:
         self._loop = loop
 
     def step(self) -> None:
-        """Make the update."""
+        """Make the update if this is the last micro batch of a step."""
         self._loop.update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the engine has done so."""
+        """Do nothing. The engine zeroes the gradients."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._loop.session.param_groups
 
     def state_dict(self) -> NoReturn:
-        """Raise: the state is divided over the workers."""
+        """Raise a ConfigError, because the state is divided over the workers."""
         raise ConfigError("the optimizer's state is divided over the workers", hint="engine.session.save(folder)")
 
     load_state_dict = state_dict
 
 
 class ComposedScheduler:
-    """The script's scheduler, over an optimizer of no meaning: what counts is its share of the peak rate."""
+    """The script's scheduler, over a dummy optimizer. Only its fraction of the peak learning rate is used."""
 
     def __init__(self, loop: OwnLoop, make: Callable[[Any], LRScheduler] | None, *, by_flags: bool) -> None:
         self._loop, self._by_flags = loop, by_flags
@@ -295,24 +306,27 @@ class ComposedScheduler:
 
     @property
     def share(self) -> float:
-        """Of the peak rate, after as many ``step`` as there were; of the flags' optimizer alone, by the flags."""
+        """Fraction of the peak learning rate after the calls of ``step`` so far.
+
+        Without a scheduler it is 1, or the flags' schedule if the optimizer also comes from the flags.
+        """
         if self._scheduler is not None:
             return float(self._scheduler.get_last_lr()[0])
         return self._loop.session.share if self._by_flags else 1.0
 
     def step(self) -> None:
-        """The next step's rate; it counts once for the micro batches of a step."""
+        """Advance to the rate of the next step. The micro batches of one step count once."""
         if self._scheduler is not None and self._loop.is_last:
             self._scheduler.optimizer.step()
             self._scheduler.step()
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each group."""
+        """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self._loop.session.param_groups]
 
 
 def _answer(model: Any, call: Call) -> Any:
-    """What the model puts out for a call that was made in another thread."""
+    """Run the model for a call that was made in another thread."""
     arguments, named, has_gradients = call
     with torch.set_grad_enabled(has_gradients):
         return model(*arguments, **named)

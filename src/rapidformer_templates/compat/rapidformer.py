@@ -2,7 +2,8 @@
 
     from rapidformer_templates.compat.rapidformer import Finetuner, PreTrainer, RapidformerEngine, get_args
 
-Written after its published documentation; docs/pai-rapidformer.md says what is equal and what is refused.
+The interface follows PAI-Rapidformer's published documentation. docs/pai-rapidformer.md lists what is equal and what
+is refused.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ INSTEAD = {
     "build_pretrain_huggingface_bert_datasets": "rapidformer --task pretraining --data-path … makes them",
     "build_train_valid_test_datasets": "rapidformer --task pretraining --data-path … makes them",
 }
-"""What else scripts import from it, and what takes its place here."""
+"""Other names that scripts import from PAI-Rapidformer, and their replacements in this library."""
 
 MEGATRON_EVAL_ITERS = 100
-"""Batches of an evaluation where ``--eval-iters`` does not say it, when a provider asks for numbers of samples."""
+"""Batches per evaluation without ``--eval-iters``, for a provider that takes numbers of samples."""
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -51,10 +52,12 @@ def __getattr__(name: str) -> NoReturn:
 
 
 class RapidformerEngine:
-    """Reads the command line; what trains is chosen when a template or :meth:`compose` asks for it.
+    """The engine of a PAI-Rapidformer script. It reads the command line.
+
+    The engine that trains is chosen later, when a template or :meth:`compose` needs it.
 
     Args:
-        extra_args_provider: adds flags of the script's own to an ``argparse`` parser.
+        extra_args_provider: function that adds the script's flags to an ``argparse`` parser.
     """
 
     current: ClassVar[RapidformerEngine | None] = None
@@ -72,7 +75,7 @@ class RapidformerEngine:
 
     @cached_property
     def template_of_flags(self) -> Trainer:
-        """What the flags say before there is a script's template."""
+        """A template with the flags only, used before the script has created its template."""
         return Trainer(self.words)
 
     def compose(
@@ -86,16 +89,18 @@ class RapidformerEngine:
         model_obj: nn.Module | None = None,
         count_targets: Callable[[Batch], float] | None = None,
     ) -> tuple[Any, ...]:
-        """What was given, in this order, for a loop of one's own with :meth:`backward`; and always an optimizer.
+        """Prepare the given objects for your own loop with :meth:`backward`, and return them in the same order.
 
-        Without one it is that of ``--optimizer`` and ``--lr``, for the loop's ``optimizer.step()`` is the update;
-        without a scheduler, too, its rate follows ``--train-iters`` and ``--lr-decay-style``.
+        The result always has an optimizer, because the loop's ``optimizer.step()`` makes the update. If you give none,
+        it follows ``--optimizer`` and ``--lr``. If you also give no scheduler, its rate follows ``--train-iters`` and
+        ``--lr-decay-style``.
 
         Args:
-            count_targets: how many targets the loss of a batch is a mean over; by default the labels that are not -100.
+            count_targets: function from a batch to the number of targets that its loss averages over. The default
+                counts the labels that are not -100.
 
         Raises:
-            ConfigError: something that such a loop cannot do without is not given.
+            ConfigError: something that the loop needs is missing.
             Refused: the flags break rules.
         """
         model = model if model is not None else model_obj
@@ -110,14 +115,14 @@ class RapidformerEngine:
         return tuple(part for part in (*parts, evaluates) if part is not None)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward of the batch that the composed loader gave last."""
+        """Run the backward of the batch that the composed loader yielded last."""
         if self._loop is None:
             raise ConfigError("engine.backward(loss) comes after engine.compose(…)")
         self._loop.backward(loss)
 
     @property
     def session(self) -> Any:
-        """That of the own loop, to save, load and export by: ``engine.session.save(folder)``."""
+        """The session behind your loop. Use it to save, load and export: ``engine.session.save(folder)``."""
         if self._loop is None:
             raise ConfigError("engine.session is there after engine.compose(…)")
         return self._loop.session
@@ -130,26 +135,26 @@ def _engine() -> RapidformerEngine:
 
 
 def get_args() -> Arguments:
-    """The flags of the command line, as attributes."""
+    """Return the flags of the command line, as attributes."""
     return _engine().args
 
 
 def get_timers() -> Timers:
-    """The timers of this process."""
+    """Return the timers of this process."""
     return _engine().timers
 
 
 def get_tokenizer() -> Any:
-    """The tokenizer of ``--tokenizer-type`` or of the pretrained model."""
+    """Return the tokenizer of ``--tokenizer-type`` or of the pretrained model."""
     return load_tokenizer(_engine()._config())
 
 
 class mpu:  # noqa: N801 - the module of that name
-    """What scripts ask of Megatron's parallel state: every worker has its batch already."""
+    """The functions of Megatron's parallel state that scripts call. Every worker has its batch already."""
 
     @staticmethod
     def broadcast_data(keys: Sequence[str], data: Mapping[str, torch.Tensor], datatype: torch.dtype) -> dict[str, Any]:
-        """These tensors of a batch, in this type."""
+        """Return the tensors ``keys`` of ``data``, cast to ``datatype``."""
         return {key: data[key].to(datatype) for key in keys}
 
     @staticmethod
@@ -169,7 +174,7 @@ def _template() -> Trainer:
 
 
 class _OneBatch(dict[str, Any]):
-    """A batch, and an iterator over it alone: scripts write ``data["text"]`` as well as ``next(data)``."""
+    """A batch that is also an iterator with one item. Scripts write ``data["text"]`` as well as ``next(data)``."""
 
     def __next__(self) -> dict[str, Any]:
         if self.__dict__.get("taken"):
@@ -181,7 +186,7 @@ class _OneBatch(dict[str, Any]):
 
 
 class _Models(list[Any]):
-    """The model in a list, as templates there have it; it may be called all the same."""
+    """The model in a list, as PAI-Rapidformer's templates have it. The list can be called like the model."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self[0](*arguments, **named)
@@ -191,29 +196,32 @@ class _Models(list[Any]):
 
 
 class _Template:
-    """The hooks of PAI-Rapidformer's templates, over one of ours."""
+    """The hooks of PAI-Rapidformer's templates, on top of a template of this library."""
 
     ours: ClassVar[type[Trainer]]
 
     def __init__(self, engine: RapidformerEngine) -> None:
         self.engine = engine
-        self._shows = True  # the batch of the evaluation is one of this worker's own
+        self._shows = True  # the current evaluation batch is not a repeated one that keeps an idle worker busy
         engine.template = self._made()
 
     def train(self) -> dict[str, Any]:
-        """Train, starting workers first if ``--nproc-per-node`` asks for them; what ``summary.json`` holds."""
+        """Train, and return the content of ``summary.json``.
+
+        If ``--nproc-per-node`` asks for workers, this process starts them first.
+        """
         assert self.engine.template is not None
         return self.engine.template.fit()
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of an evaluated batch, of all workers one after the other; each sample is there once."""
+        """Concatenate a tensor of an evaluated batch over all workers. Each sample occurs once."""
         template = _template()
         workers = template.engine.workers
         mine = tensor.detach().cpu() if self._shows and workers.speaks else tensor.detach().cpu()[:0]
         return torch.cat(workers.gather(mine))
 
     def _made(self) -> Trainer:
-        """A template of ours whose hooks are those of this script."""
+        """Create a template of this library whose hooks call those of this script."""
         hooks: dict[str, Any] = {"__module__": type(self).__module__}
         if self._has("train_valid_test_datasets_provider"):
             hooks["build_data"] = lambda template: self._data(template)
@@ -253,7 +261,7 @@ class _Template:
             )
         train, valid, test = parts[:3]
         samples: Any = train
-        # Whoever is told how many samples are wanted has put them in order, as Megatron's data sets are.
+        # A provider that takes numbers of samples returns them in their final order, as Megatron's data sets do.
         return Data(
             train=samples if counts is None or train is None else cast(Any, _Sequential(samples)),
             valid=valid,
@@ -270,7 +278,7 @@ class _Template:
                 "model_optimizer_lr_scheduler_provider returned a scheduler without its optimizer",
                 hint="return both, or None for both and --lr-decay-style",
             )
-        # The recipe while the model has the parameters that the optimizer was made for: switches replace some of them.
+        # Switches replace some parameters, so the recipe is made now, from those that the optimizer was created for.
         return model, optimizer and as_recipe(optimizer, model, {}), scheduler
 
     def _recipe(self, template: Trainer) -> Any:
@@ -287,9 +295,9 @@ class _Template:
         if "iter" in first:
             given = _OneBatch(batch) if isinstance(batch, Mapping) else iter([batch])
         else:
-            given = copy.copy(batch)  # scripts take the labels out of it
+            given = copy.copy(batch)  # scripts remove the labels from it
         result = step(given, model)
-        if isinstance(result, tuple) and callable(result[1]):  # Megatron's: the output, and a function of it
+        if isinstance(result, tuple) and callable(result[1]):  # as in Megatron: (output, function of the output)
             result = result[1](result[0])
         return result[0] if isinstance(result, tuple) else result
 
@@ -306,7 +314,7 @@ class _Template:
 
 
 class _Batches:
-    """The validation set as a script sees it: this worker's micro batches, on its device."""
+    """The validation set as a script sees it: the micro batches of this worker, on its device."""
 
     def __init__(self, script: _Template, template: Trainer) -> None:
         self.script, self.template = script, template
@@ -331,7 +339,7 @@ class _Batches:
 
 
 class _Sequential:
-    """Samples that are taken in their own order, pass after pass."""
+    """Samples that are read in their own order, epoch after epoch."""
 
     in_order = True
 
@@ -346,7 +354,7 @@ class _Sequential:
 
 
 def _counts(template: Trainer) -> list[int]:
-    """Samples for training, all evaluations, and the test, as Megatron's templates ask for them."""
+    """Return the numbers of samples for training, evaluation and test, in the order of Megatron's templates."""
     training, batch = template.config.training, template.plan.sizes.global_batch
     if training.train_iters is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A loader of the script's, whose batches are drawn once and cut among the workers."""
+"""The script's data loader. Its batches are drawn once and divided among the workers."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ WHERE = "engine.compose(train_dataloader=…)"
 
 
 class SharedLoader:
-    """The batches of a loader, each seen by one worker.
+    """Divides the batches of a loader, so that each worker sees different ones.
 
-    What samplers draw is rank 0's, so that any sampler will do, and hangs on ``seed`` and on the pass, or on the
-    sampler's own generator, and not on the number of workers.
+    Rank 0 draws from the samplers, so that any sampler works. The draws depend on ``seed`` and the epoch, or on the
+    sampler's own generator. They do not depend on the number of workers.
     """
 
     def __init__(self, loader: DataLoader[Any], workers: Workers, sizes: Sizes, seed: int) -> None:
         self._theirs, self._workers, self._seed, self._passes = loader, workers, seed, 0
         self._in_a_step = sizes.data * sizes.accumulation
         self._mine: list[list[Any]] = []
-        # A copy, so that it has every option of theirs; the batch sampler of a loader cannot be set otherwise.
+        # A copy has every option of the original. `vars` is the only way to set the batch sampler of a loader.
         self._ours, self._generator = copy.copy(loader), torch.Generator()
         vars(self._ours).update(batch_sampler=self._mine, generator=self._generator, _iterator=None)
 
     def __len__(self) -> int:
-        """Batches that this worker sees in a pass."""
+        """Return the number of batches that this worker sees in one epoch."""
         batches: Any = self._theirs.batch_sampler
         return len(range(self._workers.data_rank, len(batches), self._workers.data))
 
     def steps(self) -> Iterator[list[Batch]]:
-        """A pass: this worker's micro batches of each step, of the last one maybe fewer or none."""
+        """Yield this worker's micro batches for each step of one epoch. The last step may have fewer or none."""
         workers, many = self._workers, self._in_a_step
         seed, batches = workers.broadcast(self._drawn() if workers.is_main else None)
         self._passes += 1
         self._mine[:] = batches[workers.data_rank :: workers.data]
-        self._generator.manual_seed(seed + workers.data_rank)  # its processes draw other numbers than another worker's
+        self._generator.manual_seed(seed + workers.data_rank)  # each worker's loader processes draw different numbers
         made = iter(self._ours)
         for first in range(0, len(batches), many):
             yield list(islice(made, len(range(workers.data_rank, min(many, len(batches) - first), workers.data))))
 
     def _drawn(self) -> tuple[int, list[list[Any]]]:
-        """(seed of the loader's processes, samples of each batch), drawn in the order in which torch's loader does."""
+        """Return (seed of the loader's processes, samples of each batch), drawn in the same order as torch's loader."""
         theirs: Any = self._theirs.batch_sampler
         with seeded(self._seed + self._passes):
             batches = iter(theirs)
@@ -61,10 +61,10 @@ class SharedLoader:
 
 
 def checked_loader(loader: Any) -> DataLoader[Any]:
-    """A loader whose batches can be cut among workers.
+    """Return the loader if its batches can be divided among workers.
 
     Raises:
-        ConfigError: its samples are not known, are divided already, or would be without an end.
+        ConfigError: its samples are unknown or already divided, or its length is unknown.
     """
     is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     if is_stream or not isinstance(loader, DataLoader) or loader.batch_sampler is None:
@@ -93,12 +93,12 @@ def checked_loader(loader: Any) -> DataLoader[Any]:
 
 
 def micro_batch_of(loader: DataLoader[Any], config: RunConfig) -> dict[str, int]:
-    """The flag that the loader says, where no other word does.
+    """Return the micro batch size of the loader as a flag, unless the flag is given already.
 
     Raises:
-        ConfigError: they say different things.
+        ConfigError: the flag and the loader have different sizes.
     """
-    if loader.batch_size is None:  # only a batch sampler knows
+    if loader.batch_size is None:  # only the batch sampler knows it
         return {}
     name = "micro_batch_size"
     if name in config.origins and config.get(name) != loader.batch_size:

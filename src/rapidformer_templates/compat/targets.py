@@ -1,4 +1,4 @@
-"""What a script's loss is a mean over, by which its micro batches are weighed."""
+"""The number of targets that a script's loss averages over. It is the weight of a micro batch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from rapidformer_templates.trainer import Trainer
 
 
 def checked_targets(template: Trainer, batch: Batch, loss: str, hint: str) -> float:
-    """The labels of a batch that count.
+    """Return the number of labels of a batch that count.
 
     Args:
-        loss: whose mean it is, for the error.
+        loss: name of the loss, for the error message.
+        hint: hint of the error message.
 
     Raises:
-        RapidformerError: it has no labels, and there are other batches beside which it must be weighed.
+        RapidformerError: the batch has no labels, and a step has other micro batches, so that it needs a weight.
     """
     named = isinstance(batch, Mapping) or hasattr(batch, "get")
     sizes = template.plan.sizes

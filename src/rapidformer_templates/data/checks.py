@@ -1,4 +1,4 @@
-"""What ``build_data`` and ``collate`` return, looked at in one place."""
+"""Checks of what ``build_data`` and ``collate`` return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in a sentence: ``None``, ``a list``, ``an AdamW``."""
+    """Describe the type of a value for a message: ``None``, ``a list``, ``an AdamW``."""
     if value is None:
         return "None"
     name = type(value).__name__
@@ -22,10 +22,10 @@ def kind_of(value: Any) -> str:
 
 
 def checked_data(data: Any) -> Data:
-    """What ``build_data`` returned.
+    """Check the return value of ``build_data``.
 
     Raises:
-        DataError: it is no :class:`Data`, or a part of it cannot be indexed or called.
+        DataError: it is not a :class:`Data`, or a part of it cannot be indexed or called.
     """
     if not isinstance(data, Data):
         hint = "return Data(train=samples, valid=held_out, collate=collate)"
@@ -37,7 +37,7 @@ def checked_data(data: Any) -> Data:
         _check_name(name)
     sets = {"train": data.train, "test": data.test, **{f"valid {name}".strip(): one for name, one in several.items()}}
     for part, samples in sets.items():
-        # A mapping has both, and its keys are columns or names of parts.
+        # A mapping has both, but its keys are columns or names of parts.
         indexed = isinstance(samples, Sized) and hasattr(samples, "__getitem__") and not isinstance(samples, Mapping)
         endless = part == "train" and isinstance(samples, Endless)
         if samples is not None and not indexed and not endless:
@@ -54,7 +54,7 @@ def checked_data(data: Any) -> Data:
 
 
 def _check_name(name: Any) -> None:
-    """Refuse a name of a validation set that metrics cannot have."""
+    """Refuse a name of a validation set that metrics cannot use."""
     if not isinstance(name, str) or not (name == "" or SET_NAME.fullmatch(name)) or name == TEST:
         raise DataError(
             f"a validation set of build_data is called {name!r}",
@@ -64,10 +64,10 @@ def _check_name(name: Any) -> None:
 
 
 def checked_batch(batch: Any) -> Any:
-    """What ``collate`` returned.
+    """Check the return value of ``collate``.
 
     Raises:
-        DataError: it is nothing.
+        DataError: it is None.
     """
     if batch is None:
         raise DataError("collate returned None", where="Data(collate=…)", hint="return the batch: a dict of tensors")
@@ -75,10 +75,10 @@ def checked_batch(batch: Any) -> Any:
 
 
 def collated(collate: Callable[[list[Any]], T], items: list[Any], where: str) -> T:
-    """A batch by torch's own way, for data without a ``collate`` of their own.
+    """Collate with torch's default function, for data without ``collate``.
 
     Raises:
-        DataError: the samples are not of a kind, or not of one shape.
+        DataError: the samples differ in kind or shape.
     """
     try:
         return collate(items)

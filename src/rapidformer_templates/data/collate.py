@@ -1,7 +1,7 @@
-"""Tokenized samples in flat memory, and how they become a batch.
+"""Tokenized samples in flat memory, and how they are collated.
 
-Both are on the path of every step: an item is a slice of one long array (no object per token), and
-a batch is one scatter into a padded array.
+Both are needed in every step. So a sample is a slice of one long array (no object per token), and a batch is one
+scatter into a padded array.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Ragged:
 
     @classmethod
     def from_flat(cls, values: np.ndarray, lengths: np.ndarray) -> Ragged:
-        """Rows of these lengths that stand one behind the other in ``values``."""
+        """Build rows of these lengths, which follow each other in ``values``."""
         ragged = cls.__new__(cls)
         ragged._hold(values.astype(np.int32, copy=False), lengths)
         return ragged
 
     def _hold(self, values: np.ndarray, lengths: np.ndarray) -> None:
         self.values, self.lengths = values, lengths
-        # Python integers: slicing by them is twice as fast as by numpy's.
+        # Python integers: slicing with them is twice as fast as with numpy integers.
         self.ends: list[int] = [0, *np.cumsum(lengths).tolist()]
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Ragged:
         return self.values[self.ends[row] : self.ends[row + 1]]
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
-        """The values of some rows, one behind the other, in one indexing of the flat array."""
+        """Return the concatenated values of some rows with one indexing of the flat array."""
         lengths = self.lengths[rows]
         shifts = np.asarray(self.ends)[rows] - (np.cumsum(lengths) - lengths)
         gathered: np.ndarray = self.values[np.arange(lengths.sum()) + np.repeat(shifts, lengths)]
@@ -58,7 +58,7 @@ class TokenizedSamples(Sequence[dict[str, Any]]):
     """Samples as dicts of rows (``input_ids``, …) and single values (``labels`` of a classifier, …).
 
     Args:
-        fields: for each name a :class:`Ragged`, or a list with one value a sample; all of one length.
+        fields: a :class:`Ragged` or a list with one value per sample for each name. All have the same length.
     """
 
     def __init__(self, fields: Mapping[str, Ragged | list[Any]]) -> None:
@@ -70,7 +70,7 @@ class TokenizedSamples(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < self._count:
-            index = range(self._count)[index]  # negative indices count from the end; beyond it is an IndexError
+            index = range(self._count)[index]  # handles negative indices, and raises IndexError beyond the end
         return {name: values[index] for name, values in self.fields.items()}
 
     @property
@@ -79,26 +79,25 @@ class TokenizedSamples(Sequence[dict[str, Any]]):
         return self.lengths_of("input_ids")
 
     def lengths_of(self, name: str) -> np.ndarray:
-        """Length of the rows of one field."""
+        """Return the lengths of the rows of one field."""
         return self.rows_of(name).lengths
 
     def rows_of(self, name: str) -> Ragged:
-        """The rows of one field."""
+        """Return the rows of one field."""
         field = self.fields[name]
         assert isinstance(field, Ragged)
         return field
 
 
 class PadCollate:
-    """Batches padded on the right to their longest row, to one length or to a shape.
+    """Collates samples, padded on the right to the longest row, to a fixed length or to a shape.
 
-    Rows that a shape has beyond the samples repeat the first one with -100 as its labels.
+    If a shape has more rows than samples, the additional rows repeat the first sample with -100 as its labels.
 
     Args:
-        padding: for each field that is a row, the value that fills it up. Other fields become a
-            tensor of one value a sample.
+        padding: the padding value of each field that is a row. Other fields become a tensor with one value per sample.
         mask: add ``attention_mask``, 1 on tokens and 0 on padding, shape (samples, tokens).
-        length: the length of all rows; None is that of the longest in the batch.
+        length: the length of all rows. None uses the longest row of the batch.
     """
 
     def __init__(self, padding: Mapping[str, int], *, mask: bool = True, length: int | None = None) -> None:
@@ -122,7 +121,7 @@ class PadCollate:
         return batch
 
     def _without_targets(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """The sample with nothing to learn from it."""
+        """Return the sample with all targets ignored."""
         targets = [name for name in sample if "label" in name]
         if not targets or any(np.asarray(sample[name]).dtype.kind not in "iu" for name in targets):
             raise DataError(
@@ -130,21 +129,21 @@ class PadCollate:
                 where="collate",
                 hint="give the samples such labels, or a collate function of your own that takes a shape",
             )
-        # The index makes a number of an array without dimensions.
+        # The index turns an array without dimensions into a number.
         return {**sample, **{name: np.full_like(sample[name], IGNORED, dtype=np.int64)[()] for name in targets}}
 
 
 def pad_rows(rows: Sequence[np.ndarray], padding: int, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(int64 array of shape (rows, length), bool array that is True where it holds a value).
+    """Return an int64 array of shape (rows, length), and a bool array that is True at values and False at padding.
 
     Args:
-        length: of the padded rows; None is the longest of them.
+        length: length of the padded rows. None uses the longest row.
 
     Raises:
-        DataError: a row is longer.
+        DataError: a row is longer than ``length``.
     """
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    longest = max(1, int(lengths.max()))  # models cannot take zero tokens, and an empty text has none
+    longest = max(1, int(lengths.max()))  # models cannot take zero tokens, but an empty text has none
     if length is not None and longest > length:
         raise DataError(
             f"a row of {longest:,} tokens does not fit into a batch of length {length:,}",
@@ -158,10 +157,10 @@ def pad_rows(rows: Sequence[np.ndarray], padding: int, length: int | None = None
 
 
 class CausalCollate:
-    """Batches for causal language models, whose labels are their inputs.
+    """Collates samples for causal language models, whose labels are their inputs.
 
-    Transformers shifts labels inside the loss, so that the first one is never used. It is -100 here,
-    like those on padding: the labels that are left are exactly the tokens that are predicted.
+    Transformers shifts labels inside the loss, so the first label is never used. It is -100 here, like the labels on
+    padding. The remaining labels are exactly the predicted tokens.
     """
 
     def __init__(self, pad_token_id: int, *, mask: bool = True) -> None:
@@ -183,15 +182,15 @@ class CausalCollate:
 
 
 class WindowCollate:
-    """Batches of windows of one length for causal language models, each token the target of the one before it.
+    """Collates windows of equal length for causal language models. Each token is the target of the one before it.
 
-    A window has one token more than the model is given: its last token is a target only. So the targets
-    are shifted here (``shift_labels`` of transformers, shape (samples, tokens)); ``labels`` only switch
-    the loss on. All windows are of one length, so there is no padding and no mask.
+    A window has one token more than the model sees, because its last token is only a target. So the targets are shifted
+    here (``shift_labels`` of transformers, shape (samples, tokens)). ``labels`` only enable the loss. All windows have
+    the same length, so there is no padding and no mask.
 
     Args:
-        keeps_documents_apart: no token sees another document: positions begin anew with each document,
-            by which transformers masks the attention, and its first token is no target.
+        keeps_documents_apart: no token sees another document. Positions restart in each document, which makes
+            transformers mask the attention. The first token of a document is not a target.
     """
 
     def __init__(self, *, keeps_documents_apart: bool = False) -> None:
@@ -211,9 +210,9 @@ class WindowCollate:
 
 
 class DocumentCollate:
-    """As :class:`WindowCollate`, of documents of any length, padded on the right.
+    """Collates like :class:`WindowCollate`, for documents of any length, padded on the right.
 
-    There is no mask: no token of a causal model looks at what is to its right.
+    There is no mask, because no token of a causal model sees tokens to its right.
     """
 
     def __init__(self, pad_token_id: int) -> None:
@@ -231,14 +230,14 @@ class DocumentCollate:
 
 
 def _stacked(samples: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    """The rows of one length as one array; without a copy where they are the rows of one."""
+    """Return rows of equal length as one array, without a copy if they already are rows of one array."""
     if isinstance(samples, Rows):
         return samples.columns[name]
     return np.concatenate([sample[name] for sample in samples]).reshape(len(samples), -1)
 
 
 def _positions(begins: np.ndarray) -> np.ndarray:
-    """Place of each token in its document, int64; ``begins`` says so of all but the first token of a row."""
+    """Return the position of each token in its document, int64. ``begins`` omits the first token of each row."""
     positions = np.arange(begins.shape[1] + 1)
     starts = np.where(np.pad(begins, ((0, 0), (1, 0))), positions, 0)
     return positions - np.maximum.accumulate(starts, axis=1)
@@ -248,7 +247,7 @@ Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
 
 def check_pads_to_shape(collate: Callable[..., Any] | None) -> None:
-    """Look whether a collate function takes a shape.
+    """Check that a collate function takes a shape.
 
     Raises:
         DataError: it does not.
@@ -264,10 +263,10 @@ def check_pads_to_shape(collate: Callable[..., Any] | None) -> None:
 
 
 def collate_to_shape(collate: Callable[..., Any], samples: list[Any], shape: Shape) -> Any:
-    """A batch of exactly that shape.
+    """Collate a batch of exactly this shape.
 
     Raises:
-        DataError: it has another one.
+        DataError: the batch has another shape.
     """
     batch = collate(samples, shape=shape)
     ids = batch.get("input_ids") if hasattr(batch, "get") else None

@@ -1,4 +1,4 @@
-"""Texts that a model writes, by transformers' ``generate``."""
+"""Text generation with transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
 DEFAULT_NEW_TOKENS = 256
-"""At most so many, where nobody says how many."""
+"""Maximum number of new tokens if the user gives none."""
 
 OF_DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
-"""Settings of a model's own by which tokens are drawn; they mean nothing where none is."""
+"""Sampling settings of a model. They have no effect on greedy decoding."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class Generation:
     """How texts are generated.
 
     Attributes:
-        max_new_tokens: of each text; None is as many as the model has positions for, at most 256.
-        temperature: 0 takes the likeliest token each time; above it tokens are drawn, the more freely the higher it is.
-        seed: of the draws.
+        max_new_tokens: maximum per text. None uses the positions that the model has left, at most 256.
+        temperature: 0 always takes the most likely token. Above 0 tokens are sampled, with more variety at higher
+            values.
+        seed: seed of the sampling.
     """
 
     max_new_tokens: int | None = None
@@ -44,15 +45,15 @@ def generate(
     together: bool = False,
     **arguments: Any,
 ) -> torch.Tensor:
-    """Tokens of a text for each row, shape (rows, tokens); after its end, padding.
+    """Generate tokens for each row, shape (rows, tokens). Positions after the end of a text are padding.
 
     Args:
-        batch: ``input_ids`` and ``attention_mask``; prompts of a decoder are padded on the left, and stand in the
+        batch: ``input_ids`` and ``attention_mask``. Prompts of a decoder are padded on the left, and are part of the
             result.
-        new_tokens: at most so many are written.
+        new_tokens: maximum number of new tokens.
         temperature: see :class:`Generation`.
-        together: all workers generate at this moment, and none may end before the others.
-        arguments: what else ``generate`` takes, such as a ``streamer``.
+        together: all workers generate at the same time, and none may end before the others.
+        arguments: other arguments of ``generate``, such as a ``streamer``.
     """
     settings = copy.deepcopy(model.generation_config)
     if temperature == 0:
@@ -67,7 +68,7 @@ def generate(
         pad_token_id=tokenizer.pad_token_id,
         use_cache=True,
     )
-    # Workers that hold shards of the parameters must all make as many forwards as the slowest.
+    # Workers with shards of the parameters must all run as many forwards as the slowest one.
     synced = together and dist.is_initialized() and dist.get_world_size() > 1
     tokens: torch.Tensor = model.generate(
         input_ids=batch["input_ids"],
@@ -80,14 +81,14 @@ def generate(
 
 
 def _ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> list[int] | None:
-    """The tokens that end a text: the model's and the tokenizer's."""
+    """Return the tokens that end a text, from the model and the tokenizer."""
     own = model.generation_config.eos_token_id
     ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
     return sorted(ends) or None
 
 
 def padded_left(rows: Sequence[np.ndarray], padding: int) -> dict[str, torch.Tensor]:
-    """Prompts as a batch that ends where each of them does."""
+    """Collate prompts with padding on the left, so that all of them end at the last position."""
     length = max(map(len, rows))
     ids, mask = np.full((len(rows), length), padding), np.zeros((len(rows), length), dtype=np.int64)
     for i, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""From sample indices to micro batches on their way to the device."""
+"""Loads micro batches from sample indices and moves them to the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rapidformer_templates.system import accelerator
 
 
 def field_of(batch: Batch, name: str) -> torch.Tensor | None:
-    """A tensor of a batch by its name, where it has names."""
+    """Return a tensor of a batch by name, or None if the batch has no names or no such tensor."""
     get: Callable[[str], torch.Tensor | None] | None = getattr(batch, "get", None)
     return get(name) if get else None
 
@@ -34,23 +34,22 @@ QUESTIONS: Mapping[str, Callable[[np.ndarray], bool]] = {
     "attention_mask": lambda mask: bool(mask.all()),
     "position_ids": lambda positions: bool((np.diff(positions, axis=-1) == 1).all()),
 }
-"""Fields of a batch that models ask of in each forward, and what."""
+"""Fields of a batch that models query in each forward, and the query for each."""
 
 
 @dataclass
 class MicroBatch:
-    """A batch with its origin.
+    """A batch and where it comes from.
 
     Attributes:
-        batch: what ``collate`` made.
+        batch: the return value of ``collate``.
         samples: indices of its samples.
-        targets: number of targets in it that the loss is a mean over.
-        idle: it counts for nothing.
-        size: (samples, tokens) in it, where the order or the data set knows them; None where they can be
-            read off the batch.
+        targets: number of targets that its loss is a mean over.
+        idle: the batch does not count.
+        size: (samples, tokens) in it if the order or the data set knows them. None if they can be read from the batch.
         looked: see :meth:`look`.
-        positions: for each row, the position of its sample in the order; -1 for a row that counts for nothing.
-        bookmark: of a stream, where it stood before these samples.
+        positions: for each row, the position of its sample in the order. -1 for a row that does not count.
+        bookmark: position of a stream before these samples.
     """
 
     batch: Batch
@@ -63,10 +62,10 @@ class MicroBatch:
     bookmark: Bookmark | None = None
 
     def look(self) -> None:
-        """Note what models will ask of the batch's masks and positions, while it is on the host.
+        """Precompute what models query about masks and positions while the batch is on the host.
 
-        ``looked`` then says of ``attention_mask`` whether it masks nothing, and of ``position_ids`` whether
-        each row is one run of numbers: of each that is there, of integers or bools and of shape (samples, tokens).
+        ``looked`` then has one bool for ``attention_mask`` (nothing is masked) and one for ``position_ids`` (each row
+        is consecutive). It only has entries for fields that exist, with integers or bools of shape (samples, tokens).
         """
         self.looked = {}
         for name, question in QUESTIONS.items():
@@ -78,12 +77,12 @@ class MicroBatch:
 
     @property
     def sample_count(self) -> int:
-        """Samples in it."""
+        """Number of samples in it."""
         return self.size[0] if self.size else len(self.samples)
 
     @property
     def tokens(self) -> int:
-        """Tokens that are not padding."""
+        """Number of tokens without padding."""
         if self.size:
             return self.size[1]
         mask = field_of(self.batch, "attention_mask")
@@ -91,23 +90,23 @@ class MicroBatch:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the input tokens; empty where the batch has none."""
+        """The shape of the input tokens, or empty if the batch has none."""
         ids = field_of(self.batch, "input_ids")
         return () if ids is None else tuple(ids.shape)
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens with padding."""
+        """Number of tokens including padding."""
         return math.prod(self.shape) if self.shape else 0
 
     def pin_memory(self) -> MicroBatch:
-        """This micro batch in page-locked memory; the loader calls it."""
+        """Move this micro batch to page-locked memory. The loader calls it."""
         self.batch = pin(self.batch)
         return self
 
 
 class _Fetcher(Dataset[MicroBatch]):
-    """A data set of whole micro batches, so that a loader process makes them."""
+    """A data set whose items are micro batches, so that loader processes collate them."""
 
     def __init__(self, samples: Any, data: Data) -> None:
         self.samples = samples
@@ -143,7 +142,7 @@ class _Fetcher(Dataset[MicroBatch]):
 def train_requests(
     order: Order, start: int, stop: int, *, rank: int, data_size: int, accumulation: int
 ) -> Iterator[Request]:
-    """The requests of one rank for steps ``start`` to ``stop``: ``accumulation`` of them a step."""
+    """Yield the requests of one rank for steps ``start`` to ``stop``, ``accumulation`` of them per step."""
     count = data_size * accumulation
     for step in range(start, stop):
         yield from order.requests(step, count, range(rank, count, data_size))
@@ -152,9 +151,9 @@ def train_requests(
 def eval_requests(
     lengths: np.ndarray | None, size: int, seed: int, *, rank: int, data_size: int, micro_batch: int
 ) -> list[Request]:
-    """The requests of one rank for the first ``size`` samples, those of like lengths together.
+    """Return the requests of one rank for the first ``size`` samples. Samples of similar length share a batch.
 
-    Every rank gets equally many; ranks without a sample left get an idle one.
+    Every rank gets the same number. Ranks without a sample left get an idle one.
     """
     order = np.arange(size) if lengths is None else np.argsort(lengths[:size], kind="stable")
     batches = [order[i : i + micro_batch] for i in range(0, size, micro_batch)]
@@ -167,7 +166,7 @@ def eval_requests(
 
 
 def load(samples: Any, data: Data, requests: Any, *, workers: int, pin_memory: bool) -> Iterator[MicroBatch]:
-    """Micro batches for ``requests``, made by loader processes or, with none, in this one."""
+    """Return micro batches for ``requests``. Loader processes make them, or this process if ``workers`` is 0."""
     fetcher = _Fetcher(samples, data)
     if workers == 0 and not pin_memory:
         return map(fetcher.__getitem__, requests)
@@ -177,12 +176,12 @@ def load(samples: Any, data: Data, requests: Any, *, workers: int, pin_memory: b
         batch_size=None,
         num_workers=workers,
         pin_memory=pin_memory,
-        # The loader draws a seed; from its own generator, or a resumed run would see other random numbers.
+        # The loader draws a seed. It needs its own generator, or a resumed run would see other random numbers.
         generator=torch.Generator(),
         worker_init_fn=_keep_garbage,
     )
     collects = gc.isenabled()
-    gc.disable()  # until the loader processes have begun
+    gc.disable()  # until the loader processes have started
     try:
         return iter(loader)
     finally:
@@ -191,22 +190,23 @@ def load(samples: Any, data: Data, requests: Any, *, workers: int, pin_memory: b
 
 
 def _keep_garbage(worker: int) -> None:
-    """Never collect, in a forked loader process, what was garbage before the fork.
+    """In a forked loader process, never collect garbage from before the fork.
 
-    The destructor of a process group waits for its threads, which a fork lacks: the loader would hang or crash.
+    The destructor of a process group waits for its threads. They do not exist after a fork, so the loader would hang or
+    crash.
     """
     gc.freeze()
     gc.enable()
 
 
 def on_device(batches: Iterable[MicroBatch], device: torch.device, ahead: int) -> Iterator[MicroBatch]:
-    """The same micro batches with their tensors on ``device``, moved there while it computes earlier ones.
+    """Move micro batches to ``device`` while it computes earlier ones.
 
-    A CPU has them already. What is to be read of a micro batch on the host must be read before. A batch
-    of a class of its own is left for the engine to move.
+    On a CPU nothing is moved. Read what the host needs from a micro batch before this. Batches of custom classes are
+    left for the engine to move.
 
     Args:
-        ahead: micro batches that are on their way besides the one that is handed out.
+        ahead: number of micro batches in transfer in addition to the current one.
     """
     side = accelerator.side_stream(device) if accelerator.computes_apart(device) else None
     if side is None:
@@ -225,12 +225,12 @@ def on_device(batches: Iterable[MicroBatch], device: torch.device, ahead: int) -
 
 
 def _arrived(microbatch: MicroBatch, moved: torch.Event) -> MicroBatch:
-    """Have the stream that computes wait for the copy; the host does not."""
+    """Make the compute stream wait for the copy. The host does not wait."""
     computes = torch.accelerator.current_stream()
     computes.wait_event(moved)
     for leaf in _leaves(microbatch.batch):
         if isinstance(leaf, torch.Tensor) and accelerator.computes_apart(leaf.device):
-            leaf.record_stream(computes)  # its memory is the side stream's, which must not take it back too early
+            leaf.record_stream(computes)  # the side stream owns its memory and must not reuse it too early
     return microbatch
 
 
@@ -239,9 +239,9 @@ def _leaves(batch: Batch) -> list[Any]:
 
 
 def sample_lengths(samples: Any, data: Data, *, training: bool) -> np.ndarray | None:
-    """Lengths of the samples where they can be had: ``Data.lengths``, the set's own, or their ``input_ids``.
+    """Return the lengths of the samples if known: ``Data.lengths``, the set's own, or those of ``input_ids``.
 
-    A set whose ``lengths`` are None has none: they are all alike, or not known beforehand.
+    A set whose ``lengths`` is None has samples of equal or unknown length.
     """
     if training and data.lengths is not None:
         return np.asarray(data.lengths)
@@ -253,7 +253,7 @@ def sample_lengths(samples: Any, data: Data, *, training: bool) -> np.ndarray | 
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The tensors of a batch on ``device``; everything else as it is."""
+    """Move the tensors of a batch to ``device`` and keep everything else."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
@@ -261,7 +261,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (list, tuple)):
         moved = [to_device(value, device) for value in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    if isinstance(batch, UserDict):  # BatchEncoding of transformers, whose own method waits for each copy
+    if isinstance(batch, UserDict):  # transformers' BatchEncoding: its own method waits for each copy
         other = copy.copy(batch)
         other.data = to_device(batch.data, device)
         return other

@@ -1,6 +1,6 @@
-"""Which samples make up a step: a function of the seed and the step, and of nothing else.
+"""The samples of each step. They depend only on the seed and the step.
 
-The number of workers, the micro batch, loader processes and resumes cannot change it.
+The number of workers, the micro batch size, loader processes and resuming do not change them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.shapes import Shape
 
 WINDOW = 50
-"""Global batches that are sorted by length together: enough for little padding, few enough to stay random."""
+"""Number of global batches that are sorted by length together. More means less padding, fewer means more randomness."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Request:
 
     Attributes:
         samples: indices into the data set.
-        key: with the position of a sample, what its random changes depend on.
-        positions: for each sample, its position in the order (in an evaluation, its index).
-        idle: there was no sample left for this rank; the batch only keeps it in step with the others.
-        shape: what the batch is padded to; None is its longest row.
-        tokens: of the samples without padding, where a shape is given.
+        key: seed of random changes to a sample, together with its position.
+        positions: the position of each sample in the order (in an evaluation, its index).
+        idle: no sample was left for this rank. The batch only keeps it in step with the others.
+        shape: the shape that the batch is padded to. None uses its longest row.
+        tokens: number of tokens without padding, if a shape is given.
     """
 
     samples: list[int]
@@ -41,11 +41,11 @@ class Request:
 
 
 class Order(Protocol):
-    """What the loop asks of an order of the training samples.
+    """The interface of an order of training samples, as the loop uses it.
 
     Attributes:
-        seed: of everything that is random in it.
-        by_epochs: whether steps stop at the end of an epoch.
+        seed: seed of everything random in it.
+        by_epochs: whether batches end at the end of an epoch.
         steps_per_epoch: optimizer steps of one pass over the data.
     """
 
@@ -54,20 +54,20 @@ class Order(Protocol):
     steps_per_epoch: int
 
     def epoch(self, step: int) -> float:
-        """Passes over the data that are complete before ``step``."""
+        """Return the passes over the data that are complete before ``step``."""
 
     def step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sample indices, positions) of the global batch of ``step``; positions never repeat in a run."""
+        """Return (sample indices, positions) of the global batch of ``step``. Positions never repeat in a run."""
 
     def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
-        """Those of the ``count`` micro batches of a step whose numbers are in ``mine``."""
+        """Yield the requests of this rank: ``mine`` are its indices among the ``count`` micro batches of a step."""
 
     def depends_on(self) -> dict[str, Any]:
-        """What the samples of a step depend on: plain values, the same in a run that goes on."""
+        """Return what the samples of a step depend on, as plain values. A resumed run must have the same values."""
 
 
 def even_requests(samples: np.ndarray, positions: np.ndarray, seed: int, count: int, mine: range) -> Iterator[Request]:
-    """Those of ``count`` even pieces of a global batch whose numbers are in ``mine``; one without a sample is idle."""
+    """Split a global batch into ``count`` even pieces and yield those in ``mine``. A piece without samples is idle."""
     for number in mine:
         first, end = len(samples) * number // count, len(samples) * (number + 1) // count
         idle = first == end
@@ -78,19 +78,19 @@ def even_requests(samples: np.ndarray, positions: np.ndarray, seed: int, count: 
 class SampleOrder:
     """The order of the training samples.
 
-    Samples are drawn from an endless row of positions; position ``p`` is in epoch ``p // size`` and
-    each epoch is a new permutation. By epochs, each epoch is cut into batches by itself, and its last
-    batch is the shorter one; by iterations, batches run on over the borders of the epochs.
+    Samples are drawn from an endless sequence of positions. Position ``p`` is in epoch ``p // size``, and each epoch is
+    a new permutation. By epochs, each epoch is split into batches separately, and its last batch may be shorter. By
+    iterations, batches continue across the borders of epochs.
 
     Args:
         size: number of samples.
-        global_batch: samples a step.
-        seed: of the permutations.
-        by_epochs: whether batches stop at the end of an epoch.
-        lengths: lengths of the samples, to put those of like lengths into one batch; None for plain
-            random batches.
-        in_order: the set is in its own order, which goes on over its epochs: sample ``p`` is at position ``p``.
-        identity: what the samples depend on beside the seed, in words, where the set tells.
+        global_batch: samples per step.
+        seed: seed of the permutations.
+        by_epochs: whether batches end at the end of an epoch.
+        lengths: lengths of the samples, to put samples of similar length into one batch. None gives plain random
+            batches.
+        in_order: the set has its own order, which continues over epochs. Sample ``p`` is at position ``p``.
+        identity: a text for everything else that the samples depend on, if the set has one.
     """
 
     def __init__(
@@ -116,13 +116,13 @@ class SampleOrder:
         self._window: tuple[tuple[int, int], list[np.ndarray]] = ((-1, -1), [])
 
     def epoch(self, step: int) -> float:
-        """Passes over the data that are complete before ``step``."""
+        """Return the passes over the data that are complete before ``step``."""
         if self.by_epochs:
             return step / self.steps_per_epoch
         return step * self.global_batch / self.size
 
     def step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sample indices, positions) of the global batch of ``step``; positions never repeat in a run."""
+        """Return (sample indices, positions) of the global batch of ``step``. Positions never repeat in a run."""
         epoch, index, end = 0, step, None
         if self.by_epochs:
             epoch, index = divmod(step, self.steps_per_epoch)
@@ -134,11 +134,11 @@ class SampleOrder:
         return self._samples(positions), positions
 
     def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
-        """The global batch cut into ``count`` even pieces, so that nothing of a short one is lost or doubled."""
+        """Split the global batch into ``count`` even pieces. No sample of a short batch is lost or repeated."""
         return even_requests(*self.step(step), self.seed, count, mine)
 
     def depends_on(self) -> dict[str, Any]:
-        """What the samples of a step depend on."""
+        """Return what the samples of a step depend on."""
         return {
             "--seed": self.seed,
             "--global-batch-size": self.global_batch,
@@ -152,7 +152,7 @@ class SampleOrder:
         return np.arange(start, stop, dtype=np.int64)
 
     def _grouped(self, epoch: int, index: int, end: int | None) -> np.ndarray:
-        """Batches of a window of positions, sorted by length and then shuffled as batches."""
+        """Return a batch from a window of positions that is sorted by length and then shuffled by batches."""
         window, number = divmod(index, WINDOW)
         if self._window[0] != (epoch, window):
             span = WINDOW * self.global_batch
@@ -168,7 +168,7 @@ class SampleOrder:
         if self.in_order:
             return positions
         first, last = int(positions.min()) // self.size, int(positions.max()) // self.size
-        if first == last:  # nearly always, and several times faster
+        if first == last:  # nearly always the case, and several times faster
             return self._permutation(first)[positions - first * self.size]
         epochs = positions // self.size
         samples = np.empty_like(positions)
@@ -179,7 +179,7 @@ class SampleOrder:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if epoch not in self._permutations:
-            # A step touches at most two epochs unless a batch is larger than the data; keep the newest few.
+            # A step needs at most two epochs unless a batch is larger than the data. Keep the newest few.
             for old in [e for e in self._permutations if e < epoch - 1]:
                 del self._permutations[old]
             self._permutations[epoch] = np.random.default_rng((self.seed, Stream.ORDER, epoch)).permutation(self.size)

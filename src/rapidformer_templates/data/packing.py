@@ -1,9 +1,9 @@
-"""Packing: several samples in one row, kept apart by a block-diagonal mask, so that no row needs padding.
+"""Packing: several samples in one row, separated by a block-diagonal mask, so that no row needs padding.
 
-A row holds samples one behind the other, and ``position_ids`` that start from 0 in each. Given no
-attention mask, transformers' models of today read the borders off the positions and mask all that
-lies beyond a sample's own; :data:`PACKABLE` names those of which that was verified. Padding at
-the end of a row stands at position 0, so that each padded token is alone.
+A row has samples one after another, with ``position_ids`` that restart at 0 in each. Without an attention mask, current
+transformers models find the borders from the positions and mask everything outside of a token's own sample.
+:data:`PACKABLE` lists the architectures for which this was verified. Padding at the end of a row has position 0, so
+that each padded token is its own sample.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ PACKABLE = (
     "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
     "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-"""Architectures whose packed loss, gradients and logits were seen to be those of the samples alone."""
+"""Architectures for which packing was verified to give the loss, gradients and logits of separate samples."""
 
 PACKABLE_ATTENTION = ("sdpa", "eager")
-"""Attention that takes the mask; the flash attention of transformers finds the borders of a single row only."""
+"""Attention that takes the mask. The flash attention of transformers finds borders only in a single row."""
 
 
 def assign_rows(lengths: np.ndarray, capacity: int, generator: np.random.Generator) -> np.ndarray:
-    """The row of each sample, by best fit decreasing: the longest first, each into the fullest row that has room.
+    """Assign samples to rows by best fit decreasing: the longest first, each into the fullest row with room.
 
-    Samples of one length are taken in random order. Time O(n log n): a row is found by bisection
-    in the distinct free spaces, of which there are at most ``capacity``.
+    Samples of equal length are taken in random order. The time is O(n log n), because a row is found by bisection in
+    the distinct free spaces, at most ``capacity`` of them.
 
     Args:
         lengths: tokens of each sample, from 0 to ``capacity``.
-        capacity: tokens of a row.
+        capacity: tokens per row.
 
     Returns:
         Row numbers from 0 without gaps, shape (samples,).
@@ -45,8 +45,8 @@ def assign_rows(lengths: np.ndarray, capacity: int, generator: np.random.Generat
     assert lengths.max(initial=0) <= capacity
     order = generator.permutation(len(lengths))
     order = order[np.argsort(-lengths[order], kind="stable")]
-    open_rows: dict[int, list[int]] = {}  # by the space that they have left
-    spaces: list[int] = []  # the keys of it, in order
+    open_rows: dict[int, list[int]] = {}  # by remaining space
+    spaces: list[int] = []  # its keys in order
     rows, count = np.empty(len(lengths), dtype=np.int64), 0
     for sample, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         index = bisect_left(spaces, length)
@@ -69,17 +69,17 @@ def assign_rows(lengths: np.ndarray, capacity: int, generator: np.random.Generat
 class PackedRows(TokenizedSamples):
     """Rows of several samples each, with ``input_ids``, ``labels`` and ``position_ids``.
 
-    Which samples share a row is drawn once, so that every epoch has the same number of steps; the
-    order of the rows is drawn anew in each. The label of each sample's first token is -100, as is
-    that of a sample alone: targets and their mean are those of the samples.
+    The assignment of samples to rows is drawn once, so that every epoch has the same number of steps. The order of the
+    rows is new in each epoch. The label of each sample's first token is -100, as it is without packing. So the targets
+    and their mean are those of the samples.
 
     Args:
-        samples: with ``input_ids`` and, unless every token is learned, ``labels``.
-        capacity: tokens of a row; no sample is longer.
-        generator: draws which of the samples of one length go where.
+        samples: samples with ``input_ids``, and with ``labels`` unless every token is learned.
+        capacity: tokens per row. No sample may be longer.
+        generator: draws the order of samples of equal length.
 
     Attributes:
-        counts: samples in each row.
+        counts: number of samples in each row.
     """
 
     def __init__(self, samples: TokenizedSamples, capacity: int, generator: np.random.Generator) -> None:
@@ -98,16 +98,16 @@ class PackedRows(TokenizedSamples):
         super().__init__({name: Ragged.from_flat(flat, of_row) for name, flat in fields.items()})
 
     def size_of(self, rows: list[int]) -> tuple[int, int]:
-        """(samples, tokens) in some rows."""
+        """Return (samples, tokens) of some rows."""
         return int(self.counts[rows].sum()), int(self.lengths[rows].sum())
 
 
 def check_packable(model_type: str, flag: str, attention: str | None = None) -> None:
-    """Raise a :class:`ModelError` when a model would let the samples of a row see each other.
+    """Raise a :class:`ModelError` if samples of the same row would see each other in a model.
 
     Args:
         model_type: as in the model's ``config.json``.
-        flag: what asks for it.
+        flag: the flag that needs packing.
         attention: transformers' name of the attention implementation, once the model is built.
     """
     if model_type not in PACKABLE:
@@ -125,7 +125,7 @@ def check_packable(model_type: str, flag: str, attention: str | None = None) -> 
 
 
 def check_packable_model(model: nn.Module, flag: str) -> None:
-    """:func:`check_packable` of a built model."""
+    """Apply :func:`check_packable` to a built model."""
     settings = getattr(model, "config", None)
     kind = getattr(settings, "model_type", type(model).__name__)
     check_packable(kind, flag, getattr(settings, "_attn_implementation", ""))

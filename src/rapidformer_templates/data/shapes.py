@@ -1,7 +1,7 @@
-"""Dynamic shapes: the few padded lengths that samples are batched in, and how many batches each takes.
+"""Dynamic shapes: the few padded lengths that samples are batched in, and the number of batches for each.
 
-A shape is a number of rows times a length, as many rows as a token budget holds. The more lengths,
-the less padding; but each shape is a graph of its own to a compiler, so their number has a cap.
+A shape is a number of rows times a length. The rows fill a token budget. More lengths mean less padding. But a compiler
+needs a graph for each shape, so their number is limited.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rapidformer_templates.errors import DataError
 
 
 class Shape(NamedTuple):
-    """The shape of a batch: rows and the tokens that each is padded to."""
+    """The shape of a batch: its rows, and the number of tokens that each is padded to."""
 
     rows: int
     length: int
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How often a shape is used in an epoch: full batches, and the samples of a last batch that is not full."""
+    """How often an epoch uses a shape: its full batches, and the samples of a last batch that is not full."""
 
     full: int
     rest: int
@@ -37,17 +37,16 @@ class Share(NamedTuple):
 
 
 def choose_shapes(lengths: np.ndarray, budget: int, max_shapes: int, multiple: int = 1) -> list[Shape]:
-    """The shapes that pad these samples least, shortest first.
+    """Choose the shapes that minimize the padding of these samples, shortest first.
 
-    Lengths are chosen by dynamic programming over the distinct lengths, in O(shapes × distinct × log
-    distinct): exact for the padding within the rows. Short last batches add to it, which matters
-    where data are few: of the best choices of 1, 2, … ``max_shapes`` lengths, the one with the
-    fewest tokens in all is taken.
+    Dynamic programming over the distinct lengths takes O(shapes × distinct × log distinct). It is exact for the padding
+    inside rows. Short last batches add padding, which matters for small data sets. So the best choices of 1, 2, …
+    ``max_shapes`` lengths are compared by their total number of tokens.
 
     Args:
-        lengths: of the samples, tokens; shape (samples,).
-        budget: most tokens of a batch, padding included.
-        max_shapes: most shapes; 0 is no limit.
+        lengths: lengths of the samples in tokens, shape (samples,).
+        budget: maximum tokens of a batch, including padding.
+        max_shapes: maximum number of shapes. 0 means no limit.
         multiple: padded lengths are multiples of this, but never longer than the longest sample.
 
     Raises:
@@ -69,7 +68,7 @@ def choose_shapes(lengths: np.ndarray, budget: int, max_shapes: int, multiple: i
 
 
 def padded_lengths(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Lengths rounded up to a multiple, but not beyond the longest; an empty sample is one token of padding."""
+    """Round lengths up to a multiple, but not beyond the longest. An empty sample has one token of padding."""
     rounded = -(-np.maximum(lengths, 1) // multiple) * multiple
     return np.minimum(rounded, max(1, int(lengths.max())))
 
@@ -79,7 +78,7 @@ def _shapes(lengths: np.ndarray, budget: int) -> list[Shape]:
 
 
 def per_shape(shapes: Sequence[Shape], counts: np.ndarray) -> list[int]:
-    """How many samples belong to each shape, the shortest that holds them.
+    """Return how many samples belong to each shape. A sample belongs to the shortest shape that fits.
 
     Args:
         counts: number of samples of each length, by length.
@@ -89,10 +88,10 @@ def per_shape(shapes: Sequence[Shape], counts: np.ndarray) -> list[int]:
 
 
 def share_out(shapes: Sequence[Shape], counts: Sequence[int]) -> list[Share]:
-    """How many batches of each shape hold ``counts`` samples.
+    """Return how many batches of each shape are needed for ``counts`` samples.
 
-    What is left of a shape after its full batches goes into the next longer shape, or into a batch
-    of its own that is not full, whichever pads less.
+    Samples that do not fill a batch of their shape go into the next longer shape, or into a separate batch that is not
+    full. The choice with less padding is taken.
     """
     shares, carried = [], 0
     for k, (shape, count) in enumerate(zip(shapes, counts, strict=True)):
@@ -104,18 +103,18 @@ def share_out(shapes: Sequence[Shape], counts: Sequence[int]) -> list[Share]:
 
 
 def padded_tokens(shapes: Sequence[Shape], shares: Sequence[Share]) -> int:
-    """Tokens of an epoch's batches, padding included."""
+    """Return the tokens of an epoch's batches, including padding."""
     return sum(shape.tokens * share.batches for shape, share in zip(shapes, shares, strict=True))
 
 
 def least_padding(lengths: np.ndarray, counts: np.ndarray, most: int) -> list[np.ndarray]:
-    """For 1, 2, … ``most`` shapes, the ends of the groups of distinct lengths that pad least.
+    """Return the groups of distinct lengths that minimize padding, for 1, 2, … ``most`` shapes.
 
-    A group is padded to its last length. With C the samples of the first p lengths, the cost of the
-    first p lengths in k groups is ``cost_k[p] = min over q < p of cost_(k-1)[q] + (C[p] - C[q]) × length[p - 1]``.
+    A group is padded to its last length. With C the samples of the first p lengths, the cost of the first p lengths in
+    k groups is ``cost_k[p] = min over q < p of cost_(k-1)[q] + (C[p] - C[q]) × length[p - 1]``.
 
     Returns:
-        For each number of groups the ends p of its groups, rising to the number of lengths.
+        For each number of groups, the ends p of its groups in rising order. The last end is the number of lengths.
     """
     before = np.concatenate([[0], np.cumsum(counts)])
     cost = before[1:] * lengths
@@ -128,13 +127,13 @@ def least_padding(lengths: np.ndarray, counts: np.ndarray, most: int) -> list[np
 
 
 def _origins(cost: np.ndarray, before: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """For each end p = 1, 2, … the q < p with the least ``cost[q] - before[q] × length[p - 1]``.
+    """Return, for each end p = 1, 2, …, the q < p that minimizes ``cost[q] - before[q] × length[p - 1]``.
 
-    The best q never falls as p grows. So the middle end is solved first and bounds its neighbours
-    on both sides; all ends of one depth of this halving are solved together.
+    The best q never falls as p grows. So the middle end is solved first and bounds its neighbours on both sides. All
+    ends at the same depth of this halving are solved together.
     """
     size = len(lengths)
-    # Of ends not solved yet, those of the nearest solved neighbours bound the q.
+    # The best q of the nearest solved neighbours bounds the q of unsolved ends.
     best = np.zeros(size + 2, np.int64)
     best[size + 1] = size
     step = 1 << size.bit_length()
@@ -155,7 +154,7 @@ def _origins(cost: np.ndarray, before: np.ndarray, lengths: np.ndarray) -> np.nd
 
 
 def _walk_back(origins: Sequence[np.ndarray]) -> np.ndarray:
-    """The ends of the groups that led to the last length; groups without a length are left out."""
+    """Return the ends of the groups that lead to the last length, without empty groups."""
     end, ends = len(origins[0]), []
     for origin in reversed(origins):
         if end:

@@ -1,4 +1,4 @@
-"""How many targets a batch has: what the mean loss is a mean over."""
+"""Counts the targets of a batch, which its mean loss averages over."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 IGNORED = -100
-"""The label that torch's cross-entropy leaves out."""
+"""The label that torch's cross-entropy ignores."""
 
 
 def count_targets(batch: Any, *, shifted: bool) -> float:
-    """Labels that are not -100; without labels, the samples.
+    """Count the labels that are not -100, or the samples if there are no labels.
 
     Args:
-        batch: a mapping with ``labels`` of shape (samples,) or (samples, tokens), or anything else. Labels
-            that are shifted already (``shift_labels``) are the ones that count.
-        shifted: the model compares token ``t`` with label ``t + 1``, so each sample's first label is none.
+        batch: a mapping with ``labels`` of shape (samples,) or (samples, tokens), or anything else. If it has labels
+            that are already shifted (``shift_labels``), those are counted.
+        shifted: the model compares token ``t`` with label ``t + 1``, so each sample's first label is unused.
     """
     labels = batch.get("labels") if hasattr(batch, "get") else None
     if labels is None:
@@ -36,7 +36,7 @@ def count_targets(batch: Any, *, shifted: bool) -> float:
 
 
 def samples_in(batch: Any) -> int:
-    """Length of the first dimension of a batch's tensors; 0 where there is none.
+    """Return the first dimension of a batch's tensors, or 0 if there is none.
 
     Args:
         batch: tensors in dicts, lists and tuples, or in another mapping (transformers' ``BatchEncoding``).
@@ -46,5 +46,5 @@ def samples_in(batch: Any) -> int:
 
 
 def shifted_left(labels: torch.Tensor) -> torch.Tensor:
-    """At each place of (samples, tokens) the label of the next; there is none behind the last."""
+    """Shift labels of shape (samples, tokens) left by one token. The last position is ignored."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)

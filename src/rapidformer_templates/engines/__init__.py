@@ -1,1 +1,1 @@
-"""Engines: each owns the optimizer step of one way to run a model."""
+"""Engines. Each one implements the optimizer step for one way to run a model."""

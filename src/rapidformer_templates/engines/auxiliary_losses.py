@@ -1,4 +1,4 @@
-"""Losses that a model brings itself, beside the user's: how they enter the gradient and the reports."""
+"""Auxiliary losses of a model, in addition to the user's loss: how they enter the gradient and the metrics."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.system.workers import Workers
 
 ATTRIBUTE = "auxiliary_losses"
-"""Of a model that has such losses: an :class:`AuxiliaryLosses`."""
+"""The attribute of a model that has auxiliary losses. Its value is an :class:`AuxiliaryLosses`."""
 
 
 class DividedSequences(Protocol):
-    """Sequences of which each worker has a stretch, inside of the blocks of a model.
+    """Sequences that are divided over workers inside the blocks of a model.
 
     Attributes:
-        length: tokens of the whole sequence inside of a block, None elsewhere.
+        length: number of tokens of the whole sequence while inside a block, otherwise None.
     """
 
     length: int | None
 
     def stretch(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This worker's part of a whole tensor along ``dim``; what fills the last stretch up is zeros."""
+        """Return this worker's part of a whole tensor along ``dim``. The last part is padded with zeros."""
 
     def gather(self, stretch: torch.Tensor, length: int) -> torch.Tensor:
-        """[B, ``length``, …] of stretches [B, S, …]; every worker that shares the sequences must ask for it."""
+        """Gather [B, ``length``, …] from parts [B, S, …]. Call it on every worker that shares the sequences."""
 
 
 class AuxiliaryLosses(Protocol):
-    """Losses that layers add to the gradient in their backward; the user's hook knows nothing of them.
+    """Losses that layers add to the gradient in their backward. The user's hook does not see them.
 
-    The gradient of a step is that of the mean of the user's loss over the targets of the global batch, plus
-    that of the mean of these losses over its tokens.
+    The gradient of a step is that of the mean of the user's loss over the targets of the global batch, plus that of the
+    mean of these losses over its tokens.
 
     Attributes:
-        sequences: what divides the sequences that the layers see; None where they see whole ones.
+        sequences: the division of the sequences that the layers see. None if they see whole sequences.
     """
 
     sequences: DividedSequences | None
 
     def begin_step(self, microbatches: Sequence[MicroBatch], workers: Workers) -> None:
-        """Look at the micro batches of this rank; every rank must call it."""
+        """Inspect the micro batches of this rank. Call it on every rank."""
 
     def follow(self, loss: torch.Tensor, microbatch: MicroBatch, scale: float) -> None:
-        """Take part in the backward of ``loss``, which is this micro batch's times ``scale``."""
+        """Add these losses to the backward of ``loss``, which is the loss of this micro batch times ``scale``."""
 
     def follow_without_loss(self, microbatch: MicroBatch, scale: torch.Tensor) -> None:
-        """Take part in the backward of a stage without the loss, whose own begins with the gradient ``scale``."""
+        """Add these losses to the backward of a stage without the loss, which starts with the gradient ``scale``."""
 
     def seen(self) -> Any:
-        """What the latest forward has seen of its batch: to be recalled before a backward that is not the next one."""
+        """Return what the latest forward has recorded of its batch. :meth:`recall` it before a later backward."""
 
     def recall(self, seen: Any) -> None:
-        """Have again what ``seen`` gave, for a backward that computes activations anew."""
+        """Restore the result of :meth:`seen`, for a backward that recomputes activations."""
 
     def results(self, workers: Workers) -> dict[str, torch.Tensor]:
-        """Values of this step for the metrics, the same on every rank; every rank must call it."""
+        """Return values of this step for the metrics, the same on every rank. Call it on every rank."""
 
     def receipts(self, workers: Workers) -> dict[str, Any]:
-        """What the whole run has measured, for the summary; every rank must call it."""
+        """Return measurements of the whole run for the summary. Call it on every rank."""
 
 
 def auxiliary_losses_of(model: nn.Module) -> AuxiliaryLosses | None:
-    """Those of a model, if it has any."""
+    """Return the auxiliary losses of a model, or None."""
     losses: AuxiliaryLosses | None = getattr(model, ATTRIBUTE, None)
     return losses
 
 
 def receipts_of(model: nn.Module, workers: Workers) -> Mapping[str, Any]:
-    """What a model's own losses have measured; nothing if it has none."""
+    """Return measurements of a model's auxiliary losses. Empty if it has none."""
     losses = auxiliary_losses_of(model)
     return losses.receipts(workers) if losses else {}

@@ -1,4 +1,4 @@
-"""What the loop asks of an engine. The unit is one optimizer step."""
+"""The interface between the training loop and an engine. The unit is one optimizer step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.system.workers import Workers
 
 ComputeLoss = Callable[[Any, Batch], Any]
-"""The user's hook: mean loss of the batch, or (sum of losses, number of targets)."""
+"""The user's hook. It returns the mean loss of the batch, or (sum of losses, number of targets)."""
 
 
 @dataclass
 class StepResult:
-    """What a step did; the same on every rank.
+    """The result of an optimizer step, the same on every rank.
 
     Attributes:
-        loss: mean over the targets of the global batch, a tensor of no dimensions.
-        grad_norm: global norm of the gradient of that loss before clipping.
-        skipped: the step was left out because its scaled gradient overflowed (fp16).
-        measured: what else there is for the metrics, such as losses that the model brings itself.
+        loss: mean over the targets of the global batch, a scalar tensor.
+        grad_norm: global norm of the gradient of that loss, before clipping.
+        skipped: whether the update was skipped because the scaled gradient overflowed (fp16).
+        measured: further values for the metrics, such as the model's auxiliary losses.
 
-    On a GPU all of them are there when the device comes to them: to read one is to wait for the device.
+    On a GPU these values are computed asynchronously. Reading one waits for the device.
     """
 
     loss: torch.Tensor
@@ -40,13 +40,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a parameter or of its optimizer state that this rank holds.
+    """A box of a parameter, or of its optimizer state, that this rank holds.
 
     Attributes:
-        name: canonical name; of optimizer state, ``parameter/key``.
+        name: canonical parameter name, or ``parameter/key`` for optimizer state.
         tensor: the values.
-        shape: of the whole tensor.
-        offset: where the box begins in it.
+        shape: shape of the whole tensor.
+        offset: position of the box in the whole tensor.
     """
 
     name: str
@@ -56,27 +56,27 @@ class Piece:
 
 
 class StateReader(Protocol):
-    """Reads boxes of a checkpoint's tensors."""
+    """Reads boxes of the tensors in a checkpoint."""
 
     def names(self, kind: str) -> Mapping[str, tuple[int, ...]]:
-        """Names and whole shapes of the tensors of a kind, ``weights`` or ``optimizer``."""
+        """Return names and full shapes of all tensors of a kind, ``weights`` or ``optimizer``."""
 
     def read(self, kind: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """The box of ``shape`` at ``offset`` of a tensor."""
+        """Read the box of ``shape`` at ``offset`` from a tensor."""
 
 
 class Engine(Protocol):
-    """Owns synchronisation, precision, loss scale, clipping, the step and zeroing.
+    """Trains a model. The engine owns synchronization, precision, loss scale, clipping, the update and zeroing.
 
     Attributes:
-        model: as it was built, with what the engine made of its parameters.
-        optimizer: over those parameters.
+        model: the model as built, with its parameters as the engine has changed them.
+        optimizer: the optimizer of those parameters.
         compute_loss: the user's hook.
-        workers: this process among its peers.
-        micro_steps: backward passes so far.
-        update_rule: the class that makes the updates, wherever its state lies.
-        receipts: what the engine itself has measured.
-        before_update: called between the last backward and the update, while the gradients are there.
+        workers: this process and its peers.
+        micro_steps: number of backward passes so far.
+        update_rule: the optimizer class that computes the updates, regardless of where its state is stored.
+        receipts: measurements that the engine itself has taken.
+        before_update: called between the last backward and the update, while the gradients exist.
     """
 
     model: nn.Module
@@ -89,7 +89,7 @@ class Engine(Protocol):
     before_update: Callable[[], None] | None
 
     def build_context(self) -> AbstractContextManager[Any]:
-        """What ``build_model`` runs in."""
+        """Return the context in which ``build_model`` runs."""
 
     def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
         """Wrap or shard the model and build the optimizer."""
@@ -97,61 +97,61 @@ class Engine(Protocol):
     def train_batch(
         self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float | Callable[[], float]
     ) -> StepResult:
-        """One optimizer step.
+        """Run one optimizer step.
 
         Args:
-            microbatches: those of this rank.
+            microbatches: the micro batches of this rank.
             targets: number of targets in the global batch, over all ranks and micro batches.
-            lr_factor: share of the peak learning rate, or a function that is asked for it right before the update.
+            lr_factor: fraction of the peak learning rate, or a function that returns it right before the update.
 
         Raises:
-            NonFiniteLoss: loss or gradient is infinite or NaN, in this step or in one before it of which the
-                host hears only now; the weights are as before that step.
+            NonFiniteLoss: loss or gradient is infinite or NaN, in this step or in an earlier one that the host only
+                reads now. The weights are as before that step.
         """
 
     def hear_all(self) -> None:
-        """Hear of all steps so far; called before anything is written or saved of them. Raises as ``train_batch``."""
+        """Check all steps so far, before their results are written or saved. Raises like ``train_batch``."""
 
     def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
-        """(sum of the losses over the targets, what the model put out), with gradients off.
+        """Compute (sum of the losses over the targets, model output) without gradients.
 
         Args:
-            compute_loss: takes the place of the user's hook.
+            compute_loss: replaces the user's hook.
         """
 
     def frozen(self, model: nn.Module) -> nn.Module:
-        """A second model, which is never trained, divided over the workers as the engine divides the trained one."""
+        """Prepare a second model that is never trained. It is sharded like the trained model."""
 
     def precision(self) -> AbstractContextManager[Any]:
-        """What ``compute_loss`` is called in: autocast, where the engine computes in 16 bits."""
+        """Return the context for calls of ``compute_loss``: autocast if the engine computes in 16 bits."""
 
     def measuring(self) -> AbstractContextManager[nn.Module]:
-        """The model for a forward that leaves no trace: random numbers, buffers and gradients are as before it."""
+        """Yield the model for a forward without side effects: random state, buffers and gradients are preserved."""
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """What this rank holds now of ``parameters``, ``gradients``, ``optimizer`` state and ``buckets`` to send."""
+        """Return the tensors on this rank: ``parameters``, ``gradients``, ``optimizer`` state and send ``buckets``."""
 
     def keep_average(self, decay: float) -> None:
-        """Keep an exponential moving average of the weights; called after :meth:`setup`."""
+        """Keep an exponential moving average of the weights. Call this after :meth:`setup`."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """The averages in the place of the weights, if they are kept; every rank must enter."""
+        """Use the averaged weights, if they are kept, inside the context. Every rank must enter it."""
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        """What this rank has to write of ``weights`` or ``optimizer``; every value is written once."""
+        """Yield the pieces of ``weights`` or ``optimizer`` that this rank writes. Each value is written once."""
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
-        """Take the weights and, if asked, the optimizer state from a checkpoint.
+        """Load the weights and, if requested, the optimizer state from a checkpoint.
 
         Raises:
-            CheckpointError: names, shapes or the kind of optimizer differ; nothing was changed.
+            CheckpointError: names, shapes or the kind of optimizer differ. Nothing has been changed.
         """
 
     def state(self) -> dict[str, Any]:
-        """What else must be kept: plain values for JSON."""
+        """Return the remaining state for a checkpoint as plain values for JSON."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """The reverse of :meth:`state`."""
+        """Restore the state that :meth:`state` returned."""
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
-        """Whole weights on the host on rank 0 for the export, None elsewhere; every rank must call it."""
+        """Return the full weights on the host of rank 0 for the export, None elsewhere. Call it on every rank."""

@@ -1,8 +1,8 @@
-"""What the steps on a device came to: judged there at once, heard of by the host later.
+"""Results of asynchronous steps. The device checks them immediately, and the host reads them later.
 
-Reading a loss makes the host wait for the device, and then the device for the host, in every step. Here
-the device itself leaves out the updates of a step that went wrong and of all that follow, and the host
-hears of it while the next step is computed. So the weights are as before the step when it does.
+Reading a loss in every step makes the host wait for the device, and then the device for the host. Instead, the device
+itself skips the update of a failed step and of all later steps. The host reads the result while the next step is
+computed. So the weights are as before the failed step when it does.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.system.host_copy import HostCopy
 
 RUNNING = 1
-"""Steps of which the host has not heard when it begins another one: the device always has one to compute."""
+"""Number of unread steps when a new one starts. This keeps the device busy."""
 
 
 @dataclass
 class _Outcome:
-    """One step's values: loss, gradient norm, whether the run must end, and the counts of the user's hook."""
+    """Values of one step: loss, gradient norm, whether the run must end, and the counts of the user's hook."""
 
     number: int
     values: HostCopy
@@ -32,10 +32,10 @@ class _Outcome:
 
 @dataclass
 class Outcomes:
-    """Those of the steps of one engine.
+    """Steps whose results the device has and the host has not read yet.
 
     Attributes:
-        counted: what the hook counted in this step's micro batches so far, to be compared on the device.
+        counted: counts of the hook in this step's micro batches so far. They are compared on the device.
     """
 
     device: torch.device
@@ -47,16 +47,16 @@ class Outcomes:
         self._begun = 0
 
     def begin(self) -> None:
-        """A step begins; hear of those before the last one. Errors as :meth:`hear`."""
+        """Start a step, and read all results except that of the previous step. Raises like :meth:`hear`."""
         self._begun += 1
         self.counted = []
         self.hear(RUNNING)
 
     def judge(self, loss: torch.Tensor, norm: torch.Tensor, *, may_overflow: bool) -> torch.Tensor:
-        """1 if the update of this step must be left out, else 0: a number on the device (fp32).
+        """Return a device scalar (fp32): 1 if the update of this step must be skipped, else 0.
 
         Args:
-            may_overflow: a step that is not finite is skipped, and the run goes on (fp16).
+            may_overflow: whether a step that is not finite is only skipped and the run continues (fp16).
         """
         overflow = ~(torch.isfinite(loss) & torch.isfinite(norm))
         wrong = overflow
@@ -71,18 +71,18 @@ class Outcomes:
         return (self._ended | overflow).to(torch.float32)
 
     def hear(self, running: int = 0) -> None:
-        """Hear of all steps but the last ``running`` ones; all workers hear of the same steps.
+        """Read the results of all steps except the last ``running`` ones. All workers read the same steps.
 
         Raises:
-            NonFiniteLoss: of a step; its ``age`` says which.
-            RapidformerError: the hook counted other targets than ``count_targets``.
+            NonFiniteLoss: a step failed. The ``age`` of the error is the number of steps since.
+            RapidformerError: the hook's count of targets differs from ``count_targets``.
         """
         while len(self._waiting) > running:
             outcome = self._waiting.popleft()
             loss, norm, wrong, *counts = outcome.values.values()
             if not wrong:
                 continue
-            self._waiting.clear()  # they were left out
+            self._waiting.clear()  # their updates were skipped
             for count, microbatch in zip(counts, outcome.counted, strict=True):
                 if count != microbatch.targets:
                     raise miscounted(count, microbatch)

@@ -1,9 +1,10 @@
-"""NEFTune: noise on the input embeddings in training (Jain et al., "NEFTune: Noisy Embeddings Improve Instruction
-Finetuning", 2023).
+"""NEFTune: noise on the input embeddings in training.
 
-The noise of a token is a function of the seed, the place of its sample in the order of the run, the number of the token
-in the sample and the feature: no generator is drawn from. So it is the same on every device and under every layout, for
-any micro batch and any padding, and a run that goes on adds what it would have added.
+See Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning", 2023.
+
+The noise is a function of the seed, the position of the sample in the order of the run, the index of the token in the
+sample, and the feature. It uses no random generator. So it is the same on every device, in every layout, and for any
+micro batch and padding, and a resumed run adds the same noise as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ FLAG = "--neftune-alpha"
 
 
 class _Running:
-    """The micro batch that the model runs over.
+    """The micro batch that the model is processing.
 
     Attributes:
-        positions: for each row, that of its sample in the order; negative for a row that counts for nothing.
-        mask: (rows, tokens), zero for padding; None where there is none.
-        is_noisy: whether the embeddings have got their noise.
+        positions: for each row, the position of its sample in the order. Negative for rows without a sample.
+        mask: (rows, tokens), zero for padding. None without a mask.
+        is_noisy: whether noise has been added to the embeddings.
     """
 
     def __init__(self, microbatch: MicroBatch, batch: Batch) -> None:
@@ -46,7 +47,7 @@ _running: ContextVar[_Running | None] = ContextVar("rows", default=None)
 
 @contextmanager
 def rows_of(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
-    """While a model runs over ``batch``, which is ``microbatch``'s on the device, in training."""
+    """Context for a training forward on ``batch``, the device copy of ``microbatch``."""
     token = _running.set(_Running(microbatch, batch))
     try:
         yield
@@ -55,13 +56,13 @@ def rows_of(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
 
 
 def add_noise(model: nn.Module, alpha: float, seed: int) -> None:
-    """Let the model of transformers in ``model`` add noise to its input embeddings, in training steps alone.
+    """Make the transformers model in ``model`` add noise to its input embeddings, only in training steps.
 
-    That of a sample with ``n`` tokens of ``d`` features is uniform within ± ``alpha / sqrt(n · d)``; padding gets
-    none. Without a mask, ``n`` is the length of the rows.
+    For a sample with ``n`` tokens of ``d`` features, the noise is uniform within ± ``alpha / sqrt(n · d)``. Padding
+    gets none. Without a mask, ``n`` is the length of the rows.
 
     Raises:
-        ModelError: there is none, or it reads two sequences.
+        ModelError: there is no such model, or it reads two sequences.
     """
     reader = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if reader is None or reader.config.is_encoder_decoder:
@@ -76,7 +77,7 @@ def add_noise(model: nn.Module, alpha: float, seed: int) -> None:
 
 
 class _Adds:
-    """The hook after the embeddings."""
+    """Forward hook of the embeddings."""
 
     def __init__(self, alpha: float, seed: int) -> None:
         self.alpha, self.seed = alpha, seed
@@ -84,7 +85,7 @@ class _Adds:
     def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
         running = _running.get()
         if running is None or not module.training:
-            return None  # an evaluation, or a forward that is no training step
+            return None  # an evaluation, or a forward outside a training step
         rows, tokens, features = output.shape
         mask = torch.ones(rows, tokens, device=output.device) if running.mask is None else running.mask
         if mask.shape != (rows, tokens) or len(running.positions) != rows:
@@ -110,7 +111,7 @@ def _check(model: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def keys_of(positions: Sequence[int], seed: int) -> torch.Tensor:
-    """Two numbers of 32 bits and a 1 for each row, (rows, 3); zeros for one that counts for nothing."""
+    """Return two 32-bit numbers and a 1 for each row, (rows, 3). Zeros for rows without a sample."""
     keys = np.zeros((len(positions), 3), dtype=np.int32)
     for row, position in enumerate(positions):
         if position >= 0:
@@ -120,28 +121,28 @@ def keys_of(positions: Sequence[int], seed: int) -> torch.Tensor:
 
 
 def uniform(keys: torch.Tensor, mask: torch.Tensor, features: int) -> torch.Tensor:
-    """Numbers evenly between -1 and 1 for each token and feature, (rows, tokens, features); zeros for padding.
+    """Return uniform numbers between -1 and 1, (rows, tokens, features). Zeros for padding.
 
     Args:
-        keys: of :func:`keys_of`.
+        keys: the result of :func:`keys_of`.
         mask: (rows, tokens).
     """
     counts = (mask != 0).to(torch.int32)
     number = counts.cumsum(dim=1, dtype=torch.int32) - 1
     place = number[:, :, None] * features + torch.arange(features, dtype=torch.int32, device=mask.device)
     bits = _mixed(_mixed(place + keys[:, 0, None, None]) ^ keys[:, 1, None, None])
-    # The middles of 2²³ steps, all of which fp32 has.
+    # The centers of 2²³ intervals, which fp32 represents exactly.
     share = (_shifted(bits, 9).to(torch.float32) + 0.5) * 2.0**-22 - 1.0
     return share * (counts * keys[:, 2, None])[:, :, None]
 
 
 def _mixed(bits: torch.Tensor) -> torch.Tensor:
-    """A permutation of the 32-bit numbers that flips half of the bits for each that differs (Wellons' lowbias32)."""
+    """Permute 32-bit numbers. Each flipped input bit flips half of the output bits (Wellons' lowbias32)."""
     bits = (bits ^ _shifted(bits, 16)) * 0x7FEB352D
     bits = (bits ^ _shifted(bits, 15)) * (0x846CA68B - 2**32)
     return bits ^ _shifted(bits, 16)
 
 
 def _shifted(bits: torch.Tensor, places: int) -> torch.Tensor:
-    """Shifted to the right with zeros, which torch does not do with signed numbers."""
+    """Shift right and fill with zeros, which torch does not do for signed numbers."""
     return (bits >> places) & (2 ** (32 - places) - 1)

@@ -1,4 +1,4 @@
-"""Runs of a flattened tensor as boxes: what ZeRO holds of a parameter, in the form that checkpoints use."""
+"""Runs of a flattened tensor as boxes: the part of a parameter that ZeRO holds, in the form of checkpoints."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], start: int, count: int) -> Iterator[Box]:
-    """The boxes that a run of a row-major tensor consists of, in its order.
+    """Yield the boxes of a run of a row-major tensor, in its order.
 
-    A run begins and ends anywhere, so it is at most a part of a first row, whole rows and a part of
-    a last one, and so on inside the parts: ``2 n - 1`` boxes for ``n`` dimensions.
+    A run may begin and end anywhere. So it consists of at most a part of a first row, whole rows and a part of a last
+    row, and the same again inside those parts: ``2 n - 1`` boxes for ``n`` dimensions.
 
     Args:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         start: first element of the run in the flattened tensor.
         count: elements of the run.
     """
@@ -47,7 +47,7 @@ def _in_row(shape: Sequence[int], index: int, start: int, count: int) -> Iterato
 
 
 def pieces_of(name: str, shape: Sequence[int], start: int, values: torch.Tensor) -> Iterator[Piece]:
-    """A run that begins at ``start`` of a tensor, with its values (1-D), as pieces."""
+    """Yield the pieces of a run that begins at ``start`` of a tensor and has ``values`` (1-D)."""
     done = 0
     for offset, size in boxes(shape, start, values.numel()):
         count = math.prod(size)
@@ -58,7 +58,7 @@ def pieces_of(name: str, shape: Sequence[int], start: int, values: torch.Tensor)
 def read_into(
     target: torch.Tensor, reader: StateReader, kind: str, name: str, shape: Sequence[int], start: int
 ) -> None:
-    """Fill ``target`` (1-D) with the run of a tensor of a checkpoint that begins at ``start``."""
+    """Fill ``target`` (1-D) with the run from ``start`` of a tensor in a checkpoint."""
     done = 0
     for offset, size in boxes(shape, start, target.numel()):
         count = math.prod(size)

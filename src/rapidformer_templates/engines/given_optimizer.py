@@ -1,4 +1,4 @@
-"""The recipe of an optimizer that a script has made already: engines shard the parameters first, and build it anew."""
+"""Convert an optimizer instance of a script to a recipe. Engines shard the parameters first, then build it again."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from rapidformer_templates.models.blocks import canonical_name
 
 WHERE = "compose(model, optimizer, …)"
 TAKES_OPTIONS = (type, partial)
-"""What has no options of its own, or not all of them."""
+"""Factories without options, or with only some of them."""
 AS_RECIPE = "give a recipe: OptimizerSpec(torch.optim.AdamW, {'lr': …}), or the class itself"
 
 MARKS = frozenset({"params", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
-"""Of a group, what is none of its options: its parameters, and what schedulers of torch note."""
+"""Keys of a parameter group that are not options: its parameters, and values that torch schedulers store."""
 AHEAD = 10_000
-"""The most steps of a scheduler that are looked at before the first."""
+"""Maximum number of steps of a scheduler that are checked before the first step."""
 
 
 def as_recipe(
     optimizer: OptimizerSpec | Optimizer | Callable[..., Optimizer], model: object, options: Mapping[str, Any]
 ) -> OptimizerSpec:
-    """The recipe that a recipe, a class, a function from parameter groups or an optimizer stands for.
+    """Convert a recipe, a class, a function of parameter groups, or an optimizer to a recipe.
 
     Args:
-        model: the module that an optimizer was made for.
-        options: for a class, those that it is to have; they win over those of a partial one.
+        model: the module whose parameters an optimizer instance was made for.
+        options: keyword arguments for a class. They take precedence over those of a ``partial``.
 
     Raises:
-        ConfigError: it cannot be built anew as it is.
+        ConfigError: an identical optimizer cannot be built again.
     """
     if isinstance(optimizer, type):
         return OptimizerSpec(optimizer, options)
@@ -54,7 +54,7 @@ def as_recipe(
 
 
 def _recipe_of(optimizer: Optimizer, model: object) -> OptimizerSpec:
-    """The class of an optimizer, its options, and those of its groups for the parameters by their names."""
+    """Build a recipe from the class of an optimizer, its options, and the group options of each parameter by name."""
     kind = type(optimizer)
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -76,12 +76,14 @@ def _recipe_of(optimizer: Optimizer, model: object) -> OptimizerSpec:
 
 
 def _taken_by(kind: type[Optimizer]) -> list[str]:
-    """The options that a class takes; what it hands on to its base is the base's."""
+    """Return the options of a class. Options that its constructor passes on as keywords are those of the base class."""
     takes: list[str] = []
     for base in kind.__mro__[: kind.__mro__.index(Optimizer)]:
         if "__init__" not in vars(base):
             continue
-        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[2:]  # but self and groups
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[
+            2:
+        ]  # without self and the groups
         takes += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
@@ -89,17 +91,17 @@ def _taken_by(kind: type[Optimizer]) -> list[str]:
 
 
 def _check_is_the_same(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Module) -> None:
-    """Refuse an optimizer that is another one when it is made anew: its class keeps to itself what it was given.
+    """Check that the recipe builds an equal optimizer. It does not if the class hides the options it was given.
 
     Raises:
-        ConfigError: it cannot be made anew, or differs in an option.
+        ConfigError: the optimizer cannot be built again, or differs in an option.
     """
     name = type(optimizer).__name__
     hint = f"give a function that makes it: lambda groups: {name}(groups, …), with all of its options"
     trained = [(canonical_name(n), parameter) for n, parameter in model.named_parameters() if parameter.requires_grad]
     try:
         again = recipe.build(trained, recipe.differences(trained))
-    except Exception as error:  # of a class of the user's own
+    except Exception as error:  # from a user's own class
         message = f"the {name} cannot be made anew with {', '.join(recipe.kwargs) or 'no options'}: {error}"
         raise ConfigError(message, where=WHERE, hint=hint) from error
     if not _same_state(optimizer, again):
@@ -113,7 +115,7 @@ def _check_is_the_same(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Mo
         (_options_of(group), of_groups[id(parameter)])
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if id(parameter) in of_groups  # of a frozen one nothing is updated
+        if id(parameter) in of_groups  # a frozen parameter is not updated
     ]
     for given, made in pairs:
         for option, value in given.items():
@@ -125,7 +127,7 @@ def _check_is_the_same(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Mo
 
 
 def _same_state(optimizer: Optimizer, fresh: Optimizer) -> bool:
-    """Whether nothing has come to the state that an optimizer begins with: most begin with none, Adagrad with sums."""
+    """Whether an optimizer still has its initial state. Most start without state, Adagrad starts with sums."""
     for parameter, state in optimizer.state.items():
         begun = fresh.state.get(parameter, {}) if parameter.requires_grad else state
         if begun.keys() != state.keys() or not all(_equal(value, begun[key]) for key, value in state.items()):
@@ -134,7 +136,7 @@ def _same_state(optimizer: Optimizer, fresh: Optimizer) -> bool:
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group was made with; a scheduler of torch has changed its rate, and left its own marks."""
+    """Return the options a group was made with, without the changes that torch schedulers make to it."""
     own = {key: tuple(v) if isinstance(v, list) else v for key, v in group.items() if key not in MARKS}
     return {**own, "lr": group["initial_lr"]} if "initial_lr" in group else own
 
@@ -148,7 +150,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parameter], Mapping[str, Any]]:
-    """The options in which each parameter's group differs from the optimizer's defaults."""
+    """Map parameter names to the options in which their group differs from the optimizer's defaults."""
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     different: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -169,11 +171,11 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parame
             f"the {type(optimizer).__name__} leaves out {len(left_out)} parameters that require a gradient: "
             f"{', '.join(left_out[:6])}", where=WHERE, hint="set requires_grad = False for what is not to be trained",
         )  # fmt: skip
-    return lambda name, parameter: different.get(name, {})  # what a switch has added takes the defaults
+    return lambda name, parameter: different.get(name, {})  # parameters that a switch adds use the defaults
 
 
 def _check_can_be_grouped(options: Mapping[str, Any], name: str) -> None:
-    """Refuse options by which parameters cannot be grouped anew."""
+    """Raise an error for unhashable options, because parameters are grouped by their options."""
     for option, value in options.items():
         try:
             hash(value)
@@ -185,14 +187,14 @@ def _check_can_be_grouped(options: Mapping[str, Any], name: str) -> None:
 
 
 def as_schedule(schedule: Schedule | LRScheduler, steps: int | None = None) -> Schedule:
-    """The schedule that a scheduler of torch stands for, whose optimizer never steps; others are left as they are.
+    """Convert a torch scheduler, whose optimizer never steps, to a schedule. Other schedules are returned unchanged.
 
     Args:
-        steps: how many are looked at now; without it two.
+        steps: number of steps to check immediately. The default is two.
 
     Raises:
-        ConfigError: it goes by something else than the step, changes something else than the rate, or has different
-            shares for its groups; at once, or, of a later step, when that comes.
+        ConfigError: the scheduler depends on something other than the step, changes something other than the learning
+            rate, or scales the rates of its groups differently. Raised immediately, or at a later step.
     """
     if not isinstance(schedule, LRScheduler):
         return schedule
@@ -207,7 +209,7 @@ def as_schedule(schedule: Schedule | LRScheduler, steps: int | None = None) -> S
 
 
 class _Shares:
-    """The share of each step, from a scheduler that is stepped on and remembered: a session may begin anywhere."""
+    """Records the scale of each step while the scheduler advances, because a session may start at any step."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler, self._groups = scheduler, scheduler.optimizer.param_groups
@@ -219,9 +221,9 @@ class _Shares:
         while len(self._shares) <= step:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of an optimizer that has not stepped
+                    warnings.simplefilter("ignore")  # the warning about an optimizer that has not stepped
                     self._scheduler.step()
-            except ValueError as error:  # OneCycleLR knows its end
+            except ValueError as error:  # OneCycleLR raises past its last step
                 self._refuse(f"has no rate for step {len(self._shares) + 1}: {error}", "make it for as many steps")
             changed = {
                 k

@@ -1,8 +1,9 @@
-"""What an optimizer keeps in its groups: the count of apex's FusedAdam, Prodigy's distance, schedule-free's sums.
+"""Values that optimizers keep in their groups: apex FusedAdam's count, Prodigy's distance, schedule-free's sums.
 
-It is what differs from the groups as they were built. A checkpoint has it under the name of each parameter of the
-group, so that every engine finds it however it groups parameters: ``weight/group.d``. A count of steps lies under
-``weight/step``, whether an optimizer keeps it in the group or beside each parameter: one may go on for the other.
+These are the values that differ from the groups as built. A checkpoint stores them under the name of each parameter of
+the group (``weight/group.d``), so that every engine finds them, however it groups parameters. A count of steps is
+stored under ``weight/step``, whether an optimizer keeps it in the group or per parameter. So a run can resume with
+either kind.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from rapidformer_templates.errors import CheckpointError
 PREFIX = "group."
 COUNT = "step"
 COUNT_BESIDE_PARAMETERS = ("torch.", "deepspeed.", "rapidformer_templates.")
-NOT_KEPT = frozenset({"params", "lr"})  # the rate is the schedule's
+NOT_KEPT = frozenset({"params", "lr"})  # the schedule sets the rate
 
 _fresh: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 _counts_in_groups: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
 
 def remember(optimizer: Optimizer) -> None:
-    """Take note of the groups as they were built, before the first step and before anything is loaded."""
+    """Remember the groups as built, before the first step and before anything is loaded."""
     _fresh[optimizer] = [_scalars_of(group) for group in optimizer.param_groups]
 
 
 def entries(optimizer: Optimizer, index: int, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What to keep of the values of a group with one of its parameters.
+    """Return the values of a group to store with one of its parameters.
 
     Args:
-        state: the optimizer's state of the parameter.
+        state: the optimizer state of the parameter.
     """
     return _beside(_changed(optimizer, index), state)
 
 
 def of_parameters(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """For each parameter, by its ``id``, its state and what its group keeps."""
+    """Return for each parameter, by its ``id``, its state and the values of its group."""
     by_index: dict[int, dict[str, Any]] = {}
     for index, group in enumerate(optimizer.param_groups):
         changed = _changed(optimizer, index)
@@ -61,12 +62,12 @@ def _changed(optimizer: Optimizer, index: int) -> dict[str, torch.Tensor]:
 def _beside(changed: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     prefixed = {PREFIX + key: value for key, value in changed.items() if key != COUNT}
     if COUNT in changed and state and COUNT not in state:
-        prefixed[COUNT] = changed[COUNT].to(torch.float32)  # as torch's optimizers count
+        prefixed[COUNT] = changed[COUNT].to(torch.float32)  # like the counts of torch's optimizers
     return prefixed
 
 
 def split(optimizer: Optimizer, keys: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(keys of a checkpoint that are a parameter's own, those that are its group's)."""
+    """Split checkpoint keys into (those of a parameter, those of its group)."""
     own: list[str] = []
     shared: list[str] = []
     for key in keys:
@@ -76,13 +77,13 @@ def split(optimizer: Optimizer, keys: Sequence[str]) -> tuple[list[str], list[st
 
 
 def read(optimizer: Optimizer, index: int, names: Sequence[str], reader: StateReader) -> dict[str, Any]:
-    """The values of a group that a checkpoint has, as the group keeps them.
+    """Read the values of a group from a checkpoint, in the form of the group.
 
     Args:
-        names: the parameters of the group that are here.
+        names: the parameters of the group on this rank.
 
     Raises:
-        CheckpointError: the parameters differ in one of them.
+        CheckpointError: the parameters of the group have different values.
     """
     saved = reader.names("optimizer")
     keys = {key for name, _, key in (entry.rpartition("/") for entry in saved) if name in set(names)}
@@ -100,12 +101,13 @@ def read(optimizer: Optimizer, index: int, names: Sequence[str], reader: StateRe
 
 
 def counts_in_groups(optimizer: Optimizer) -> bool:
-    """Whether an optimizer counts steps in its groups, and not beside each parameter.
+    """Whether an optimizer counts steps in its groups, and not per parameter.
 
-    torch's optimizers, DeepSpeed's and the library's own do not; another one is seen to make a step of nothing.
+    The optimizers of torch, DeepSpeed and this library count per parameter. For others, a trial step on a dummy
+    parameter decides.
     """
     if type(optimizer).__module__.startswith(COUNT_BESIDE_PARAMETERS):
-        inner = getattr(optimizer, "inner", None)  # in host memory
+        inner = getattr(optimizer, "inner", None)  # offloaded to the host
         return isinstance(inner, Optimizer) and counts_in_groups(inner)
     if optimizer not in _counts_in_groups:
         _counts_in_groups[optimizer] = _counts_in_group_of_a_probe(optimizer)
@@ -113,7 +115,7 @@ def counts_in_groups(optimizer: Optimizer) -> bool:
 
 
 def _counts_in_group_of_a_probe(optimizer: Optimizer) -> bool:
-    """A copy with a parameter of its own, which it updates by a gradient of zero."""
+    """Step a copy of the optimizer on a dummy parameter with a zero gradient, and check where the count is."""
     group = optimizer.param_groups[0]
     device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
     parameter = torch.nn.Parameter(torch.zeros(2, 2, device=device))
@@ -128,12 +130,12 @@ def _counts_in_group_of_a_probe(optimizer: Optimizer) -> bool:
 
 
 def step_once(zero: Any) -> None:
-    """Let the groups of an optimizer move once in a step of ZeRO-3, which updates a sub-group of parameters at a time.
+    """Advance the groups of an optimizer once per step of ZeRO-3, which updates one sub-group of parameters at a time.
 
-    Its optimizer is called for each of them with all groups, of which one has parameters.
+    DeepSpeed calls the optimizer for each sub-group with all groups, only one of which has parameters.
 
     Args:
-        zero: DeepSpeed's optimizer of stage 3 around ours.
+        zero: DeepSpeed's stage 3 optimizer, which wraps ours.
     """
     groups = zero.optimizer.param_groups
     if type(zero.optimizer).__module__.startswith(COUNT_BESIDE_PARAMETERS):
@@ -145,7 +147,7 @@ def step_once(zero: Any) -> None:
         mine = zero.sub_group_to_group_id[sub_group]
         if sub_group == 0:
             begun.clear()
-        if mine in begun:  # another part of the group was updated in this step
+        if mine in begun:  # another part of the group was already updated in this step
             _put(groups[mine], begun[mine])
         before = {index: _copied(group) for index, group in enumerate(groups)}
         begun.setdefault(mine, before[mine])
@@ -169,10 +171,10 @@ def _put(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def check_count(optimizer: Optimizer, name: str, keys: Sequence[str]) -> None:
-    """Whether a checkpoint has the count that an Adam needs beside its means.
+    """Check that a checkpoint has the step count that Adam needs in addition to its moments.
 
     Raises:
-        CheckpointError: it was saved before the count of a group was.
+        CheckpointError: it was saved before counts of groups were stored.
     """
     if "exp_avg_sq" in keys and COUNT not in keys and not counts_in_groups(optimizer):
         raise CheckpointError(
@@ -182,7 +184,7 @@ def check_count(optimizer: Optimizer, name: str, keys: Sequence[str]) -> None:
 
 
 def _scalars_of(group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The numbers and flags of a group as tensors without dimensions; those of a list by their places."""
+    """Return the numbers and flags of a group as scalar tensors. Items of a list have their index as suffix."""
     scalars: dict[str, torch.Tensor] = {}
     for key, value in group.items():
         if key in NOT_KEPT:
@@ -202,7 +204,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _as_kept(group: Mapping[str, Any], scalars: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Scalars of a checkpoint in the form that the group has them in: a number, a tensor, a place of a list."""
+    """Convert scalars of a checkpoint to the form in the group: a number, a tensor, or an item of a list."""
     values: dict[str, Any] = {}
     for name, scalar in scalars.items():
         key, _, index = name.rpartition(".")

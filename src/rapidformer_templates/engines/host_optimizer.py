@@ -1,4 +1,4 @@
-"""CPU offload: the optimizer and what it keeps in host memory, beside a model on another device."""
+"""CPU offload: the optimizer and its state are in host memory, the model is on another device."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 
 
 def lies_in_host_memory(device: torch.device) -> bool:
-    """Whether parameters and optimizer state are in host memory without being moved."""
+    """Whether parameters and optimizer state are in host memory without offload."""
     return device.type == "cpu"
 
 
 class HostOptimizer(Optimizer):
     """Updates copies of the parameters in host memory, where all of its state is.
 
-    A step copies the gradients to the host, updates there and copies the new weights back. Copies
-    have the type of their parameters, so that an update is the same as on the device. To the rest
-    it is an optimizer over the device's parameters: groups and state are theirs.
+    A step copies the gradients to the host, updates there and copies the new weights back. Copies have the type of
+    their parameters, so that an update is the same as on the device. For other code this is an optimizer of the
+    device's parameters: its groups and state refer to them.
 
-    Host memory a trained parameter: its weight, its gradient and the optimizer's state, 16 bytes for
-    AdamW in fp32; weights and gradients page-locked, because a GPU copies from and to such memory alone.
+    Host memory per trained parameter: its weight, its gradient and the optimizer state, 16 bytes for AdamW in fp32.
+    Weights and gradients are in page-locked memory, because a GPU copies only from and to such memory.
 
     Attributes:
         inner: the optimizer that the recipe builds, over the copies.
@@ -39,8 +39,8 @@ class HostOptimizer(Optimizer):
     ) -> None:
         self._copies = {parameter: nn.Parameter(_on_host(parameter)) for _, parameter in parameters}
         self._gradients = {parameter: _on_host(parameter) for _, parameter in parameters}
-        # Changes in place to a parameter, as autograd counts them, when its copy was last equal to it. None
-        # yet: DDP may send the weights of rank 0 after this, and a copy is made at the first step all the same.
+        # In-place modification counts of the parameters (from autograd) when their copies were last equal. Empty at
+        # first: DDP may broadcast the weights of rank 0 later, and the first step makes the copies anyway.
         self._versions: dict[nn.Parameter, int] = {}
         self.inner = recipe.build([(name, self._copies[parameter]) for name, parameter in parameters], differing)
         of_copy = {copy: parameter for parameter, copy in self._copies.items()}
@@ -55,21 +55,21 @@ class HostOptimizer(Optimizer):
         for parameter in moving:
             self._fetch(parameter)
         if not lies_in_host_memory(moving[0].device):
-            torch.accelerator.synchronize()  # the copies to the host run behind
+            torch.accelerator.synchronize()  # the copies to the host are asynchronous
         for own, group in zip(self.inner.param_groups, self.param_groups, strict=True):
             own.update(_options(group))
         self.inner.step()
         for own, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            group.update(_options(own))  # some keep a count or an estimate there
+            group.update(_options(own))  # some optimizers keep a count or an estimate in their groups
         self._show_state()
         for parameter in moving:
             if parameter.grad is not None:
-                # The next step writes into the copy only after it has waited for the device.
+                # The next step writes to the copy only after it has waited for the device.
                 parameter.copy_(self._copies[parameter], non_blocking=True)
             self._versions[parameter] = parameter._version
 
     def _fetch(self, parameter: nn.Parameter) -> None:
-        """Bring a gradient, and a weight that something else has set (a checkpoint), to the host."""
+        """Copy a gradient to the host, and also the weight if something else has changed it (a checkpoint)."""
         copy = self._copies[parameter]
         if self._versions.get(parameter) != parameter._version:
             copy.copy_(parameter, non_blocking=True)
@@ -80,13 +80,13 @@ class HostOptimizer(Optimizer):
         copy.grad.copy_(parameter.grad, non_blocking=True)
 
     def _show_state(self) -> None:
-        """Present the state, which lies in host memory, under the device's parameters."""
+        """Make the state in host memory accessible under the device's parameters."""
         for parameter, copy in self._copies.items():
             if copy in self.inner.state:
                 self.state[parameter] = self.inner.state[copy]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer's; the state goes to the host's copies, whose order is the same."""
+        """Load the state into the host optimizer, whose parameters have the same order."""
         self.inner.load_state_dict(state_dict)
         for own, group in zip(self.inner.param_groups, self.param_groups, strict=True):
             group.update(_options(own))
@@ -95,7 +95,7 @@ class HostOptimizer(Optimizer):
 
 
 def _on_host(like: torch.Tensor) -> torch.Tensor:
-    """Host memory for a tensor, page-locked if the tensor lies elsewhere."""
+    """Allocate host memory for a tensor, page-locked if the tensor is on another device."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=not lies_in_host_memory(like.device))
 
 

@@ -1,4 +1,4 @@
-"""Products that a recomputation keeps: their memory is theirs until the backward."""
+"""Detects whether matmul outputs are saved for the backward, so that their memory must not be reused."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
 class KeepsProducts:
-    """Of a dispatch mode of our own around a forward whose products are read again in its backward."""
+    """Marks a dispatch mode that saves matmul outputs of a forward for its backward."""
 
 
 _KEEPING: tuple[type, ...] = (KeepsProducts, *(type(mode) for mode in create_selective_checkpoint_contexts([])))
 
 
 def products_are_kept() -> bool:
-    """Whether what a layer has just computed must be left as it is.
+    """Whether the output that a layer has just computed must not be modified.
 
-    A graph reuses memory by itself; and code that cannot become one runs inside of the same modes of torch.
+    A compiled graph manages memory itself. Code that cannot be compiled runs inside the same dispatch modes of torch.
     """
     if torch.compiler.is_compiling():
         return True

@@ -1,4 +1,4 @@
-"""Layer-wise decay of the learning rate: the nearer to the input, the slower (Howard and Ruder, 2018; ELECTRA)."""
+"""Layer-wise learning rate decay: layers closer to the input learn slower (Howard and Ruder, 2018; ELECTRA)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from rapidformer_templates.models.blocks import canonical_name, find_blocks
 
 
 def depths_of(model: nn.Module) -> dict[str, int]:
-    """How many layers below the end of its stack a parameter stands, by what its canonical name begins with.
+    """Return the depth of parameters below the end of their stack, by the prefix of their canonical name.
 
-    The last block is at 1, what the model has before its first block (embeddings) one below that block; what is not
-    named follows the blocks. An encoder and a decoder are two stacks. Empty for a model without repeated blocks.
+    The last block has depth 1. Modules before the first block (embeddings) are one deeper than that block. Parameters
+    without an entry follow the blocks. An encoder and a decoder are two stacks. Empty for a model without repeated
+    blocks.
     """
     blocks = [canonical_name(name) for name in find_blocks(model)]
     stacks: dict[str, list[str]] = {}
@@ -27,17 +28,17 @@ def depths_of(model: nn.Module) -> dict[str, int]:
 
 
 def depth_of(name: str, depths: Mapping[str, int]) -> int:
-    """The depth of a parameter by its canonical name; 0 of what follows the blocks."""
+    """Return the depth of a parameter by its canonical name. 0 for parameters after the blocks."""
     return next((depth for beginning, depth in depths.items() if name.startswith(beginning)), 0)
 
 
 def layerwise(depths: Mapping[str, int], decay: float, peak: float, options: GroupOptions) -> GroupOptions:
-    """Group options with a learning rate for each layer, besides what ``options`` says.
+    """Add a learning rate for each layer to ``options``.
 
     Args:
-        depths: from :func:`depths_of` the model as it was built.
-        decay: of the rate from a layer to the one below it.
-        peak: the learning rate of what follows the blocks.
+        depths: result of :func:`depths_of` for the model as it was built.
+        decay: factor of the learning rate from a layer to the one below it.
+        peak: learning rate of the parameters after the blocks.
 
     Raises:
         ModelError: the model has no repeated blocks.
@@ -57,7 +58,7 @@ def layerwise(depths: Mapping[str, int], decay: float, peak: float, options: Gro
 
 
 def _before(model: nn.Module, block: str) -> list[str]:
-    """Modules that have parameters of their own and stand before a block, as beginnings of their parameters' names."""
+    """Return name prefixes of the parameters in modules before a block."""
     names: list[str] = []
     for name, module in model.named_modules():
         found = canonical_name(name)

@@ -1,4 +1,4 @@
-"""One device, and DDP."""
+"""Engines for a single device and for DDP."""
 
 from __future__ import annotations
 
@@ -42,21 +42,22 @@ COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SingleEngine:
-    """One process on one device; the reference that every other engine must follow.
+    """One process on one device. This is the reference that every other engine must match.
 
-    What is promised of a step (auxiliary losses, the host ahead of the device, targets that are counted later, loss
-    scale, what is measured, what happens to parameters that no loss reaches) is kept here for all engines, in final
-    methods. An engine fills in its extension points:
+    Its final methods implement the guarantees of a step for all engines: auxiliary losses, a host that runs ahead of
+    the device, targets that are counted later, loss scaling, measured values and parameters without a gradient.
+    A subclass overrides these extension points:
 
     - :meth:`build_context`, :meth:`_build`, :meth:`_shard`, :meth:`_build_optimizer`, :meth:`_distribute`: how the
-      model is divided and who optimizes it;
-    - :meth:`_schedule`, :meth:`_synchronise`, :meth:`_backward`: the order of micro batches, when gradients travel;
-    - :attr:`_averages_over`, :meth:`_missed`, :meth:`_missed_everywhere`: what the exchange makes of gradients;
-    - :meth:`_finish_step`, or of it :meth:`_reduce`, :meth:`_grad_norm`, :meth:`_gradients_in_turn`, :meth:`_clip`,
-      :meth:`_update`; and :meth:`_drop_gradients`, :meth:`_runs_ahead`.
+      model is sharded and which optimizer updates it
+    - :meth:`_schedule`, :meth:`_synchronise`, :meth:`_backward`: the order of micro batches, and when gradients are
+      exchanged
+    - :attr:`_averages_over`, :meth:`_missed`, :meth:`_missed_everywhere`: how the exchange changes gradients
+    - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_grad_norm`, :meth:`_gradients_in_turn`,
+      :meth:`_clip`, :meth:`_update`, together with :meth:`_drop_gradients` and :meth:`_runs_ahead`
     """
 
-    _waits_for_gradients = False  # also of what counts for nothing
+    _waits_for_gradients = False  # whether even a batch without targets must produce gradients
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         self.workers = workers
@@ -69,10 +70,10 @@ class SingleEngine:
         self.before_update: Callable[[], None] | None = None
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
-        self._callable: nn.Module  # what compute_loss is given
+        self._callable: nn.Module  # the model that compute_loss receives
         self._parameters: list[nn.Parameter]
         self._lr_factor = 1.0
-        self._outcomes: Outcomes | None = None  # where the host runs ahead of the device
+        self._outcomes: Outcomes | None = None  # None if the host waits for the device
         self._auxiliary: AuxiliaryLosses | None = None
         self._measured: Mapping[str, torch.Tensor] = {}
 
@@ -96,26 +97,26 @@ class SingleEngine:
             self.loss_scale.to(self.workers.device)
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
-        """Bring the model to the device, in parts or whole, and build the optimizer over what is here of it."""
+        """Move the model to the device, shard it, and build the optimizer over the local parameters."""
         self.model = accelerator.move(model, self.workers.device).train()
         differing = recipe.differences(_trained(self.model))
         self._shard(self.model)
-        trained = _trained(self.model)  # sharding has replaced the parameters
+        trained = _trained(self.model)  # sharding replaces the parameters
         self._parameters = [parameter for _, parameter in trained]
         self.optimizer = self._build_optimizer(recipe, trained, differing)
 
     def _shard(self, model: nn.Module) -> None:
-        """Divide the parameters over the workers, in place, before there is an optimizer."""
+        """Shard the parameters over the workers in place, before the optimizer is built."""
 
     def _distribute(self) -> nn.Module:
-        """What ``compute_loss`` is given: the model, wrapped by what exchanges its gradients."""
+        """Return the model for ``compute_loss``, wrapped if a wrapper exchanges its gradients."""
         return self.model
 
     def _runs_ahead(self) -> bool:
-        """Whether the host need not wait for the device: there is one, and the optimizer can leave out an update.
+        """Whether the host can run ahead: the device is asynchronous, and the optimizer can skip an update on it.
 
-        The fused optimizers of torch can, by the protocol of its ``GradScaler``. With others the host reads
-        the norm before it calls them.
+        Torch's fused optimizers can skip one, through the protocol of ``GradScaler``. For other optimizers the host
+        reads the norm before the update.
         """
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         return can_skip and accelerator.computes_apart(self.workers.device)
@@ -129,11 +130,11 @@ class SingleEngine:
 
     @property
     def update_rule(self) -> type[torch.optim.Optimizer]:
-        """The class that makes the updates, wherever its state lies."""
+        """The optimizer class that computes the updates, regardless of where its state is stored."""
         return type(self.optimizer.inner if isinstance(self.optimizer, HostOptimizer) else self.optimizer)
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Around the forward and backward of a micro batch; gradients are exchanged in the last one."""
+        """Context for the forward and backward of a micro batch. The last one exchanges gradients."""
         return nullcontext()
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -150,7 +151,7 @@ class SingleEngine:
         try:
             loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
         except BaseException:
-            self._drop_gradients()  # or they would be part of the next step, if somebody goes on
+            self._drop_gradients()  # otherwise they would leak into the next step if the caller catches this
             raise
         self._reduce()
         if self.before_update:
@@ -166,19 +167,19 @@ class SingleEngine:
             self._outcomes.hear()
 
     def _finish_step(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool | torch.Tensor]:
-        """Update, unless something is not finite: the gradient norm before clipping, whether the update was skipped.
+        """Update if loss and gradient are finite. Returns the norm before clipping and whether the update was skipped.
 
         Raises:
-            NonFiniteLoss: as ``train_batch``.
+            NonFiniteLoss: see :meth:`train_batch`.
         """
         norm = self._grad_norm()
         return norm, self._update_unread(loss, norm) if self._outcomes else self._update_if_finite(loss, norm)
 
     def _reduce(self) -> None:
-        """Leave the gradient as the optimizer is to have it, where the exchange in the backward does not."""
+        """Reduce the gradients for the optimizer, unless the exchange in the backward has done so."""
 
     def _update_if_finite(self, loss: torch.Tensor, norm: torch.Tensor) -> bool:
-        """Read loss and norm, and update if they are finite; whether the update was skipped."""
+        """Read loss and norm, and update if they are finite. Returns whether the update was skipped."""
         length = float(norm)
         finite = math.isfinite(length) and math.isfinite(float(loss))
         if not finite and self.loss_scale is None:
@@ -188,7 +189,7 @@ class SingleEngine:
             if self.loss_scale is not None:
                 for gradients in engine_state.by_mesh(self._gradients()):
                     torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
-            if 0 < self.clip_grad < length + 1e-6:  # else torch would multiply everything by one
+            if 0 < self.clip_grad < length + 1e-6:  # otherwise torch would multiply every gradient by one
                 self._clip(norm)
             self._update()
         if self.loss_scale is not None:
@@ -196,7 +197,7 @@ class SingleEngine:
         return not finite
 
     def _update_unread(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """Update without reading anything; the fused kernel divides the gradients, or does nothing, as it is told.
+        """Update without waiting for the device. The fused kernel divides the gradients or skips the update itself.
 
         Loss scale and clipping are one division inside the update, which reads the gradients anyway.
         """
@@ -218,7 +219,7 @@ class SingleEngine:
             clip_grads_with_norm_(parameters, self.clip_grad, norm)
 
     def _gradients_in_turn(self) -> Iterator[None]:
-        """Have the gradients there of what is updated at a time: of all parameters."""
+        """Yield once per group of parameters that is updated together. By default, all parameters are one group."""
         yield
 
     def _update(self) -> None:
@@ -233,29 +234,29 @@ class SingleEngine:
         }
 
     def _drop_gradients(self) -> None:
-        """What ``optimizer.zero_grad`` does, without its profiler hooks: a tenth of the time."""
+        """Clear the gradients as ``optimizer.zero_grad`` does, in a tenth of the time: it skips the profiler hooks."""
         for parameter in self._parameters:
             parameter.grad = None
 
     @final
     def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
-        """Leave the gradient of the global mean (times the loss scale) with the engine; return that mean (fp64)."""
+        """Accumulate the gradient of the global mean loss (times the loss scale) and return that mean (fp64)."""
         if self._auxiliary:
             self._auxiliary.begin_step(microbatches, self.workers)
         total = self._schedule(microbatches, self._averages_over / targets)
         if self._auxiliary:
             self._measured = self._auxiliary.results(self.workers)
-        if not self.workers.speaks:  # the workers of a replica have one and the same loss
+        if not self.workers.speaks:  # all workers of a replica compute the same loss
             total = torch.zeros_like(total)
         return self._exchange(total) / self._averages_over
 
     @final
     def _exchange(self, total: torch.Tensor) -> torch.Tensor:
-        """The sum of ``total`` over the workers, who hear with it whether somebody has missed a parameter."""
+        """Sum ``total`` over the workers. The same exchange finds parameters that received no gradient."""
         missed = self._missed()
         if self.workers.world == 1 and not missed:
             return total
-        if self._outcomes:  # the hosts tell each other: none of them waits for its device
+        if self._outcomes:  # an exchange between hosts, so that no host waits for its device
             missing = self.workers.sum(len(missed))[0] > 0
             total = self.workers.sum_tensor(total)
         else:
@@ -269,24 +270,24 @@ class SingleEngine:
         return total
 
     def _missed(self) -> Sequence[int]:
-        """Places of the parameters that no loss of this worker has reached, and that were exchanged as zeros."""
+        """Indices of parameters that received no gradient on this worker and were exchanged as zeros."""
         return ()
 
     def _missed_everywhere(self, indices: Sequence[int]) -> None:
-        """Leave out parameters that no worker's loss has reached: zeros for a gradient would let them decay."""
+        """Drop the gradients of parameters that no worker used: with a zero gradient, weight decay would apply."""
         for index in indices:
             self._parameters[index].grad = None
 
     @property
     def _averages_over(self) -> float:
-        """Workers over which the exchange averages gradients; the mean over targets needs their sum.
+        """Number of workers over which the exchange averages. The mean over targets needs the sum instead.
 
-        Of the workers of a context group each has the whole loss, and goes back from its share of it.
+        Each worker of a context group has the full loss, and computes the backward of its share of it.
         """
         return self.workers.world / self.workers.context
 
     def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
-        """Run forward and backward of this worker's micro batches: the sum of their losses times ``weight`` (fp64)."""
+        """Run forward and backward of the local micro batches. Returns the sum of their losses * ``weight`` (fp64)."""
         total = torch.zeros((), dtype=torch.float64, device=self.workers.device)
         for i, microbatch in enumerate(microbatches):
             with self._synchronise(last=i == len(microbatches) - 1):
@@ -298,10 +299,10 @@ class SingleEngine:
 
     @final
     def _loss_of(self, microbatch: MicroBatch, weight: float) -> torch.Tensor:
-        """The sum of a micro batch's losses times ``weight``, with its graph."""
+        """Return the sum of a micro batch's losses times ``weight``, with its graph."""
         batch, zeros = to_device(microbatch.batch, self.workers.device), self._waits_for_gradients
         later = self._outcomes.counted if self._outcomes else None
-        # A batch that counts for nothing is no second look at its samples for batch norm.
+        # An idle batch repeats samples, so batch norm must not count them a second time.
         kept = kept_buffers(self.model) if microbatch.idle else nullcontext()
         with self.precision(), self._ahead_of(microbatch, batch), kept:
             loss = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight, later, zeros=zeros)
@@ -310,30 +311,30 @@ class SingleEngine:
         return loss
 
     def _count_as_reached(self, parameters: Sequence[torch.Tensor]) -> None:
-        """As in a micro batch with more samples, with a gradient of zero."""
+        """Give these parameters a zero gradient if they have none, as in a micro batch that also has targets."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     @final
     def _begin_backward(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
-        """The backward of a micro batch, from its loss."""
+        """Start the backward of a micro batch from its loss."""
         if self._auxiliary:
             self._auxiliary.follow(loss, microbatch, self._averages_over)
         self._backward(loss if self.loss_scale is None else loss * self.loss_scale.scale)
 
     @contextmanager
     def _ahead_of(self, microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
-        """Around a forward: where the host runs ahead, the model must not wait for the device either."""
+        """Context for a forward. If the host runs ahead, the model must not wait for the device either."""
         with rows_of(microbatch, batch), answered(microbatch, batch) if self._outcomes else nullcontext():
             yield
 
     def _backward(self, loss: torch.Tensor) -> None:
-        """The backward of one micro batch; ``loss`` has the loss scale in it."""
+        """Run the backward of one micro batch. ``loss`` includes the loss scale."""
         loss.backward()
 
     def _grad_norm(self) -> torch.Tensor:
-        """Global norm of the gradient of the loss, before its loss scale."""
+        """Return the global norm of the gradient, without the loss scale."""
         norm = get_total_norm(self._gradients())
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
@@ -364,7 +365,7 @@ class SingleEngine:
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
-        """The model for a forward that leaves no trace: random numbers, buffers and gradients are as before it."""
+        """Yield the model for a forward without side effects: random state, buffers and gradients are preserved."""
         with without_trace(self.model), self.precision():
             yield self.model
 
@@ -372,14 +373,14 @@ class SingleEngine:
 
     @final
     def keep_average(self, decay: float) -> None:
-        """Keep an exponential moving average of the weights from the next step on; to be asked after :meth:`setup`."""
+        """Keep an exponential moving average of the weights from the next step on. Call this after :meth:`setup`."""
         weight_average.keep_average(self.optimizer, decay)
         self._averages = True
 
     @final
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The averages in the place of the weights, if they are kept; every rank must enter."""
+        """Use the averaged weights, if they are kept, inside the context. Every rank must enter it."""
         if self._averages:
             self._exchange_averages()
         try:
@@ -395,7 +396,7 @@ class SingleEngine:
         self._weights_were_set()
 
     def _weights_were_set(self) -> None:
-        """Send the values of what the optimizer updates to whoever has copies of them."""
+        """Send updated values to all workers that hold copies of them, after the weights were replaced."""
 
     def pieces(self, kind: str) -> Iterator[Piece]:
         return engine_state.pieces(self.model, self.optimizer, kind, self.workers)
@@ -416,10 +417,10 @@ class SingleEngine:
 
 
 class DDPEngine(SingleEngine):
-    """A copy of the model on each worker; gradients are averaged while the backward runs.
+    """Data parallelism with a copy of the model on each worker. Gradients are averaged during the backward.
 
-    Gradients lie in DDP's buckets and nowhere else: each one that comes first in a step is copied into its bucket as
-    soon as it is there, in whichever micro batch, and those of later micro batches are added to it in place.
+    Gradients are stored only in DDP's buckets. The first gradient of each parameter in a step is copied to its bucket
+    as soon as it is ready, in any micro batch. Later micro batches add to it in place.
     """
 
     _missing: Sequence[int] = ()
@@ -440,7 +441,7 @@ class DDPEngine(SingleEngine):
         return ddp
 
     def _average_if_last(self, bucket: Any) -> Future[torch.Tensor]:
-        """Send a ``GradBucket`` of DDP's in the last micro batch of a step; in those before it, leave it as it is."""
+        """All-reduce a ``GradBucket`` of DDP in the last micro batch of a step. Leave it unchanged before that."""
         if self._exchanges:
             return allreduce_hook(self._callable.process_group, bucket)  # type: ignore[arg-type]
         device = self.workers.device
@@ -450,7 +451,7 @@ class DDPEngine(SingleEngine):
 
     @property
     def _exchanges(self) -> bool:
-        """Whether this is the last micro batch of a step."""
+        """Whether this is the last micro batch of a step, in which gradients are exchanged."""
         exchanges: bool = self._callable.require_backward_grad_sync  # type: ignore[assignment]
         return exchanges
 
@@ -459,20 +460,20 @@ class DDPEngine(SingleEngine):
         return nullcontext() if last else ddp.no_sync()
 
     def _backward(self, loss: torch.Tensor) -> None:
-        if not isinstance(self._callable, DistributedDataParallel):  # a worker alone, in engines made of this one
+        if not isinstance(self._callable, DistributedDataParallel):  # single worker, in a subclass
             return super()._backward(loss)
         if not self._exchanges:
-            self._callable.reducer.prepare_for_backward([])  # which fills buckets, and is left out under no_sync
-        # DDP waits until the backward has come to each parameter, and cannot know that one is left out. To
-        # search the graph for them in every step would take longer.
+            self._callable.reducer.prepare_for_backward([])  # fills the buckets, which DDP skips under no_sync
+        # DDP waits until the backward has reached every parameter, and does not know which ones are unused.
+        # Searching the graph for them in every step would be slower.
         super()._backward(come_by_all(loss, self._parameters, then=self._look_for_missing))
         if not self._exchanges:
-            for index in self._missing:  # a later micro batch may reach it
+            for index in self._missing:  # a later micro batch may use it
                 self._parameters[index].grad = None
         return None
 
     def _look_for_missing(self) -> None:
-        """At the end of the backward; after it, DDP puts its zeros where no gradient is."""
+        """List parameters without a gradient at the end of the backward, before DDP fills them with zeros."""
         self._missing = [index for index, p in enumerate(self._parameters) if p.grad is None]
 
     def _missed(self) -> Sequence[int]:

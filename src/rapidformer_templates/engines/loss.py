@@ -1,4 +1,4 @@
-"""From the user's loss to the gradient of the mean over the whole global batch."""
+"""Convert the user's loss to a loss whose gradient is that of the mean over the whole global batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.errors import RapidformerError
 
 Counted = tuple[torch.Tensor, MicroBatch]
-"""Targets that the user's hook counted on the device, and where."""
+"""Targets that the user's hook counted on the device, and their micro batch."""
 
 
 def weighted_loss(
@@ -27,19 +27,18 @@ def weighted_loss(
     *,
     zeros: bool = False,
 ) -> torch.Tensor:
-    """The sum of the losses over the targets of one micro batch times ``weight``, with its graph.
+    """Return the sum of the losses over the targets of one micro batch times ``weight``, with its graph.
 
-    A mean is multiplied by the number of targets that it is a mean over. A micro batch that counts
-    for nothing (no target in it, or no sample left for this rank) gives a zero whose backward still comes
-    to every parameter, because other ranks wait for this one's gradients.
+    A mean is multiplied by its number of targets. A micro batch without targets, or an idle one without samples,
+    returns a zero. Its backward still reaches every parameter, because other ranks wait for this rank's gradients.
 
     Args:
-        later: takes the counts that are tensors, for whom it would cost time to read them now.
-        zeros: what counts for nothing sends gradients of zero through the model, for an engine that waits for them;
-            else it sends none, which is exact also where a derivative is infinite.
+        later: collects counts that are tensors, if it would be slow to read them now.
+        zeros: whether a batch without targets sends zero gradients through the model, for an engine that waits for
+            them. Otherwise it sends none, which is exact even where a derivative is infinite.
 
     Raises:
-        RapidformerError: the hook returned no scalar, or counted other targets than ``count_targets``.
+        RapidformerError: the hook did not return a scalar, or its count differs from ``count_targets``.
     """
     if microbatch.idle or microbatch.targets == 0:
         return _nothing_through(compute_loss, model, batch, zeros)
@@ -66,7 +65,7 @@ def weighted_loss(
 
 
 def miscounted(counted: float, microbatch: MicroBatch) -> RapidformerError:
-    """The error of a hook that counts other targets than ``count_targets``."""
+    """Return the error for a hook whose count of targets differs from ``count_targets``."""
     return RapidformerError(
         f"compute_loss summed over {counted:g} targets, count_targets counted {microbatch.targets:g}",
         where=f"samples {list(microbatch.samples)[:8]}",
@@ -75,23 +74,25 @@ def miscounted(counted: float, microbatch: MicroBatch) -> RapidformerError:
 
 
 def _nothing_through(compute_loss: ComputeLoss, model: Any, batch: Batch, zeros: bool) -> torch.Tensor:
-    """A zero whose backward comes by all that the loss would come to, and brings no gradient to any of it.
+    """Return a zero whose backward reaches everything that the loss depends on, without a gradient for any of it.
 
-    Neither the loss (0/0 without a target) nor what the model puts out (it may be infinite) has a part in it.
+    It depends neither on the loss (0/0 without a target) nor on the model output (which may be infinite).
     """
     recorder = Recorder(model)
     result = compute_loss(recorder, batch)
     loss = result[0] if isinstance(result, tuple) else result
-    has_graph = isinstance(loss, torch.Tensor) and loss.requires_grad  # not where a hook sees that nothing counts
+    has_graph = (
+        isinstance(loss, torch.Tensor) and loss.requires_grad
+    )  # false if a hook itself handles a batch without targets
     sources = [loss] if has_graph and not zeros else _outputs(recorder.output)
     nothing: torch.Tensor = _Nothing.apply(zeros, *sources) if sources else torch.zeros((), requires_grad=True)
     return nothing
 
 
 def _outputs(output: Any) -> list[torch.Tensor]:
-    """What a model puts out, without a loss among it (the 0/0), unless that is all that there is."""
+    """Return the tensors in a model output, without its loss (the 0/0) unless it is the only one."""
     leaves = tree_leaves(output)
-    # What stands for logits that nobody has computed knows itself what they would depend on.
+    # A placeholder for logits that were not computed knows what they would depend on.
     fused = [leaf.zero_through_model() for leaf in leaves if hasattr(leaf, "zero_through_model")]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     return [*fused, *(tensor for tensor in tensors if tensor.ndim > 0)] or tensors
@@ -107,11 +108,11 @@ class _Nothing(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.zeros:
             return (None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
-        return (None,) * (1 + len(ctx.like))  # autograd goes on with "no gradient": nothing can turn it into a NaN
+        return (None,) * (1 + len(ctx.like))  # autograd propagates "no gradient", which cannot become NaN
 
 
 class Recorder:
-    """A model that remembers what it put out, so that one forward serves loss and predictions."""
+    """Wraps a model and remembers its output, so that one forward gives both the loss and the predictions."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -9,13 +9,13 @@ import torch
 
 
 class DynamicLossScale:
-    """Grows after steps without overflow and halves on one (Micikevicius et al., 2018).
+    """Grows after steps without overflow, and halves on an overflow (Micikevicius et al., 2018).
 
-    torch's ``GradScaler`` looks for overflow in the gradients that a rank holds; where they are
-    sharded, ranks would disagree. Here the global gradient norm decides, which is the same everywhere.
+    Torch's ``GradScaler`` checks the gradients on one rank. With sharded gradients, ranks would disagree. This class
+    uses the global gradient norm instead, which is the same on every rank.
 
     Attributes:
-        scale: a number on the device (fp32), so that nobody waits for it.
+        scale: a device scalar (fp32), so that the host need not wait for it.
     """
 
     def __init__(self, scale: float = 65536.0, growth_interval: int = 2000) -> None:
@@ -24,11 +24,11 @@ class DynamicLossScale:
         self._good_steps = torch.zeros((), dtype=torch.int32)
 
     def to(self, device: torch.device) -> None:
-        """Keep it on ``device``."""
+        """Move the scale to ``device``."""
         self.scale, self._good_steps = self.scale.to(device), self._good_steps.to(device)
 
     def update(self, *, overflow: bool | torch.Tensor) -> None:
-        """Take note of a step; a tensor is 1 (fp32, on the device) for an overflow, else 0."""
+        """Update the scale after a step. A tensor is 1 (fp32, on the device) for an overflow, else 0."""
         overflowed = torch.as_tensor(overflow, dtype=torch.float32, device=self.scale.device)
         torch._amp_update_scale_(self.scale, self._good_steps, overflowed, 2.0, 0.5, self.growth_interval)
         self.scale.clamp_(min=1.0)

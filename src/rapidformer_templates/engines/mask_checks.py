@@ -1,12 +1,12 @@
-"""What transformers' models ask of masks and positions in each forward, answered on the host where it knows.
+"""Answers on the host the questions that transformers models ask about masks and positions in each forward.
 
-A model that is given no mask looks whether its positions begin anew somewhere (packed sequences), and one that is
-given a mask whether anything is masked. On a GPU each of these questions reads a tensor, and so waits until the
-device has done everything before. The host has made the batch and looked at it before it left.
+A model without a mask checks whether its positions restart (packed sequences), and a model with a mask checks whether
+anything is masked. On a GPU each check reads a tensor, and so waits until the device has finished all earlier work. The
+host has created the batch, and has inspected it before copying it to the device.
 
-What the host has looked at is one tensor of the batch, and the model is given what a user's hook likes. So it
-answers for that very tensor alone: the same memory, and nothing written to it since. Of any other mask, and of
-any positions that are neither the batch's nor the model's own, transformers finds out itself: right, and slower.
+The host has inspected one tensor of the batch, but a user's hook may pass anything to the model. So the answer is only
+used for that same tensor: the same memory, unmodified since. For any other mask, and for positions that are neither
+those of the batch nor the model's defaults, transformers runs its own check, which is correct but slower.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MASK, POSITIONS = "attention_mask", "position_ids"
 
 
 class _Seen:
-    """A tensor of the batch, and what the host has seen in it."""
+    """A tensor of the batch, and the host's answer about it."""
 
     def __init__(self, tensor: torch.Tensor, answer: bool) -> None:
         self._tensor = tensor
@@ -38,7 +38,7 @@ class _Seen:
         self.answer = answer
 
     def is_that(self, other: torch.Tensor) -> bool:
-        """Whether ``other`` holds the values that were looked at: the tensor itself, or a view of all of it."""
+        """Whether ``other`` has the inspected values: it is the same tensor, or a view of all of it."""
         same = other is self._tensor or (
             (other.dtype, other.device.type) == (self._tensor.dtype, self._tensor.device.type)
             and other.device.type != "meta"
@@ -48,7 +48,7 @@ class _Seen:
 
 
 class _Running:
-    """The micro batch that the model runs over."""
+    """The micro batch that the model is processing."""
 
     def __init__(self, microbatch: MicroBatch, batch: Batch) -> None:
         self._looked: dict[str, _Seen] = {}
@@ -56,11 +56,11 @@ class _Running:
             tensor = field_of(batch, name)
             if tensor is not None:
                 self._looked[name] = _Seen(tensor, answer)
-        self._made: list[tuple[torch.Tensor, bool]] = []  # masks that transformers has made of the one looked at
-        self._given: list[bool] = []  # of each model that runs, one in the other: whether it was given positions
+        self._made: list[tuple[torch.Tensor, bool]] = []  # masks that transformers derived from the inspected one
+        self._given: list[bool] = []  # for each nested model call, whether it received positions
 
     def of(self, name: str, tensor: torch.Tensor) -> bool | None:
-        """What the host has seen in a tensor; None if it has not looked at it."""
+        """Return the host's answer about a tensor, or None if the host has not inspected it."""
         seen = self._looked.get(name)
         return seen.answer if seen and seen.is_that(tensor) else None
 
@@ -78,7 +78,7 @@ class _Running:
 
     @property
     def has_own_positions(self) -> bool:
-        """Whether a model makes its positions itself: 0, 1, 2 … in each row."""
+        """Whether the model creates its own positions: 0, 1, 2 … in each row."""
         return bool(self._given) and not any(self._given)
 
 
@@ -87,7 +87,7 @@ _running: ContextVar[_Running | None] = ContextVar("micro batch", default=None)
 
 @contextmanager
 def answered(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
-    """While a model of :func:`watch_positions` runs over ``batch``, which is ``microbatch``'s on the device."""
+    """Context for a forward of a :func:`watch_positions` model on ``batch``, the device copy of ``microbatch``."""
     _install()
     token = _running.set(_Running(microbatch, batch))
     try:
@@ -97,7 +97,7 @@ def answered(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
 
 
 def watch_positions(model: nn.Module) -> None:
-    """Have the models of transformers in ``model`` tell, in each forward, whether they were given positions."""
+    """Record, in each forward of a transformers model inside ``model``, whether it received positions."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             names = list(inspect.signature(part.forward).parameters)
@@ -107,7 +107,7 @@ def watch_positions(model: nn.Module) -> None:
 
 
 class _Enters:
-    """The hook before a model's forward; ``indices``: of its arguments that are positions."""
+    """Pre-forward hook of a model. ``indices`` are those of its arguments that are positions."""
 
     def __init__(self, indices: list[int]) -> None:
         self._indices = indices
@@ -126,7 +126,7 @@ def _leaves(model: nn.Module, args: Any, output: Any) -> None:
 
 
 def _now() -> _Running | None:
-    """The micro batch that runs; None while a graph is compiled, in which nothing may depend on one batch."""
+    """Return the current micro batch. None while a graph is compiled, because it must not depend on one batch."""
     return None if torch.compiler.is_compiling() else _running.get()
 
 
@@ -136,12 +136,12 @@ def _install() -> None:
     install(masking_utils, "_ignore_causal_mask_sdpa", _causal_alone)
     install(masking_utils, "_ignore_bidirectional_mask_sdpa", _sees_all)
     install(masking_utils, "find_packed_sequence_indices", _packed)
-    # A hint to users of padded batches without a mask; it reads the first and last token of each sample.
+    # A warning about padded batches without a mask. It reads the first and last token of each sample.
     install(PreTrainedModel, "warn_if_padding_and_no_attention_mask", _hint)
 
 
 def _follow_mask(check: Answer, config: Any, inputs: Any, mask: Any = None, *others: Any, **more: Any) -> Any:
-    """Transformers turns a mask into one of bools before it asks of it."""
+    """Record the mask of bools that transformers derives from a mask before it checks it."""
     given = mask if mask is not None else more.get(MASK)
     result = check(config, inputs, *(() if MASK in more else (mask,)), *others, **more)
     running = _now()
@@ -153,7 +153,7 @@ def _follow_mask(check: Answer, config: Any, inputs: Any, mask: Any = None, *oth
 
 
 def _causal_alone(check: Answer, mask: Any, q_length: int, kv_length: int, *others: Any, **more: Any) -> Any:
-    """Whether the causal mask says all: a full padding mask is as none, any other is needed."""
+    """Whether the causal mask is sufficient: a full padding mask counts as none, any other mask is needed."""
     running = _now()
     full = running.of_made(mask) if running and mask is not None else None
     if full is None or not mask.shape[-1] == kv_length == q_length:
@@ -162,7 +162,7 @@ def _causal_alone(check: Answer, mask: Any, q_length: int, kv_length: int, *othe
 
 
 def _sees_all(check: Answer, mask: Any, kv_length: int, *others: Any, **more: Any) -> Any:
-    """Whether nothing is masked, where every token sees every other."""
+    """Whether nothing is masked, so that every token sees every other one."""
     running = _now()
     full = running.of_made(mask) if running and mask is not None else None
     if full is None or mask.shape[-1] != kv_length:
@@ -171,7 +171,7 @@ def _sees_all(check: Answer, mask: Any, kv_length: int, *others: Any, **more: An
 
 
 def _packed(check: Answer, positions: torch.Tensor) -> torch.Tensor | None:
-    """Which packed sequence each token belongs to; None where each row is one."""
+    """Return the packed sequence of each token. None if each row is a single sequence."""
     running = _now()
     if running is None:
         return check(positions)

@@ -1,4 +1,4 @@
-"""What a transform of the model may look at."""
+"""The inputs of a model transform."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rapidformer_templates.system.workers import Workers
 
 @dataclass(frozen=True)
 class Building:
-    """A model on its way from ``build_model`` to the engine.
+    """Context of a model between ``build_model`` and the engine, for its transforms.
 
     Attributes:
         blocks: the blocks of the model by name, as it was built.
         options: the flags of the switch that the transform belongs to.
-        plan: what the run will do.
-        workers: this process among its peers.
-        try_loss: the user's loss of one sample, with the given model: how a transform can see what the model does.
-        has_values: False where the shapes of the model are planned, and its tensors have no data.
+        plan: the plan of the run.
+        workers: this process and its peers.
+        try_loss: computes the user's loss of one sample with a given model, so that a transform can observe the model.
+        has_values: False if only shapes are planned and the tensors of the model have no data.
     """
 
     blocks: Mapping[str, nn.Module]

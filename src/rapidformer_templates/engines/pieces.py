@@ -1,4 +1,4 @@
-"""Weights and optimizer state of a module as pieces, whole or sharded by DTensor."""
+"""Convert weights and optimizer state of a module, plain or sharded by DTensor, to and from checkpoint pieces."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rapidformer_templates.system.workers import Workers
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by canonical name; tied ones once, under their first name.
+    """Return parameters and persistent buffers by canonical name. Tied ones appear once, under their first name.
 
-    Of a model with adapters without the base that they stand on.
+    For a model with adapters, the frozen base is left out.
     """
     base = frozen_base_of(model)
     left_out = base.names if base else frozenset()
@@ -37,10 +37,10 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def pieces(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, workers: Workers) -> Iterator[Piece]:
-    """What this rank writes of ``weights`` or ``optimizer``.
+    """Yield the pieces of ``weights`` or ``optimizer`` that this rank writes.
 
-    Sharded tensors are written by the ranks that hold the shards, of several copies one; tensors that every rank
-    holds whole are shared out by their size, and so are the copies, so that all ranks write at once.
+    The ranks that hold the shards of a tensor write them. If there are several copies, one of them is written. The
+    copies, and tensors that every rank holds whole, are distributed by size, so that all ranks write at once.
     """
     for name, tensor, owner in _tensors(model, optimizer, kind, workers.world):
         if isinstance(tensor, DTensor):
@@ -52,7 +52,7 @@ def pieces(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, worker
 
 
 def _lies_with(tensor: DTensor, owner: int) -> bool:
-    """Whether this rank's part of a tensor is of the copy that another rank has a part of."""
+    """Whether this rank holds a part of the same copy of a tensor as another rank."""
     mesh = tensor.device_mesh
     mine, its = mesh.get_coordinate(), (mesh.mesh == owner).nonzero()[0].tolist()
     assert mine is not None
@@ -63,7 +63,7 @@ def _lies_with(tensor: DTensor, owner: int) -> bool:
 def _tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, world: int
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """(name, tensor, the rank that writes it if it is whole everywhere)."""
+    """Yield (name, tensor, rank that writes it if every rank has the whole tensor)."""
     loads = [0] * world
     kept = group_values.of_parameters(optimizer) if kind == "optimizer" else {}
     for name, parameter in named_tensors(model).items():
@@ -79,7 +79,7 @@ def _tensors(
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(suffix of the name, tensor): a quantized tensor as the codes, scales and tables that it is made of."""
+    """Yield (name suffix, tensor). A quantized tensor is split into its codes, scales and tables."""
     if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor):
         yield "", tensor
         return
@@ -88,13 +88,13 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors that an optimizer's state is made of."""
+    """Return all tensors in an optimizer's state."""
     values = (value for entry in optimizer.state.values() for value in entry.values())
     return [part for value in values if isinstance(value, torch.Tensor) for _, part in plain_tensors(value)]
 
 
 def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of what this rank holds of a tensor."""
+    """Return (shape, offset) of this rank's part of a tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (0,) * tensor.ndim
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -102,7 +102,7 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, reader: StateReader, *, optimizer_state: bool) -> None:
-    """Fill a model and, if asked, its optimizer from a checkpoint, each rank with what it holds."""
+    """Load the local part of a model and, if requested, of its optimizer from a checkpoint."""
     tensors = named_tensors(model)
     check_weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, reader.names("weights"))
     if optimizer_state:
@@ -134,10 +134,10 @@ def check_weights(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, tup
 
 
 def check_optimizer(trained: set[str], saved: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the parameters that are trained with those that a checkpoint has optimizer state of.
+    """Check that a checkpoint has optimizer state only for trained parameters.
 
     Raises:
-        CheckpointError: it has state of another one.
+        CheckpointError: it has state of another parameter.
     """
     unknown = {entry.rpartition("/")[0] for entry in saved} - trained
     if unknown:
@@ -154,7 +154,7 @@ def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opt
         saved.setdefault(name, {})[key] = shape
     names = {id(tensor): name for name, tensor in tensors.items()}
     flattened = [p for group in optimizer.param_groups for p in group["params"]]
-    # Not those of ``flattened``: where the state is sharded by whole parameters, this rank has only some of them.
+    # Not those of ``flattened``: if state is sharded by whole parameters, this rank has only some of them.
     check_optimizer({name for name, tensor in tensors.items() if tensor.requires_grad}, reader.names("optimizer"))
     state: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(flattened):
@@ -172,7 +172,7 @@ def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opt
 
 
 def _read_like(parameter: torch.Tensor, reader: StateReader, entry: str, whole: tuple[int, ...]) -> torch.Tensor:
-    """One entry of optimizer state, sharded as its parameter is; scalars and factors stay whole."""
+    """Read an entry of optimizer state, sharded like its parameter. Scalars and factors stay whole."""
     if whole != tuple(parameter.shape) or not isinstance(parameter, DTensor):
         return reader.read("optimizer", entry, (0,) * len(whole), whole)
     shape, offset = box_of(parameter)
@@ -187,7 +187,7 @@ def _read_like(parameter: torch.Tensor, reader: StateReader, entry: str, whole: 
 
 
 def full_weights(model: nn.Module, workers: Workers) -> dict[str, torch.Tensor] | None:
-    """Whole weights on the host on rank 0, gathered one tensor at a time; None on the other ranks."""
+    """Return the full weights on the host of rank 0, gathered one tensor at a time. None on other ranks."""
     weights = {}
     for name, tensor in named_tensors(model).items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -197,12 +197,12 @@ def full_weights(model: nn.Module, workers: Workers) -> dict[str, torch.Tensor] 
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors that one operation may take together: those of one mesh of workers, and those of none."""
+    """Group tensors that one operation may process together: by device mesh, or without a mesh."""
     together: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for tensor in tensors:
         together.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -210,13 +210,13 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def elements_held(tensors: Sequence[torch.Tensor]) -> int:
-    """Elements of the storages of these tensors on this rank; a storage counts once."""
+    """Count the elements in the storages of these tensors on this rank. A shared storage counts once."""
     storages = {part.untyped_storage().data_ptr(): part for part in map(local_part, tensors)}
     return sum(part.untyped_storage().nbytes() // part.element_size() for part in storages.values())
 
 
 def bytes_held(held: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
-    """Bytes of the storages that this rank holds, by kind; a storage counts once, for the first kind that has it."""
+    """Return bytes of the storages on this rank, by kind. A shared storage counts once, for its first kind."""
     seen: set[int] = set()
     sizes = dict.fromkeys(held, 0)
     for kind, tensors in held.items():

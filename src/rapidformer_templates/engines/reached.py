@@ -1,8 +1,8 @@
-"""Which parameters the losses of a step reach: what a backward must do for those that it does not come to.
+"""Finds the parameters that the losses of a step use, and handles the backward for those that they do not use.
 
-Workers whose batches differ may reach different parameters (a head for each task, a branch for some samples). A
-step is still the one of a run with one process if each exchange of gradients has every parameter in it, with zeros
-from workers that did not reach it; and if those that nobody reached are left out of the update.
+Workers with different batches may use different parameters (a head per task, a branch for some samples). The step
+still equals that of a single process under two conditions. Each gradient exchange must contain every parameter, with
+zeros from workers that did not use it. And parameters that no worker used must be left out of the update.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rapidformer_templates.system.workers import Workers
 
 
 def come_by_all(loss: torch.Tensor, parameters: Sequence[torch.Tensor], then: Callable[[], None]) -> torch.Tensor:
-    """``loss``, whose backward will come by all parameters, without a gradient for those that it does not reach.
+    """Return ``loss``, with a graph whose backward reaches all parameters. Unused ones still receive no gradient.
 
-    What waits at a parameter's node of the graph (not at its gradient) is called for all of them.
+    Hooks on a parameter's graph node (not on its gradient) then run for all parameters.
 
     Args:
-        then: called at the end of the backward, before what is queued in it for its end.
+        then: called at the end of the backward, before other callbacks that are queued for its end.
     """
     passed: torch.Tensor = _ComeBy.apply(loss, then, *parameters)
     return passed
 
 
 def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The parameters that a backward from ``loss`` would reach; it takes a while, about a microsecond an operation."""
+    """Return the parameters that a backward from ``loss`` reaches. It takes about a microsecond per operation."""
     reached: list[torch.Tensor] = []
     seen: set[Any] = set()
     waiting = [loss.grad_fn]
@@ -62,14 +62,14 @@ class _ComeBy(torch.autograd.Function):
 
 
 class GradientSequence:
-    """Hands gradients on in one and the same order on all workers, each as soon as those before it have come.
+    """Passes gradients on in the same order on all workers, each as soon as all earlier ones have arrived.
 
-    A backward brings them in the order of its own graph. Where they are collected and sent as they come, workers with
-    different graphs would add up gradients of different parameters, or wait for one another for ever.
+    A backward produces them in the order of its graph. If they were collected and sent in that order, workers with
+    different graphs would sum gradients of different parameters, or deadlock.
 
     Args:
-        parameters: in the order in which a model names them; a backward comes to them in about the reverse.
-        send: takes the index of a parameter, whose gradient is there, or None if it did not come.
+        parameters: number of parameters, in the order of the model. A backward reaches them in about the reverse order.
+        send: receives the index of a parameter once its gradient has arrived, or at the end if it has none.
     """
 
     def __init__(self, parameters: int, send: Callable[[int], None]) -> None:
@@ -78,18 +78,18 @@ class GradientSequence:
         self.begin()
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Start a backward."""
         self._came: set[int] = set()
         self._done = 0
 
     def take(self, index: int) -> None:
-        """A gradient has come."""
+        """Record that a gradient has arrived."""
         self._came.add(index)
         while self._done < len(self._sequence) and self._sequence[self._done] in self._came:
             self._next()
 
     def finish(self) -> None:
-        """The backward is at its end, and no more will come."""
+        """End the backward. No more gradients will arrive."""
         while self._done < len(self._sequence):
             self._next()
 
@@ -100,16 +100,16 @@ class GradientSequence:
 
 
 class Route:
-    """The modules that a micro batch comes by and whose parameters the workers gather together, in their order.
+    """The sequence of modules that a micro batch uses and whose parameters the workers gather together.
 
-    A worker that leaves one out would gather another one while the others wait for this one, and compute with what
-    comes of it. So the first micro batch must come by all of them, forward and backward, which the workers compare
-    module by module before anything is gathered; the others take its route.
+    If a worker skips a module, it gathers the next one while the others wait for this one, and computes with wrong
+    values. So the first micro batch must use all modules, forward and backward. The workers compare it module by module
+    before anything is gathered. Later micro batches must follow the same sequence.
 
     Args:
-        modules: by name.
-        parameters: names of the trained ones of each.
-        where: what gathers them, for the error.
+        modules: modules by name.
+        parameters: names of the trained parameters of each module.
+        where: the component that gathers them, for the error message.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class Route:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Around the forward and backward of a micro batch.
+        """Context for the forward and backward of a micro batch.
 
         Raises:
-            RapidformerError: it left out a module; names the parameters.
+            RapidformerError: it skipped a module. The error names the parameters.
         """
         self._followed, self._taken = True, []
         try:
@@ -153,7 +153,7 @@ class Route:
             raise self._left(self._learned[index][0] if index < len(self._learned) else name)
 
     def _watch(self, name: str, output: Any) -> None:
-        """See the backward come to a module: to the first of what it has put out."""
+        """Detect that the backward reaches a module, at the first gradient of its outputs."""
         if not self._followed:
             return
         waiting = True
@@ -169,11 +169,11 @@ class Route:
             leaf.register_hook(see)
 
     def forward_done(self, missing: Sequence[str] | None = None) -> None:
-        """Between forward and backward, which is early enough if the first micro batch leaves something out.
+        """Check for skipped modules between forward and backward of the first micro batch.
 
         Args:
-            missing: names of the trained parameters that its loss does not reach, if it is known better than by
-                which modules were called.
+            missing: names of trained parameters that the loss does not use, if this is known more precisely than from
+                the modules that were called.
         """
         if self._learned is not None:
             return
@@ -187,15 +187,15 @@ class Route:
 
     @property
     def is_known(self) -> bool:
-        """Whether a micro batch has taken it."""
+        """Whether the first micro batch has defined the sequence."""
         return self._learned is not None
 
     def _compare(self, here: tuple[str, bool] | None) -> None:
-        """See that all workers have come to the same place; None is the end of a forward or a backward."""
+        """Check that all workers are at the same module. None is the end of a forward or a backward."""
         if self._workers.agree(0 if here is None else 1 + 2 * self._indices[here[0]] + here[1]):
             return
         indices = self._workers.gather(here)
-        # The one who is further on has left out what the other is at: the earlier one in a forward.
+        # The worker that is ahead has skipped the module of the other, which is the earlier one in a forward.
         earliest = min((there for there in indices if there), key=lambda there: self._indices[there[0]])
         ahead = next(rank for rank, there in enumerate(indices) if there != earliest)
         raise self._left(earliest[0], f" (worker {ahead})")

@@ -1,4 +1,4 @@
-"""What a switch measures of a run, to show that it acted: what its ``receipt_hooks`` name is one of these."""
+"""Measurements with which a switch shows that it acted. The ``receipt_hooks`` of a switch name a class of these."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ class Probe:
     """A run before its first step.
 
     Attributes:
-        engine: what trains.
-        microbatch: the first of this worker.
+        engine: the engine that trains.
+        microbatch: the first micro batch of this worker.
     """
 
     engine: Engine
     microbatch: MicroBatch
 
     def forward(self) -> None:
-        """The loss of the micro batch, in a forward that leaves no trace."""
+        """Compute the loss of the micro batch, in a forward without side effects."""
         batch = to_device(self.microbatch.batch, self.engine.workers.device)
         with self.engine.measuring() as model:
             self.engine.compute_loss(model, batch)
 
 
 class Receipt:
-    """What one switch measures; each part does nothing by default.
+    """Measurements of one switch. Each method does nothing by default.
 
-    Values are plain ones, by the names of the switch's ``receipt``; a worker that does not have one leaves it out, or
-    gives None. They are looked at by the switch's ``acted`` and stand in ``summary.json``.
+    Values are plain and have the names in the switch's ``receipt``. A worker without a value omits it or returns None.
+    The switch's ``acted`` checks them, and ``summary.json`` shows them.
 
     Attributes:
-        compiles: whether modules become parts of graphs, into which hooks on them would be compiled, too.
+        compiles: whether modules are compiled to graphs, which would include hooks on them.
     """
 
     compiles = False
 
     def before_step(self, probe: Probe) -> Mapping[str, Any]:
-        """Measurements of forwards before the first step; workers that share a model's weights must all make them."""
+        """Measure forwards before the first step. Workers that share a model's weights must run the same ones."""
         return {}
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Around the first step."""
+        """Context for the first step."""
         yield
 
     def after_step(self, engine: Engine) -> Mapping[str, Any]:
-        """Measurements of the engine after the first step, and again at the end of the run."""
+        """Measure the engine after the first step, and again at the end of the run."""
         return {}
 
     def hides_parts(self, module: nn.Module) -> bool:
-        """Whether a module runs as a graph, and its parts are not called."""
+        """Whether a module runs as a graph, so that its submodules are not called."""
         return False

@@ -20,26 +20,25 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.schedules import STYLES, warmup_steps
 
 Schedule = Callable[[int], float]
-"""The learning rate of a step (from 0) as a share of the peak."""
+"""Returns the learning rate of a step (from 0) as a fraction of the peak."""
 
 GroupOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
-"""The options in which one parameter differs from the rest, by its canonical name."""
+"""Returns the options in which a parameter, given by its canonical name, differs from the rest."""
 
 
 def undecayed(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
-    """No weight decay for biases and norms, which are the parameters of fewer than two dimensions."""
+    """Disable weight decay for biases and norms, which are the parameters with fewer than two dimensions."""
     return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """A recipe for an optimizer: engines shard parameters first and build the optimizer then.
+    """A recipe for an optimizer. Engines shard parameters first, and then build the optimizer.
 
     Attributes:
         cls: an optimizer class that takes parameter groups.
-        kwargs: its options, ``lr`` (the peak) among them.
-        options: for each parameter, the options in which it differs; parameters with equal options
-            share a group.
+        kwargs: its options, including ``lr`` (the peak).
+        options: returns the options in which a parameter differs. Parameters with equal options share a group.
     """
 
     cls: Callable[..., Optimizer]
@@ -49,15 +48,15 @@ class OptimizerSpec:
     def build(
         self, parameters: Iterable[tuple[str, nn.Parameter]], differing: Mapping[str, Mapping[str, Any]]
     ) -> Optimizer:
-        """The optimizer over the parameters as the engine left them.
+        """Build the optimizer for the parameters as the engine has changed them.
 
         Args:
-            parameters: canonical names and parameters that take part in training.
-            differing: what :meth:`differences` said of them before they were sharded.
+            parameters: canonical names and parameters that are trained.
+            differing: result of :meth:`differences` before the parameters were sharded.
         """
         groups: dict[tuple[bool, tuple[tuple[str, Any], ...]], list[nn.Parameter]] = {}
         for name, parameter in parameters:
-            # torch updates many parameters at once, and sharded ones not together with plain ones.
+            # torch updates many parameters at once, but not sharded and plain ones together.
             key = isinstance(parameter, DTensor), tuple(sorted(differing[name].items()))
             groups.setdefault(key, []).append(parameter)
         return self.cls(
@@ -65,24 +64,24 @@ class OptimizerSpec:
         )
 
     def differences(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Mapping[str, Any]]:
-        """The options of each parameter; to be asked while the parameters have their whole shapes."""
+        """Return the options of each parameter. Call this while the parameters have their whole shapes."""
         return {name: self.options(name, parameter) for name, parameter in parameters}
 
 
 SAME_UPDATE = {"FusedAdam": "AdamW", "DeepSpeedCPUAdam": "AdamW", "FusedLAMB": "Lamb"}
-"""Classes whose state and update are those of another one."""
+"""Classes with the same state and update as another class."""
 
 
 def name_of_rule(optimizer: type[Optimizer]) -> str:
-    """The name of what an optimizer computes, whoever computes it: a run may go on with another implementation."""
+    """Return the name of an update rule, regardless of implementation. A run may resume with another implementation."""
     return SAME_UPDATE.get(optimizer.__name__, optimizer.__name__)
 
 
 def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions = undecayed) -> OptimizerSpec:
-    """The recipe of the optimizer that the plan names, with the flags' learning rate and decay.
+    """Return the recipe of the planned optimizer, with the learning rate and decay of the flags.
 
     Args:
-        options: those in which a parameter differs from the rest.
+        options: returns the options in which a parameter differs from the rest.
 
     Raises:
         ConfigError: no learning rate was given.
@@ -102,14 +101,14 @@ def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions
 def schedule(
     training: TrainingFlags, total_steps: int, asked: Mapping[str, Any] | None = None, *, global_batch: int = 1
 ) -> Schedule:
-    """Warmup from zero, then linear, cosine or constant decay to ``--min-lr``, or a schedule of transformers.
+    """Return a schedule: warmup, then linear or cosine decay to ``--min-lr``, a constant rate, or a transformers one.
 
-    Of the first three, step ``s`` of ``w`` warmup steps runs at ``(s + 1) / w`` of the peak, so no step is wasted at a
-    rate of zero; the decay ends at ``--lr-decay-iters`` (by default the last step).
+    With the first three, step ``s`` of ``w`` warmup steps uses ``(s + 1) / w`` of the peak, so that no step is wasted
+    at a rate of zero. The decay ends at ``--lr-decay-iters`` (by default the last step).
 
     Args:
-        asked: the type and parameters of a schedule of DeepSpeed that takes its place.
-        global_batch: samples a step, by which a warmup in samples is one in steps.
+        asked: type and parameters of a DeepSpeed schedule that replaces it.
+        global_batch: samples per step, which convert a warmup in samples to steps.
 
     Raises:
         ConfigError: the warmup is longer than the decay or the run.

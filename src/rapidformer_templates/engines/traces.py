@@ -1,4 +1,4 @@
-"""Forwards that leave no trace in the model or in the random numbers of a run."""
+"""Forwards without side effects on the model or on the random state of a run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _LEAVES_TRACE = ContextVar("a forward leaves a trace", default=True)
 
 
 def leaves_trace() -> bool:
-    """Whether a backward may follow a forward that is made now."""
+    """Whether a backward may follow the current forward."""
     return _LEAVES_TRACE.get()
 
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Put the buffers of ``model`` back afterwards: batch norm, for one, counts each forward in its statistics."""
+    """Restore the buffers of ``model`` on exit. Batch norm, for example, changes its statistics in each forward."""
     indices = [(module, name) for module in model.modules() for name in module._buffers]
     before = [module._buffers[name] for module, name in indices]
     values = [None if buffer is None else buffer.detach().clone() for buffer in before]
@@ -30,12 +30,12 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
         for (module, name), buffer, value in zip(indices, before, values, strict=True):
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
-                buffer.data.copy_(value)  # not seen by autograd: a backward may still come, which does not read them
+                buffer.data.copy_(value)  # bypasses autograd: a backward that does not read it may still follow
 
 
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
-    """Around a forward of which nothing is to remain: no random number is drawn, no buffer changed."""
+    """Context for a forward without side effects: random state and buffers are unchanged."""
     before = _LEAVES_TRACE.set(False)
     try:
         with accelerator.without_random_trace(model.parameters()), kept_buffers(model):

@@ -1,4 +1,4 @@
-"""What of a model is trained, and what is left as it is."""
+"""Measures which parameters of a model are trained and which are frozen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class TrainedAndFrozen(Receipt):
-    """Elements and bytes of the whole parameters that are trained and of those that are not, of all pipeline stages."""
+    """Elements and bytes of the trained and of the frozen parameters, in full size and over all pipeline stages."""
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
         whole_name = placement_of(engine.model).whole_name

@@ -1,4 +1,4 @@
-"""The learning-rate schedules of transformers, by its own functions."""
+"""The learning-rate schedules of transformers, computed by its own functions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.schedules import STYLES
 
 COUNTED_FROM_ONE = ("cosine_warmup_with_min_lr",)
-"""Those that are at their end in the last step of the decay, and not after it."""
+"""Schedules that reach their end in the last step of the decay, not after it."""
 
 
 def schedule_of_transformers(training: TrainingFlags, warmup: int, decay_steps: int) -> Callable[[int], float]:
-    """The share of the peak rate at each step (from 0) that transformers' ``get_scheduler`` gives.
+    """Return the fraction of the peak rate at each step (from 0) from transformers' ``get_scheduler``.
 
-    After the decay the rate stays where it ended.
+    After the decay the rate stays constant.
 
     Args:
-        warmup: its steps.
-        decay_steps: those of warmup and decay together.
+        warmup: number of warmup steps.
+        decay_steps: number of steps of warmup and decay together.
 
     Raises:
-        ConfigError: the warmup leaves no step to decay in, or fewer than the last part of it takes.
+        ConfigError: the warmup leaves no step for the decay, or fewer than its last part needs.
     """
     name, style = training.lr_decay_style, STYLES[training.lr_decay_style]
     options = _options(training, decay_steps)
@@ -38,7 +38,7 @@ def schedule_of_transformers(training: TrainingFlags, warmup: int, decay_steps: 
             f"a warmup of {warmup} steps leaves {decay_steps - warmup} to decay in, and {name} needs {last}",
             where=spelling("lr_wsd_decay_iters" if training.lr_wsd_decay_iters else "lr_decay_style"),
         )
-    # transformers asks an optimizer for the peak alone.
+    # transformers reads only the peak from the optimizer.
     peak = training.lr or 1.0
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=peak)
     scheduler: Any = get_scheduler(name, optimizer, warmup, decay_steps, scheduler_specific_kwargs=options)
@@ -48,7 +48,7 @@ def schedule_of_transformers(training: TrainingFlags, warmup: int, decay_steps: 
 
 
 def _options(training: TrainingFlags, decay_steps: int) -> dict[str, Any]:
-    """What a schedule takes beside the numbers of steps, in transformers' words."""
+    """Return the options of a schedule, apart from the numbers of steps, under transformers' names."""
     floor = training.min_lr / training.lr if training.lr else 0.0
     by_name: dict[str, dict[str, Any]] = {
         "cosine_with_restarts": {"num_cycles": training.lr_num_cycles},

@@ -1,7 +1,7 @@
-"""An exponential moving average of the weights, beside the optimizer's state of each and divided as that is.
+"""An exponential moving average of the weights, part of the optimizer state and sharded like it.
 
-What an optimizer updates is averaged where it lies, shard by shard, right after each of its steps; checkpoints hold the
-average as they hold moments, and take it into any other layout. A step that is skipped changes nothing.
+Each shard of a parameter is averaged on its device right after each optimizer step. Checkpoints store the average like
+the moments, so that any other layout can load it. A skipped step changes nothing.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from rapidformer_templates.engines.host_optimizer import HostOptimizer
 from rapidformer_templates.engines.pieces import local_part
 
 KEY = "weight_average"
-"""Of an optimizer's state of a parameter: the average of its values."""
+"""Key of the average in the optimizer state of a parameter."""
 
 
 def keep_average(optimizer: Optimizer, decay: float) -> None:
-    """Average after each step: ``decay`` of the average so far and the rest of the new weight; first the first weight.
+    """Average after each step: ``decay`` times the average plus the rest of the new weight.
 
-    As ``torch.optim.swa_utils.AveragedModel`` does with ``get_ema_multi_avg_fn``.
+    The average starts with the weight after the first step, like ``torch.optim.swa_utils.AveragedModel`` with
+    ``get_ema_multi_avg_fn``.
     """
     updates = optimizer.inner if isinstance(optimizer, HostOptimizer) else optimizer
 
     @torch.no_grad()
     def average(stepped: Optimizer, *unused: Any) -> None:
-        skipped = getattr(stepped, "found_inf", None)  # of a fused update that nobody has read yet
+        skipped = getattr(stepped, "found_inf", None)  # flag of a fused update, not read by the host
         for parameter in _updated(stepped):
             state = stepped.state[parameter]
             if KEY not in state:
@@ -46,15 +47,15 @@ def _updated(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 
 def average_of(name: str) -> str:
-    """The entry of a checkpoint's optimizer state that holds the average of a parameter."""
+    """Return the optimizer entry of a checkpoint that holds the average of a parameter."""
     return f"{name}/{KEY}"
 
 
 class WithoutAverages:
-    """A checkpoint as a run without averages has it: one that is not kept up would be wrong when it is next asked for.
+    """A checkpoint reader that hides the averages, for a run without them. A stale average would be wrong later.
 
     Args:
-        reader: of the checkpoint.
+        reader: reader of the checkpoint.
     """
 
     def __init__(self, reader: StateReader) -> None:
@@ -62,14 +63,14 @@ class WithoutAverages:
         self.read = reader.read
 
     def names(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """Names and shapes, see :class:`StateReader`."""
+        """Return names and shapes, see :class:`StateReader`."""
         named = self._reader.names(kind).items()
         return {name: shape for name, shape in named if kind != "optimizer" or not name.endswith(f"/{KEY}")}
 
 
 @torch.no_grad()
 def exchange(values: torch.Tensor, state: dict[str, Any]) -> None:
-    """Put the average in the place of what it is the average of, and that into its own; twice is nothing."""
+    """Swap the values with their average. A second call swaps them back."""
     if KEY in state:
         here, there = local_part(values.detach()), local_part(state[KEY])
         kept = here.clone()

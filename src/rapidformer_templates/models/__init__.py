@@ -1,1 +1,1 @@
-"""Building, reading and describing models."""
+"""Building, loading and describing models."""

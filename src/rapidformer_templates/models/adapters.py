@@ -1,6 +1,6 @@
-"""What is known of models with adapters: the parts of an adapted layer, and the frozen base.
+"""Facts about models with adapters: the parts of an adapted layer, and the frozen base.
 
-The base's tensors stay out of checkpoints, which name it instead.
+Checkpoints do not contain the tensors of the base. They name it instead.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _ATTRIBUTE = "frozen_base"
 _BASE = "base_layer"
 _STACKS, _READERS = "stack_adapters", "stack_readers"
 SAMPLED = 65_536
-"""Elements of a tensor whose order is looked at, too; of the others the sum alone."""
+"""Number of elements per tensor whose order is checked. The sum covers all elements."""
 
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """What of a model is never trained, and is found again where the model was found.
+    """The frozen weights of a model. They are loaded again from where the model came from.
 
     Attributes:
-        names: its tensors, by canonical name.
+        names: canonical names of the frozen tensors.
         identity: a digest of their names, shapes and values.
     """
 
@@ -37,12 +37,12 @@ class FrozenBase:
 
 @dataclass(frozen=True)
 class AdapterParts:
-    """Names of the modules in an adapted layer: what it was, and the two matrices beside it.
+    """Names of the modules in an adapted layer: the original layer, and the two low-rank matrices.
 
     Attributes:
-        base: the layer itself.
-        down, up: to the rank and back, as ``base(x) + up(down(x))``.
-        stack: the parameter of the base that they stand beside, if it is a stack of matrices and the base no layer.
+        base: the original layer.
+        down, up: the projections to the rank and back, as in ``base(x) + up(down(x))``.
+        stack: the parameter that the adapter belongs to, if it is a stack of matrices and ``base`` is not a layer.
     """
 
     base: str
@@ -52,7 +52,7 @@ class AdapterParts:
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor of an adapted layer as it was without adapters.
+    """Return the name that a tensor of an adapted layer had without adapters.
 
     >>> plain_name("mlp.experts.base_layer.base_layer.down_proj")
     'mlp.experts.down_proj'
@@ -61,7 +61,7 @@ def plain_name(name: str) -> str:
 
 
 def adapter_parts(module: nn.Module) -> AdapterParts | None:
-    """The parts of an adapted layer of peft; None of any other module."""
+    """Return the parts of a layer that peft has adapted, or None for any other module."""
     children = dict(module.named_children())
     if not {_BASE, "lora_A", "lora_B"} <= children.keys():
         return None
@@ -72,7 +72,7 @@ def adapter_parts(module: nn.Module) -> AdapterParts | None:
 
 @dataclass(frozen=True)
 class Factors:
-    """What stands beside a stack of N matrices: ``scaling · x @ down[i] @ up[i]`` beside the product with the i-th.
+    """Low-rank factors of a stack of N matrices. ``scaling · x @ down[i] @ up[i]`` is added to the i-th product.
 
     Attributes:
         down: [N, in, rank].
@@ -89,33 +89,33 @@ class _StackAdapter(Protocol):
 
 
 ReadStack = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-"""From what is stored of a stack, and a type, to [N, in, out]."""
+"""Maps a stored stack and a dtype to a tensor of shape [N, in, out]."""
 
 
 def set_stack_adapter(module: nn.Module, parameter: str, adapter: _StackAdapter) -> None:
-    """Note in a module with stacks of matrices what stands beside one of them."""
+    """Register the adapter of a stack of matrices in its module."""
     vars(module).setdefault(_STACKS, {})[parameter] = adapter
 
 
 def factors_beside(module: nn.Module, parameter: str) -> Factors | None:
-    """What acts beside a stack of matrices now; None of one that has no adapter, or whose adapter is off."""
+    """Return the active factors of a stack of matrices, or None if it has no adapter or the adapter is off."""
     adapter: _StackAdapter | None = vars(module).get(_STACKS, {}).get(parameter)
     return adapter.factors() if adapter else None
 
 
 def set_stack_reader(module: nn.Module, parameter: str, read: ReadStack) -> None:
-    """Note in a module how a stack of matrices is read that lies in codes."""
+    """Register the function that dequantizes a stack of matrices in its module."""
     vars(module).setdefault(_READERS, {})[parameter] = read
 
 
 def reader_of(module: nn.Module, parameter: str) -> ReadStack | None:
-    """How a stack is read; None of one whose numbers lie as they are."""
+    """Return the function that dequantizes a stack, or None if the stack is not quantized."""
     read: ReadStack | None = vars(module).get(_READERS, {}).get(parameter)
     return read
 
 
 def trained_whole(model: nn.Module) -> dict[str, str]:
-    """Return the modules that are trained whole in a model with adapters, by the name of the copy that peft trains."""
+    """Map peft's trained copies to the fully trained modules of a model with adapters."""
     copies: dict[str, str] = {}
     for name, module in model.named_modules():
         children = dict(module.named_children())
@@ -127,28 +127,28 @@ def trained_whole(model: nn.Module) -> dict[str, str]:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """A module without the adapters around it."""
+    """Return a module without the adapters around it."""
     while adapter_parts(module):
         module = module.get_submodule(_BASE)
     return module
 
 
 def frozen_base_of(model: nn.Module) -> FrozenBase | None:
-    """The base of a model whose adapters alone are kept; None of all others."""
+    """Return the frozen base of a model whose checkpoints have only adapters, or None for other models."""
     base: FrozenBase | None = vars(model).get(_ATTRIBUTE)
     return base
 
 
 def set_frozen_base(model: nn.Module, base: FrozenBase) -> None:
-    """Note the base in the model that stands on it."""
+    """Register the frozen base in its model."""
     vars(model)[_ATTRIBUTE] = base
 
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[Any]:
-    """The model as it was before it was given adapters, without dropout: neither they nor copies of heads act.
+    """Use the model without adapters, trained head copies and dropout inside the context.
 
-    Their own switch would also turn their gradients off and on, which engines have taken note of.
+    peft's own switch also changes ``requires_grad``, which engines have already recorded.
     """
     adapted = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     training = model.training
@@ -164,9 +164,9 @@ def without_adapters(model: Any) -> Iterator[Any]:
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Of shape, type and values: the sum of all their bits, and the CRC-32 of evenly spaced ones.
+    """Fingerprint shape, type and values: the sum of all bits, and the CRC-32 of evenly spaced elements.
 
-    A changed element changes the sum; a changed order is seen in the sample. As fast as memory is read.
+    A changed element changes the sum. The sample detects a changed order. The speed is that of reading the memory.
     """
     flat = tensor.detach().flatten()
     whole = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
@@ -178,6 +178,6 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def identity_of(fingerprints: Mapping[str, str]) -> str:
-    """One digest of the fingerprints of all tensors by name."""
+    """Return one digest of the fingerprints of all tensors by name."""
     told = "\n".join(f"{name} {value}" for name, value in sorted(fingerprints.items()))
     return hashlib.sha256(told.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Architectures of transformers: what they can do, and their configurations from scratch by sizes."""
+"""Transformers architectures: their capabilities, and configurations from scratch with given sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE_FLAGS = {
     "num_attention_heads": "num_attention_heads",
     "max_position_embeddings": "max_position_embeddings",
 }
-"""Flags that set a size, with transformers' common name of it (a config's ``attribute_map`` has its own)."""
+"""Flags that set a size, with the common transformers name. A config's ``attribute_map`` has its own name."""
 
 DECODER_TWINS = {
     "num_layers": ("num_decoder_layers", "decoder_layers"),
@@ -33,34 +33,34 @@ FEED_FORWARD = (
     "intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim",
     "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
-"""Names under which architectures keep the width of their feed-forward layers."""
+"""Names of the feed-forward width in different architectures."""
 
 EXPERT_SIZES = {
     "num_experts": ("num_local_experts", "num_experts"),
     "moe_top_k": ("num_experts_per_tok",),
     "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
 }
-"""Flags that size a mixture of experts, with the names of these sizes in architectures that have experts."""
+"""Flags for the sizes of a mixture of experts, with the names of these sizes in architectures that have experts."""
 
 OFFSET_POSITIONS = {
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "longformer",
     "xmod", "mpnet", "luke",
 }  # fmt: skip
-"""Architectures that count positions from ``pad_token_id + 1``, so that the first rows of the table are never used."""
+"""Architectures whose positions start at ``pad_token_id + 1``, so that the first rows of the table are never used."""
 
 PairLabel = Literal["next_sentence_label", "sentence_order_label"]
-"""What the heads for pretraining on sentence pairs call their label."""
+"""Names of the labels that heads for sentence-pair pretraining take."""
 
 SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
 CLASSIFICATION = (SEQUENCE_CLASSIFICATION, "AutoModelForTokenClassification")
-"""Classes whose head has an output for each label."""
+"""Auto classes whose head has an output for each label."""
 
 
 def objective_of(model_type: str) -> str:
-    """The pretraining objective of an architecture: ``masked``, ``causal`` or ``seq2seq``.
+    """Return the pretraining objective of an architecture: ``masked``, ``causal`` or ``seq2seq``.
 
-    Encoder-decoders are ``seq2seq``; an encoder that transformers can also run as a decoder
-    (bert, roberta …) is ``masked``.
+    Encoder-decoders are ``seq2seq``. An encoder that transformers can also run as a decoder (bert, roberta …) is
+    ``masked``.
     """
     if model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return "seq2seq"
@@ -68,7 +68,7 @@ def objective_of(model_type: str) -> str:
 
 
 def pair_label_of(model_type: str) -> PairLabel:
-    """The label of sentence pairs that an architecture's pretraining head takes.
+    """Return the name of the sentence-pair label that an architecture's pretraining head takes.
 
     Returns:
         ``next_sentence_label`` (bert, ernie, mobilebert …) or ``sentence_order_label`` (albert).
@@ -90,7 +90,7 @@ def pair_label_of(model_type: str) -> PairLabel:
 
 
 def positions_of(model_config: PreTrainedConfig) -> int | None:
-    """The longest sequence that the model can take, tokens; None where positions are relative without a limit."""
+    """Return the maximum sequence length in tokens, or None for relative positions without a limit."""
     positions = getattr(model_config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:
         return None
@@ -102,7 +102,7 @@ def _position_offset(model_type: str, pad_token_id: int | None) -> int:
 
 
 def check_head(model_config: PreTrainedConfig, auto_class: str) -> None:
-    """Raise a :class:`ModelError` when transformers has no model of this class for the architecture."""
+    """Raise a :class:`ModelError` if transformers has no model of this class for the architecture."""
     mapping = getattr(transformers, auto_class)._model_mapping
     if type(model_config) in mapping or hasattr(model_config, "auto_map"):
         return
@@ -113,16 +113,16 @@ def check_head(model_config: PreTrainedConfig, auto_class: str) -> None:
 
 
 def has_head_of(pretrained: PreTrainedConfig, *auto_classes: str) -> bool:
-    """Whether a pretrained model was saved with a head of one of these classes."""
+    """Return whether a pretrained model was saved with a head of one of these classes."""
     endings = tuple(name.removeprefix("AutoModel") for name in auto_classes)
     return any(name.endswith(endings) for name in pretrained.architectures or ())
 
 
 def scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """The configuration of ``--model-type`` in the sizes of the flags.
+    """Return the configuration of ``--model-type`` with the sizes from the flags.
 
     Raises:
-        ModelError: an unknown architecture, one without a head for ``auto_class``, or sizes that do not fit.
+        ModelError: the architecture is unknown or has no head for ``auto_class``, or the sizes do not fit.
     """
     flags = config.model
     name = str(flags.model_type)
@@ -155,7 +155,7 @@ def scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedToke
         values |= dropout_rates(default, flags.dropout)
     try:
         return kind(**values)
-    except Exception as error:  # transformers' checks of a configuration raise many kinds
+    except Exception as error:  # transformers' checks of a configuration raise many kinds of errors
         hint = "check the sizes against the architecture's own"
         raise ModelError(
             f"a {name} of these sizes cannot be built: {error}", where="--model-type", hint=hint
@@ -163,7 +163,7 @@ def scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedToke
 
 
 def _derived_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, int]:
-    """Feed-forward width, head size and key-value heads that follow from the flags."""
+    """Return the feed-forward width, head size and number of key-value heads that follow from the flags."""
     hidden_default: int = default.hidden_size
     hidden: int = config.model.hidden_size or hidden_default
     heads = config.model.num_attention_heads or int(getattr(default, "num_attention_heads", None) or 1)
@@ -187,8 +187,11 @@ def _derived_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, in
 
 
 def _expert_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, int]:
-    """The sizes of the experts that the flags ask for. A token visits the default number of experts, or all of them."""
-    options = config.switches.get("mixture-of-experts")  # not there where only a model is described
+    """Return the expert sizes from the flags.
+
+    Each token uses the default number of experts, or all of them if there are fewer.
+    """
+    options = config.switches.get("mixture-of-experts")  # None if only a model is described
     asked = {flag: getattr(options, flag, None) for flag in EXPERT_SIZES}
     fields = default.to_dict()
     names = {flag: next((name for name in EXPERT_SIZES[flag] if name in fields), "") for flag in EXPERT_SIZES}
@@ -214,7 +217,7 @@ def _special_tokens(default: PreTrainedConfig, tokenizer: PreTrainedTokenizerFas
     }
     needs_padding = getattr(default, "pad_token_id", None) is not None or auto_class == SEQUENCE_CLASSIFICATION
     if tokens["pad_token_id"] == tokens["eos_token_id"] and not needs_padding:
-        tokens["pad_token_id"] = None  # it would freeze the embedding of the end token
+        tokens["pad_token_id"] = None  # a padding token would freeze the embedding of the end token
     if default.is_encoder_decoder:
         # A decoder starts from the padding token in T5 and from the end token in BART.
         started = getattr(default, "decoder_start_token_id", None)
@@ -225,9 +228,9 @@ def _special_tokens(default: PreTrainedConfig, tokenizer: PreTrainedTokenizerFas
 
 
 def dropout_rates(default: PreTrainedConfig, rate: float) -> dict[str, float]:
-    """Every dropout rate of a configuration set to ``rate``; those that are None follow another one."""
+    """Return every dropout rate of a configuration set to ``rate``. Rates that are None follow another one."""
     rates = {name: value for name, value in default.to_dict().items() if "drop" in name and "layerdrop" not in name}
-    # Some files write a rate of zero as a whole number.
+    # Some configuration files have an integer 0 as the rate.
     names = [n for n, v in rates.items() if isinstance(v, float) or (type(v) is int and v in (0, 1))]
     if not names and rate > 0:
         raise ModelError(f"{default.model_type} has no dropout", where="--dropout", hint="leave out --dropout")

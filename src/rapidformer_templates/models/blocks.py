@@ -1,4 +1,4 @@
-"""Where the blocks of a model are: one answer for sharding, checkpointing and receipts."""
+"""Finds the blocks of a model. Sharding, checkpointing and receipts all use the same answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHAPE = "_shape_of_numbers"
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it.
+    """Return a parameter's name without the parts that wrappers add.
 
     >>> canonical_name("module.h.0._checkpoint_wrapped_module.attn.weight")
     'h.0.attn.weight'
@@ -23,37 +23,37 @@ def canonical_name(name: str) -> str:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The whole shape, also of a parameter that ZeRO-3 has partitioned, or whose numbers lie in codes."""
+    """Return the full shape, also for parameters that ZeRO-3 has partitioned or that are quantized."""
     return tuple(getattr(tensor, _SHAPE if lies_in_codes(tensor) else "ds_shape", tensor.shape))
 
 
 def note_shape(codes: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Note of bytes the shape of the numbers that they stand for."""
+    """Record the shape of the numbers that a tensor of quantized codes represents."""
     setattr(codes, _SHAPE, shape)
 
 
 def lies_in_codes(tensor: torch.Tensor) -> bool:
-    """Whether these are bytes that stand for numbers of fewer bits than a type's."""
+    """Return whether a tensor holds quantized codes: bytes that represent numbers with fewer bits."""
     return hasattr(tensor, _SHAPE)
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of the whole parameter."""
+    """Return the bytes of the full parameter."""
     return tensor.nbytes if lies_in_codes(tensor) else math.prod(shape_of(tensor)) * tensor.element_size()
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of ``model`` by name, as they follow each other in it.
+    """Return the repeated blocks of ``model`` by name, in order.
 
-    A transformers model names the classes that must not be split (``_no_split_modules``); a model
-    that names none has its blocks in its longest ``ModuleList`` or ``Sequential`` of equal modules. Of a model
-    that was cut into pipeline stages, the blocks that are here.
+    A transformers model names the classes that must not be split (``_no_split_modules``). Otherwise the blocks are the
+    longest ``ModuleList`` or ``Sequential`` of modules of one class. For a model that was split into pipeline stages,
+    these are the local blocks.
     """
     if placement_of(model).parts is not None:
         return placement_of(model).blocks
     named = set(getattr(model, "_no_split_modules", None) or ())
     blocks = {name: module for name, module in model.named_modules() if type(module).__name__ in named}
-    # An embedding may be listed as unsplittable, too; a block stands in a list beside others of its kind.
+    # An embedding may also be listed as unsplittable. Only blocks have a number as their name in a list.
     blocks = {name: module for name, module in blocks.items() if name.rsplit(".", 1)[-1].isdigit()}
     return blocks or _longest_list(model)
 

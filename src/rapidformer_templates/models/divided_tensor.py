@@ -1,7 +1,7 @@
-"""Tensors of which each worker has a part, and that any code may use as if they were whole.
+"""Tensors of which each worker has a part, but which any code may use as if they were whole.
 
-:class:`DividedTensor` has the shape of the whole. What is known to need no more than the part that is here is done
-with that; before anything else the whole is put together, so that a result is right in any case.
+:class:`DividedTensor` has the shape of the whole tensor. Functions that need only the local part are applied to that
+part. For all other functions the whole tensor is gathered first, so that the result is always right.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ Handler = Callable[..., Any]
 
 
 class DividedTensor(torch.Tensor):
-    """A part of a tensor that stands for all of it. Shape, type and device are those of the whole.
+    """The local part of a tensor, which acts as the whole tensor. Shape, dtype and device are those of the whole.
 
     Attributes:
-        local: the part of this worker, with the graph.
-        handlers: what torch's functions do with the part, in the place of what they do; each is given the function
-            and its arguments, and returns ``NotImplemented`` where it takes the whole.
+        local: the part of this worker, with its autograd graph.
+        handlers: replacements for torch functions that work on the part. Each gets the function and its arguments, and
+            returns ``NotImplemented`` if it needs the whole tensor.
     """
 
     local: torch.Tensor
     handlers: ClassVar[dict[Any, Handler]] = {}
 
     def whole(self) -> torch.Tensor:
-        """A plain tensor with all values; every worker of the group must ask for it."""
+        """Gather a plain tensor with all values. Every worker of the group must call it."""
         raise NotImplementedError
 
     def with_local(self, local: torch.Tensor) -> Self:
-        """Other values in the place of the part."""
+        """Return a divided tensor with another local part."""
         raise NotImplementedError
 
     def part_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of one value for each row, flattened, those of the rows that are here."""
+        """Return the entries of a flattened per-row vector that belong to local rows."""
         return rows
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over the workers of what each has made of its part."""
+        """Sum over the workers what each of them has computed from its part."""
         raise NotImplementedError
 
     @classmethod
     def handles(cls, *functions: Any) -> Callable[[Handler], Handler]:
-        """Let a function stand for some of torch's."""
+        """Register a handler for torch functions."""
 
         def register(handler: Handler) -> Handler:
             cls.handlers.update(dict.fromkeys(functions, handler))
@@ -80,16 +80,16 @@ _OF_THE_WHOLE = {
     _T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__,
     torch.numel, torch.is_floating_point, torch.is_complex,
 }  # fmt: skip
-"""What is asked of the whole and answered without its values."""
+"""Queries about the whole tensor that do not need its values."""
 
 
 def of_the_graph(function: Any, divided: DividedTensor, *args: Any) -> Any:
-    """What the part knows, or is told."""
+    """Apply a function to the local part, to query its autograd state or register a hook."""
     return function(divided.local, *args)
 
 
 def each_by_itself(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
-    """What is done with each value, whatever the others are."""
+    """Apply a function to each value independently of the others."""
     if not isinstance(divided, DividedTensor) or any(isinstance(a, DividedTensor) for a in args):
         return NotImplemented
     result = function(divided.local, *args, **kwargs)
@@ -97,7 +97,7 @@ def each_by_itself(function: Any, divided: Any, *args: Any, **kwargs: Any) -> An
 
 
 def with_a_number(function: Any, divided: Any, other: Any) -> Any:
-    """What is done with each value and one number."""
+    """Apply a function of each value and one number."""
     if not isinstance(divided, DividedTensor) or isinstance(other, DividedTensor):
         return NotImplemented
     if isinstance(other, torch.Tensor) and other.ndim > 0 and function is not _T.type_as:
@@ -106,7 +106,7 @@ def with_a_number(function: Any, divided: Any, other: Any) -> Any:
 
 
 def is_by_index(logits: Any, target: Any, size_average: Any, reduce: Any) -> bool:
-    """Whether a cross-entropy is of logits (rows, words) or (words,) and the indices of targets, without old flags."""
+    """Return whether a cross-entropy has logits (rows, words) or (words,), target indices, and no deprecated flags."""
     if size_average is not None or reduce is not None or not isinstance(target, torch.Tensor):
         return False
     return not target.is_floating_point() and target.ndim == logits.ndim - 1 < 2
@@ -126,4 +126,4 @@ _HANDLERS: dict[Any, Handler] = {
         with_a_number,
     ),
 }  # fmt: skip
-"""What every kind of divided tensor does alike."""
+"""Handlers for every kind of divided tensor."""

@@ -1,4 +1,4 @@
-"""Label smoothing of whatever cross-entropy a model computes by itself."""
+"""Label smoothing for any cross-entropy that a model computes internally."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rapidformer_templates.errors import ModelError
 
 
 class _Smoothing(TorchFunctionMode):
-    """Gives ``torch.nn.functional.cross_entropy`` its ``label_smoothing``, whoever calls it and on whatever logits."""
+    """Sets ``label_smoothing`` in every call of ``torch.nn.functional.cross_entropy``."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class _Smoothing(TorchFunctionMode):
 
 @contextmanager
 def smoothed_labels(share: float) -> Iterator[None]:
-    """Spread ``share`` of each target evenly over all classes in the cross-entropies of the body, as torch does.
+    """Spread ``share`` of each target evenly over all classes in every cross-entropy inside the context, as torch does.
 
-    Logits that are divided over workers, or not computed at all, are smoothed alike: that function is their loss, too.
-    Nothing is smoothed without gradients: an evaluation tells the loss of the targets as they are.
+    This also smooths logits that are sharded over workers or never computed, because their loss uses the same function.
+    Without gradients nothing is smoothed. An evaluation reports the loss of the original targets.
 
     Raises:
-        ModelError: the body computed no cross-entropy.
+        ModelError: no cross-entropy was computed inside the context.
     """
     if not share or not torch.is_grad_enabled():
         yield

@@ -1,9 +1,9 @@
-"""How a model takes its labels, seen by trying it with a few tokens.
+"""Finds out how a model uses its labels by running it on a few tokens.
 
-Most causal language models of transformers compare the logits at token ``t`` with label ``t + 1``; the decoders
-of BART's family (and whisper's, trocr's …) compare them with label ``t``, and learn the identity from labels that
-are the inputs. No name tells which: a label that changes the loss is compared with something, one that does not
-is not.
+Most causal language models of transformers compare the logits at token ``t`` with label ``t + 1``. The decoders of
+BART's family (and of whisper, trocr …) compare them with label ``t``. If the labels equal the inputs, they learn the
+identity. Names do not show which is the case. So single labels are changed: a label that changes the loss is compared
+with something, and a label that does not is unused.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.system import accelerator
 
 LENGTH = 4
-"""Tokens of the row that a model is tried with."""
+"""Number of tokens in the row that a model is tried with."""
 
 TRIES = 3
-"""Other labels that are tried at a place: two labels may well be about as likely, and three hardly."""
+"""Number of other labels tried at a position. Two labels may be equally likely by chance, three hardly ever."""
 
 SAME = 1e-5
-"""Relative difference of losses, and of logits, up to which it is rounding."""
+"""Relative difference of losses and logits that counts as rounding."""
 
 
 @dataclass(frozen=True)
 class LabelUse:
-    """What a model does with ``labels`` of shape (samples, tokens).
+    """How a model uses ``labels`` of shape (samples, tokens).
 
     Attributes:
-        model: its class.
-        shifts: it compares the logits at token ``t`` with label ``t + 1``, so a sample's first label is none.
-        sees_ahead: the logits at a token depend on later tokens, so that it cannot learn to predict them.
-        takes_shifted: it takes labels that are shifted already, as ``shift_labels``.
-        untried: why it could not be tried, in which case its name decides; empty if it could, or takes no such labels.
+        model: name of its class.
+        shifts: the model compares the logits at token ``t`` with label ``t + 1``, so the first label is unused.
+        sees_ahead: the logits at a token depend on later tokens, so the model cannot learn to predict them.
+        takes_shifted: the model accepts labels that are already shifted, as ``shift_labels``.
+        untried: why the model could not be tried, in which case its name decides. Empty if it could be tried, or if it
+            takes no such labels.
     """
 
     model: str
@@ -53,7 +54,7 @@ class LabelUse:
 
 
 def check_causal(use: LabelUse, where: str) -> None:
-    """Raise a :class:`ModelError` when a model sees the tokens that it is to predict."""
+    """Raise a :class:`ModelError` if a model sees the tokens that it must predict."""
     if use.sees_ahead:
         raise ModelError(
             f"{use.model} sees the tokens that it is to predict: its attention is not causal",
@@ -63,21 +64,21 @@ def check_causal(use: LabelUse, where: str) -> None:
 
 
 def can_be_tried(model: nn.Module) -> bool:
-    """Whether the weights are here: under ZeRO-3 they come together in the engine's forwards alone."""
+    """Return whether the weights are available. Under ZeRO-3 they are gathered only in the engine's forwards."""
     return not any(hasattr(parameter, "ds_id") or parameter.is_meta for parameter in model.parameters())
 
 
 @torch.no_grad()
 def label_use(model: nn.Module) -> LabelUse:
-    """Try a model; afterwards it is as before. Workers that share a model's weights must all call it."""
+    """Try a model without changing it. All workers that share its weights must call it."""
     reader = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if reader is None or not _takes_tokens(model):
         return LabelUse(type(model).__name__)
     with in_evaluation(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a head for other labels makes of them is not used
+        warnings.simplefilter("ignore")  # warnings about labels that do not fit the head do not matter here
         try:
             return _tried(model, reader)
-        except Exception as error:  # whatever a model of any kind makes of four tokens
+        except Exception as error:  # any model can fail in its own way on four tokens
             named = _named_like_one(model)
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             return LabelUse(type(model).__name__, shifts=named, untried=reason if named else "")
@@ -90,24 +91,24 @@ def _takes_tokens(model: nn.Module) -> bool:
 
 
 def _named_like_one(model: nn.Module) -> bool:
-    """Whether transformers calls it a causal language model."""
+    """Return whether transformers names the class like a causal language model."""
     name = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.models")), "")
     return name.endswith(("ForCausalLM", "LMHeadModel", "DoubleHeadsModel"))
 
 
 def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:
-    """Try ``model``, which is ``reader`` or a module of the user's own around it."""
+    """Try ``model``, which is ``reader`` or a user's module around it."""
     embeddings: Any = reader.get_input_embeddings()
-    words = getattr(reader.config, "vocab_size", None)  # fewer where prompts have embeddings too (cpmant)
+    words = getattr(reader.config, "vocab_size", None)  # smaller if prompts have embeddings, too (cpmant)
     size = min(int(embeddings.num_embeddings), words or sys.maxsize)
-    # Not the special tokens, which stand at the beginning of most vocabularies.
+    # Avoid the special tokens, which are at the beginning of most vocabularies.
     ids = torch.arange(size // 2, size // 2 + LENGTH, device=embeddings.weight.device)[None] % size
     others = [(ids + LENGTH * i) % size for i in range(1, TRIES + 1)]
     output = model(input_ids=ids, labels=ids)
     loss = _loss_in(output)
 
     def counts(position: int) -> bool:
-        """Whether the label at a place is compared with something."""
+        """Return whether the label at a position affects the loss."""
         for other in others:
             labels = ids.clone()
             labels[:, position] = other[:, position]
@@ -115,7 +116,7 @@ def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:
                 return True
         return False
 
-    if not counts(LENGTH - 1):  # a loss of its own kind, to which this question does not apply
+    if not counts(LENGTH - 1):  # a different kind of loss, to which this question does not apply
         return LabelUse(type(model).__name__)
     shifts = not counts(0)
     if "decoder_input_ids" in inspect.signature(reader.forward).parameters:
@@ -133,7 +134,7 @@ def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:
 
 
 def _loss_in(output: Any) -> torch.Tensor:
-    """The loss that a model puts out, alone or among other things."""
+    """Return the loss from a model's output."""
     loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output["loss"]
     return loss
 
@@ -152,7 +153,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Without dropout; the random state and each module's mode are put back."""
+    """Use evaluation mode inside the context. The random state and each module's mode are restored."""
     modes = [(module, module.training) for module in model.modules()]
     with accelerator.without_random_trace(model.parameters()):
         model.eval()

@@ -1,4 +1,4 @@
-"""Models: from a pretrained folder, or from scratch by architecture and sizes. Nothing is downloaded."""
+"""Builds models from a pretrained folder, or from scratch by architecture and sizes. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
 def model_type_of(config: RunConfig) -> str:
-    """The architecture of the run: of the pretrained folder, or ``--model-type``."""
+    """Return the architecture of the run, from the pretrained folder or ``--model-type``."""
     if config.model.pretrained_model_name_or_path:
         return _pretrained_config(config).model_type
     if config.model.model_type is None:
@@ -48,7 +48,7 @@ def _no_model() -> ModelError:
 
 
 def check_seq_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
-    """Raise a :class:`ModelError` when ``--seq-length`` is more than the model's positions."""
+    """Raise a :class:`ModelError` if ``--seq-length`` is greater than the model's number of positions."""
     asked, positions = config.model.seq_length, positions_of(model_config)
     if asked is not None and positions is not None and asked > positions:
         hint = f"use --seq-length {positions} or less"
@@ -60,7 +60,7 @@ def check_seq_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
 
 
 def seq_length_of(config: RunConfig, model_config: PreTrainedConfig) -> int:
-    """``--seq-length``, else the model's positions, else 512 (relative positions: T5's own pretraining length)."""
+    """Return ``--seq-length``, else the model's positions, else 512 (relative positions: T5's pretraining length)."""
     check_seq_length(config, model_config)
     return config.model.seq_length or positions_of(model_config) or 512
 
@@ -68,11 +68,11 @@ def seq_length_of(config: RunConfig, model_config: PreTrainedConfig) -> int:
 def build_config(
     config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast | None = None, **overrides: Any
 ) -> PreTrainedConfig:
-    """The configuration of the model that :func:`build_model` makes, for training (without a cache).
+    """Return the configuration of the model that :func:`build_model` makes, for training (without a cache).
 
     Raises:
-        ModelError: no model is named, the folder or the architecture is not there, it has no head
-            for ``auto_class``, or a size flag does not fit it.
+        ModelError: no model is named, the folder or the architecture does not exist, it has no head for ``auto_class``,
+            or a size flag does not fit it.
     """
     if config.model.pretrained_model_name_or_path:
         model_config = _pretrained_config(config)
@@ -85,7 +85,7 @@ def build_config(
     check_head(model_config, auto_class)
     encodes = objective_of(model_config.model_type) == "masked" or not getattr(model_config, "is_decoder", True)
     if auto_class == "AutoModelForCausalLM" and encodes and not model_config.is_encoder_decoder:
-        overrides["is_decoder"] = True  # without it an encoder would look at the tokens that it is to predict
+        overrides["is_decoder"] = True  # otherwise an encoder would see the tokens that it must predict
     if auto_class == SEQUENCE_CLASSIFICATION and model_config.pad_token_id is None:
         # A decoder classifies at the last token before the padding.
         overrides["pad_token_id"] = (tokenizer or load_tokenizer(config)).pad_token_id
@@ -99,22 +99,21 @@ def build_config(
 def build_model(
     config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast | None = None, **overrides: Any
 ) -> PreTrainedModel:
-    """The model that the flags ask for, in float32 on the CPU.
+    """Build the model that the flags ask for, in float32 on the CPU.
+
+    From scratch, sizes that are not given have the architecture's defaults. Feed-forward layers keep their default
+    ratio to the hidden size (four for gpt2, bert and t5), in multiples of 8. The vocabulary is padded to a multiple of
+    128. Without ``--max-position-embeddings`` there are at least ``--seq-length`` positions. The caller seeds torch.
 
     Args:
-        config: the run; ``--pretrained-model-name-or-path`` or ``--model-type`` chooses the model.
-        auto_class: transformers' class for the task, such as ``AutoModelForCausalLM``.
-        tokenizer: gives the vocabulary size and the special tokens; the run's own by default.
+        config: the run. ``--pretrained-model-name-or-path`` or ``--model-type`` chooses the model.
+        auto_class: name of the transformers auto class for the task, such as ``AutoModelForCausalLM``.
+        tokenizer: gives the vocabulary size and the special tokens. The default is the tokenizer of the run.
         overrides: attributes of the model's configuration, such as ``num_labels``.
 
-    From scratch, sizes that are not given are those of the architecture's default; feed-forward
-    layers keep its ratio to the hidden size, in multiples of 8 (four for gpt2, bert and t5); the
-    vocabulary is padded to a multiple of 128; without ``--max-position-embeddings`` the positions
-    reach ``--seq-length``. The caller seeds torch.
-
     Raises:
-        ModelError: see :func:`build_config`; or the folder has no weights, weights of other
-            shapes, or fewer tokens than the tokenizer.
+        ModelError: see :func:`build_config`. Also if the folder has no weights or weights of other shapes, or if the
+            model has fewer tokens than the tokenizer.
     """
     model_config = build_config(config, auto_class, tokenizer, **overrides)
     tokenizer = tokenizer or load_tokenizer(config)
@@ -132,8 +131,8 @@ def build_model(
                 f"a {model_config.model_type} of these sizes cannot be built: {error}", where="--model-type", hint=hint
             ) from error
     if getattr(model, "loss_type", "") is None and auto_class == "AutoModelForCausalLM":
-        # Transformers reads the loss off the class's name, which says nothing in GPT2LMHeadModel: it warns
-        # at every start that it takes this one.
+        # Transformers derives the loss from the class name, which does not work for GPT2LMHeadModel. Without this line
+        # it warns at every start that it uses this loss.
         model.loss_type = "ForCausalLM"
     embeddings: Any = model.get_input_embeddings()
     size = vocabulary_size(tokenizer)
@@ -175,7 +174,7 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
 
 
 def read_config_of(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a folder or cached model, also of one that a switch has changed.
+    """Read the configuration of a folder or a cached model, including models that a switch has changed.
 
     Raises:
         OSError, ValueError: it cannot be read.
@@ -200,7 +199,7 @@ class _Reader(Protocol):
 
 
 def own_reader(folder: Path) -> _Reader | None:
-    """What reads a folder that ``from_pretrained`` cannot; None for all others."""
+    """Return the reader of a folder that ``from_pretrained`` cannot load, or None for other folders."""
     readers: list[Any] = [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
     return next((reader for reader in readers if reader.is_marked(folder)), None)
 
@@ -209,7 +208,7 @@ _PRETRAINED = "--pretrained-model-name-or-path"
 
 
 def _check_pretrained_sizes(config: RunConfig, pretrained: PreTrainedConfig) -> None:
-    """A size flag beside a pretrained model must say what the model is: it cannot change it."""
+    """Check that size flags agree with the pretrained model. They cannot change it."""
     sizes = {"model_type": "model_type", **SIZE_FLAGS}
     for flag, attribute in sizes.items():
         asked, there = getattr(config.model, flag), getattr(pretrained, attribute, None)
@@ -222,7 +221,7 @@ def _check_pretrained_sizes(config: RunConfig, pretrained: PreTrainedConfig) -> 
 
 
 def _head_to_leave_out(config: RunConfig, auto_class: str, model_config: PreTrainedConfig) -> list[str]:
-    """Modules of a pretrained head for labels that cannot serve: it is of another kind or size, or is not wanted."""
+    """Return modules of a pretrained label head that cannot be used: of another kind or size, or unwanted."""
     if auto_class not in CLASSIFICATION:
         return []
     pretrained = _pretrained_config(config)
@@ -260,11 +259,11 @@ def _load_weights(
                     dtype=torch.float32,
                     local_files_only=True,
                     trust_remote_code=trust_remote_code,
-                    ignore_mismatched_sizes=True,  # they are named below, all at once
+                    ignore_mismatched_sizes=True,  # mismatches are reported below, all at once
                     output_loading_info=True,
                 )
             )
-    except Exception as error:  # a damaged file: safetensors, torch and transformers each raise their own kind
+    except Exception as error:  # for a damaged file safetensors, torch and transformers each raise different errors
         raise ModelError(
             f"the weights in {path} cannot be read: {_first_line(error)}",
             where=_PRETRAINED,
@@ -287,7 +286,7 @@ def _load_weights(
             where=_PRETRAINED,
             hint="check the folder's config.json",
         )
-    if body:  # a new head is what fine-tuning is about; a hole in the body is damage
+    if body:  # fine-tuning may need a new head, but missing weights in the body mean damage
         message = f"{len(body)} weights are missing in {path}, such as {body[0]}"
         raise ModelError(message, where=_PRETRAINED, hint="fetch the folder anew")
     of_head = [name for name in model.state_dict() if name.partition(".")[0] in left_out]
@@ -296,19 +295,19 @@ def _load_weights(
 
 
 def _draw(names: set[str], model: Any, random_state: torch.Tensor) -> None:
-    """Give new parameters of a pretrained model their initial values, the same under every engine.
+    """Initialize new parameters of a pretrained model with the same values under every engine.
 
-    Under ZeRO-3 the construction of the model draws random numbers, too, which it does not without.
+    With ZeRO-3 the construction of the model draws random numbers, too. Without it, it does not.
 
     Args:
-        names: of the parameters.
-        random_state: that of torch before the model was built.
+        names: names of the new parameters.
+        random_state: torch's random state before the model was built.
     """
     if not names:
         return
     owners = {name.rpartition(".")[0] for name in names}
     for prefix, module in model.named_modules():
-        module._is_hf_initialized = prefix not in owners  # transformers' marks of what came from a file
+        module._is_hf_initialized = prefix not in owners  # transformers' mark for weights that came from a file
         for name, parameter in module.named_parameters(recurse=False) if prefix in owners else ():
             parameter._is_hf_initialized = f"{prefix}.{name}".lstrip(".") not in names
     with torch.random.fork_rng(devices=[]):
@@ -318,7 +317,7 @@ def _draw(names: set[str], model: Any, random_state: torch.Tensor) -> None:
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
-    """Without transformers' bars and load report, which every worker would print over the others."""
+    """Hide transformers' progress bars and load report, which all workers would print at once."""
     logger = logging.getLogger("transformers")
     level, bars = logger.level, transformers_logging.is_progress_bar_enabled()
     logger.setLevel(logging.ERROR)
@@ -342,5 +341,5 @@ def _first_line(error: Exception) -> str:
 
 
 def class_of(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class as it was before a sharding engine has swapped it."""
+    """Return the class that a model had before a sharding engine changed it."""
     return next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))

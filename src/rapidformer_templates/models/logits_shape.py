@@ -1,8 +1,8 @@
-"""Which shapes logits may take whose last dimension, the words, is not there or not whole on this worker.
+"""Shapes of logits whose last dimension, the words, is missing or divided on this worker.
 
-What stands for such logits differs: a tuple for those that are never computed, since ZeRO-3 puts other tensors in the
-place of those that a module returns, and a tensor for those that are divided, since any code may ask for the whole.
-What may be done to their rows is the same.
+Two kinds of objects replace such logits. Logits that are never computed are a tuple, because ZeRO-3 replaces tensors
+that a module returns. Divided logits are a tensor, because any code may ask for the whole. The same operations on their
+rows are allowed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 
 def rows_of_view(sizes: Sequence[int], shape: Sequence[int]) -> list[int] | None:
-    """The leading dimensions of a view, resolved where the last is -1; None if it does not keep the words.
+    """Return the leading dimensions of a view, with a last -1 resolved. None if the view does not keep the words.
 
     Args:
-        sizes: as asked of ``view`` or ``reshape``.
-        shape: of the logits.
+        sizes: the arguments of ``view`` or ``reshape``.
+        shape: shape of the logits.
     """
     *rows, words = sizes or (0,)
     if words == -1:
@@ -29,13 +29,13 @@ def rows_of_view(sizes: Sequence[int], shape: Sequence[int]) -> list[int] | None
 
 
 def flattens_rows(dimensions: int, start: int, end: int) -> bool:
-    """Whether ``flatten`` leaves the last dimension alone."""
+    """Return whether ``flatten`` keeps the last dimension."""
     last = dimensions - 1
     return end % dimensions != last or start % dimensions == last
 
 
 def selects_rows(index: Any, dimensions: int) -> bool:
-    """Whether an index takes all of the last dimension."""
+    """Return whether an index takes all of the last dimension."""
     entries = index if isinstance(index, tuple) else (index,)
     named = sum(_dimensions_of(entry) for entry in entries)
     dots = [place for place, entry in enumerate(entries) if entry is Ellipsis]
@@ -45,7 +45,7 @@ def selects_rows(index: Any, dimensions: int) -> bool:
 
 
 def _dimensions_of(entry: Any) -> int:
-    """How many dimensions an entry of an index takes."""
+    """Return how many dimensions an entry of an index consumes."""
     if entry is None or entry is Ellipsis:
         return 0
     return entry.ndim if isinstance(entry, torch.Tensor) and entry.dtype == torch.bool else 1

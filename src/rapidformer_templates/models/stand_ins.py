@@ -1,4 +1,4 @@
-"""Modules that stand where another pipeline stage has the real one."""
+"""Placeholders for modules that another pipeline stage has."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Absent:
-    """How the output of a module follows from the shape of its input, if it does so simply.
+    """How the output shape of a module follows from its input shape, if there is a simple rule.
 
     Attributes:
-        kind: ``same`` shape, ``last`` dimension replaced, one ``appended``, or None where nobody knows.
-        width: of the last dimension.
-        dtype: of the output.
+        kind: ``same`` shape, ``last`` dimension replaced, one dimension ``appended``, or None if unknown.
+        width: size of the last dimension.
+        dtype: dtype of the output.
     """
 
     kind: str | None = None
@@ -27,7 +27,7 @@ class Absent:
 
     @classmethod
     def like(cls, args: Any, output: Any) -> Absent:
-        """What a call has shown."""
+        """Derive the rule from an observed call."""
         if not (args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor)):
             return cls()
         given, made = tuple(args[0].shape), tuple(output.shape)
@@ -40,7 +40,7 @@ class Absent:
         return cls()
 
     def output(self, given: torch.Tensor) -> torch.Tensor:
-        """Zeros of the shape that the module would put out."""
+        """Return a tensor with the shape of the module's output. Its values do not matter."""
         if self.kind == "same":
             return given
         shape = given.shape if self.kind == "appended" else given.shape[:-1]
@@ -48,7 +48,7 @@ class Absent:
 
 
 class Elsewhere(nn.Module):
-    """Stands for a module outside of the blocks; its output is never used, but its shape is."""
+    """Placeholder for a module outside of the blocks. Its output values are never used, only their shape."""
 
     def __init__(self, absent: Absent | None) -> None:
         super().__init__()
@@ -60,11 +60,11 @@ class Elsewhere(nn.Module):
 
 
 class SkippedBlock(nn.Module):
-    """Stands for a block of another stage: passes its input on.
+    """Placeholder for a block of another stage. It returns its input.
 
     Args:
-        form: entries of the tuple that a block returns; None for a tensor.
-        block: the real one, whose plain attributes a model may read; it is not kept.
+        form: number of entries in the tuple that a block returns. None for a tensor.
+        block: the real block. Its plain attributes are copied, because a model may read them.
     """
 
     def __init__(self, form: int | None, block: nn.Module) -> None:
@@ -78,13 +78,13 @@ class SkippedBlock(nn.Module):
 
 
 def facts_of(block: nn.Module) -> dict[str, Any]:
-    """The plain attributes of a module, such as the kind of attention of a block."""
+    """Return the plain attributes of a module, such as the attention type of a block."""
     public = {name: value for name, value in vars(block).items() if not name.startswith("_") and name != "training"}
     return {name: value for name, value in public.items() if value is None or isinstance(value, (str, int, float))}
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Put a module in another one's place; what stood there."""
+    """Replace a module and return the previous one."""
     parent, _, key = name.rpartition(".")
     holder = model.get_submodule(parent)
     before = holder._modules[key]
@@ -95,7 +95,7 @@ def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 @contextmanager
 def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Modules in the place of others, for a while."""
+    """Replace modules inside the context."""
     before = {name: put(model, name, module) for name, module in modules.items()}
     try:
         yield

@@ -1,4 +1,4 @@
-"""The tokenizer that the flags ask for."""
+"""Loads the tokenizer that the flags ask for."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from rapidformer_templates.system.files import key_of
 
 
 def padded_vocab_size(size: int) -> int:
-    """The vocabulary size rounded up to a multiple of 128, as Megatron-LM does: 50257 → 50304."""
+    """Round a vocabulary size up to a multiple of 128, as Megatron-LM does: 50257 → 50304."""
     return -(-size // 128) * 128
 
 
 def vocabulary_id(tokenizer: Tokenizer) -> str:
-    """A short name of which token has which number, the added ones left out; of two that differ, it differs."""
+    """Return a short id of a vocabulary without its added tokens. Different vocabularies have different ids."""
     return key_of(sorted(tokenizer.get_vocab(with_added_tokens=False).items()))
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """One more than the greatest token id (a vocabulary can have gaps, so that it is not always its length)."""
+    """Return the highest token id plus one. A vocabulary can have gaps, so this may exceed its length."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
-    """The model's own tokenizer, or the one of ``--tokenizer-type``; it always has a padding token.
+    """Load the model's own tokenizer, or the one of ``--tokenizer-type``. It always has a padding token.
 
     Raises:
-        ModelError: a file is missing or is not what the type needs.
+        ModelError: a file is missing or does not fit the type.
     """
     kind = config.data.tokenizer_type
     if kind in (None, "HuggingFaceTokenizer"):
@@ -43,7 +43,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
         vocab = _needed_file(config, "vocab_file")
         tokenizer = _read(BertTokenizer, vocab, vocab=str(vocab), do_lower_case=kind == "BertWordPieceLowerCase")
     if tokenizer.pad_token_id is None:
-        # Padded positions are masked and carry no label, so any token serves.
+        # Padded positions are masked and have no label, so any token works.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token or tokenizer.unk_token
     if tokenizer.pad_token_id is None:
         raise ModelError("the tokenizer has no padding, end or unknown token", hint="add a padding token to its folder")
@@ -51,7 +51,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
 
 
 def end_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The token that ends a document: the end token, else the separator.
+    """Return the token that ends a document: the end token, else the separator.
 
     Raises:
         ModelError: the tokenizer has neither.
@@ -75,7 +75,7 @@ def _needed_file(config: RunConfig, flag: str) -> Path:
 def _read(kind: type[PreTrainedTokenizerFast], file: Path, **arguments: object) -> PreTrainedTokenizerFast:
     try:
         return kind(**arguments)
-    # The tokenizers library raises bare Exception for a file of the wrong form.
+    # The tokenizers library raises bare Exception for a file in a wrong format.
     except Exception as error:
         raise ModelError(
             f"the tokenizer cannot be read: {error}", where=str(file), hint="check the file's format"
@@ -92,13 +92,13 @@ def _from_folder(config: RunConfig) -> PreTrainedTokenizerFast:
             where="--tokenizer-type",
             hint=hint,
         )
-    from transformers import AutoTokenizer  # it imports torch, which takes seconds
+    from transformers import AutoTokenizer  # imports torch, which takes seconds
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
         )
-    except Exception as error:  # transformers raises many kinds, and tokenizers a bare Exception
+    except Exception as error:  # transformers raises many kinds of errors, and tokenizers a bare Exception
         message = f"'{path}' is neither a folder nor in the local cache"
         if Path(path).is_dir():
             message = f"there is no tokenizer in {path} that can be read"

@@ -1,4 +1,4 @@
-"""The cross-entropy over a vocabulary and its gradient, where each worker may have the logits of some words only."""
+"""Cross-entropy over a vocabulary, and its gradient. Each worker may have the logits of only some words."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import nn
 
 
 class Words:
-    """Whose logits a worker has: here those of all words.
+    """The vocabulary range of this worker. This class covers the whole vocabulary.
 
     Attributes:
-        count: of the vocabulary.
-        begin: the first word that this worker has.
-        most: words of the worker that has most.
+        count: size of the vocabulary.
+        begin: the first word of this worker.
+        most: the highest number of words on any worker.
     """
 
     def __init__(self, count: int) -> None:
@@ -20,31 +20,34 @@ class Words:
         self.begin = 0
 
     def here(self, target: torch.Tensor, counts: torch.Tensor, columns: int) -> torch.Tensor:
-        """Which rows have their target among this worker's ``columns`` words; torch itself refuses unknown words."""
+        """Return which rows have their target among this worker's ``columns`` words.
+
+        torch itself refuses unknown words.
+        """
         return counts
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """The greatest over the workers."""
+        """Return the maximum over the workers."""
         return values
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the workers."""
+        """Return the sum over the workers."""
         return values
 
 
 class LossHead(nn.Linear):
-    """A last layer that can be asked for the loss of rows, too: ``forward(hidden, target, recipe, words)``.
+    """A last layer that can also compute the loss of rows: ``forward(hidden, target, recipe, words)``.
 
-    Who divides its weight over workers hands it the words that this worker has, and its own share of the weight.
+    Code that divides its weight over workers passes in this worker's words and its part of the weight.
     """
 
 
 def losses_and_slope(
     logits: torch.Tensor, target: torch.Tensor, words: Words, ignored: int, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cross-entropy of each row, and the gradient of their sum by this worker's logits.
+    """Return the cross-entropy of each row, and the gradient of their sum with respect to this worker's logits.
 
-    In fp32, or fp64 where the logits are. Workers exchange three numbers a row (Shoeybi et al., 2019).
+    The computation uses fp32, or fp64 for fp64 logits. Workers exchange three numbers per row (Shoeybi et al., 2019).
 
     Args:
         logits: (rows, words of this worker).
@@ -52,7 +55,9 @@ def losses_and_slope(
         smoothing: as in ``torch.nn.functional.cross_entropy``.
 
     Returns:
-        (rows,), whole on each worker; (rows, words of this worker). Both are 0 where the target is ``ignored``.
+        Losses of shape (rows,), complete on each worker, and gradients of shape (rows, words of this worker). Both are
+            0
+        if the target is ``ignored``.
     """
     counts = target != ignored
     here = words.here(target, counts, logits.shape[-1])

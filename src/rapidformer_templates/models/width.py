@@ -1,4 +1,4 @@
-"""How wide a model is: what the sizes of buckets follow."""
+"""The width of a model, which determines bucket sizes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rapidformer_templates.models.blocks import shape_of
 
 
 def width_of(model: nn.Module) -> int:
-    """The width of ``model``: what its configuration says, else what its matrices do.
+    """Return the width of ``model`` from its configuration, or else from its matrices.
 
     A transformers configuration has it as ``hidden_size``, as the largest of ``hidden_sizes``, or in its
-    ``text_config`` [D]. Of another model it is the size that most elements of its matrices have in one of their
-    dimensions, the smaller one of two: each matrix of a transformer leads from the width or to it. A model without a
-    matrix has the width 1.
+    ``text_config`` [D]. For another model each matrix adds its number of elements to the counts of both of its
+    dimensions. The size with the highest count is the width. A tie goes to the smaller size. This works because each
+    matrix of a transformer maps from or to the width. A model without a matrix has the width 1.
     """
     config = getattr(model, "config", None)
     stated = _stated(config) or _stated(getattr(config, "text_config", None))
@@ -30,6 +30,6 @@ def width_of(model: nn.Module) -> int:
 
 
 def _stated(config: Any) -> int | None:
-    """What a configuration says, if it does."""
+    """Return the width from a configuration, or None."""
     sizes = [getattr(config, "hidden_size", None), *(getattr(config, "hidden_sizes", None) or ())]
     return max((size for size in sizes if isinstance(size, int) and size > 0), default=None)

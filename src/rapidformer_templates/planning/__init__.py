@@ -1,1 +1,1 @@
-"""From flags to a plan, or to every reason why not. Imports no torch."""
+"""Turns flags into a plan, or into every reason why there is none. Does not import torch."""

@@ -1,4 +1,4 @@
-"""What the first step must show of switches that share something out. Imports no torch."""
+"""Checks that the first step shows what a sharding switch promises. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from typing import Any
 from rapidformer_templates.planning.switch import Measured
 
 PADDING = 128
-"""Elements a worker that an engine may add to its share."""
+"""Number of elements per worker that an engine may add to its share as padding."""
 
 
 def data_parallel(measured: Measured) -> int:
-    """All workers that have copies of the model, or a share of one."""
+    """Return the number of workers that have copies of the model, or a share of one."""
     return measured.plan.sizes.copies
 
 
 def shared_out(
     *, whole_at_borders: bool = False, among: Callable[[Measured], int] = data_parallel, **quantities: str
 ) -> Callable[[Measured], str | None]:
-    """The workers of a replica's copies share these among themselves: measurement → what it counts the elements of.
+    """Build a check that each named measurement is split evenly over the copies of a replica.
+
+    ``quantities`` maps a measurement to the name of what it counts the elements of.
 
     Args:
-        whole_at_borders: a parameter that lies on the border of two shares is held whole by both workers.
-        among: how many workers have one share each.
+        whole_at_borders: whether two workers hold a parameter whole if it is on the border between their shares.
+        among: returns the number of workers that have one share each.
     """
 
     def acted(measured: Measured) -> str | None:
@@ -36,9 +38,10 @@ def shared_out(
 
 
 def _even(measured: Measured, shares: int, name: str, what: str, twice: int) -> str | None:
-    """``twice``: elements that several workers may hold all the same."""
+    """Check one measurement. ``twice`` is the number of elements that several workers may hold at the same time."""
     copies, held, whole = measured.plan.sizes.copies, measured.all(name), sum(measured.all("trained_elements"))
-    # An even share each is all of it once; half of the way to whole copies is no rounding any more.
+    # Even shares add up to one whole copy. A sum more than halfway from there to whole copies on all workers cannot
+    # come from rounding.
     expected = min(whole / shares + twice, whole)
     if shares == 1 or (held and sum(held) <= (expected + whole) / 2 + PADDING * len(held)):
         return None
@@ -49,14 +52,14 @@ def _even(measured: Measured, shares: int, name: str, what: str, twice: int) -> 
 
 
 def divides_parameters(measured: Measured) -> str | None:
-    """Some worker has only a part of some parameter."""
+    """Check that some worker has only a part of a parameter."""
     if measured.plan.sizes.copies == 1 or any(measured.all("divided_elements")):
         return None
     return "parameters of which a worker has only a part were expected; every worker has them whole"
 
 
 def all_of(*checks: Callable[[Measured], str | None]) -> Callable[[Measured], str | None]:
-    """The first of these that finds something."""
+    """Combine checks: return the first finding."""
 
     def acted(measured: Measured) -> str | None:
         return next((sentence for check in checks if (sentence := check(measured))), None)
@@ -65,7 +68,7 @@ def all_of(*checks: Callable[[Measured], str | None]) -> Callable[[Measured], st
 
 
 def shown(value: Any) -> str:
-    """A measurement in a sentence."""
+    """Format a measurement for a message."""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "nothing"
     return "nothing" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Where a model is cut into pipeline stages. Pure: the planner asks it, too."""
+"""Where a model is cut into pipeline stages. These functions are pure, because the planner uses them, too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 Cost = Callable[[int, int, int], float]
-"""Of a stage (from 0) with the blocks from the second number up to the third, which it does not have."""
+"""Returns the cost of a stage, from its index, the index of its first block and the index after its last block."""
 
 
 def balanced_cut(
@@ -17,17 +17,17 @@ def balanced_cut(
     stages: int,
     allowed: Callable[[int, int, int], bool] = lambda stage, begin, end: True,
 ) -> list[int]:
-    """The number of consecutive blocks of each stage, so that the most costly stage costs the least.
+    """Return the number of consecutive blocks of each stage, so that the highest cost of a stage is minimal.
 
-    Among the cuts that do so, the one whose stages are most alike (least sum of squared costs) is taken, and
-    among those one with more blocks in earlier stages.
+    If several cuts have this cost, choose the one whose stages are most alike (lowest sum of squared costs). If there
+    are still several, choose one with more blocks in earlier stages.
 
     Args:
-        front: cost of what comes before the blocks (the embedding); the first stage has it.
+        front: cost of everything before the blocks (the embedding), which is on the first stage.
         blocks: cost of each block, in any unit.
-        back: cost of what comes after them (the head); the last stage has it.
-        stages: how many; each gets at least one block.
-        allowed: whether a stage may have the blocks from one number up to another; there must be a cut that is.
+        back: cost of everything after the blocks (the head), which is on the last stage.
+        stages: number of stages. Each gets at least one block.
+        allowed: whether a stage may have the blocks from one index up to another. At least one cut must be allowed.
 
     Raises:
         ValueError: there are fewer blocks than stages.
@@ -55,7 +55,7 @@ def balanced_cut(
 
 
 def least_cost(blocks: int, stages: int, cost: Cost) -> float:
-    """The least cost that the most costly stage of a cut can have, each stage having at least one block."""
+    """Minimize the highest cost of a stage over all cuts, and return it. Each stage has at least one block."""
     return _least(blocks, stages, cost, max)[0]
 
 
@@ -65,7 +65,7 @@ def _least(
     cost: Cost,
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """(least joined cost, blocks of each stage), by dynamic programming over the last cut."""
+    """Return (lowest combined cost, blocks of each stage), with dynamic programming over the last cut."""
     nothing: tuple[float, list[int]] = (math.inf, [])
     best: list[tuple[float, list[int]]] = [(0.0, []), *[nothing] * blocks]
     for stage in range(stages):

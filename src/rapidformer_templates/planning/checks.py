@@ -1,4 +1,4 @@
-"""Shapes of checks that several rules share, and of a note that several switches have."""
+"""Checks that several rules share, and a note that several switches share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTITIONING = "partitioning"  # the family of switches that divide the model's 
 
 
 def needs_template(*names: str) -> Callable[[Request], list[Finding]]:
-    """Each of the named switches works only in its own ``templates``."""
+    """Build a check that refuses each named switch outside of its ``templates``."""
 
     def one(request: Request, switch: Switch) -> Finding:
         several = f"one of the templates {', '.join(TEMPLATES)}"
@@ -33,15 +33,20 @@ def needs_template(*names: str) -> Callable[[Request], list[Finding]]:
 
 
 Side = str | Resource | Callable[[Switch], bool] | tuple[Any, ...] | Mapping[str, str]
-"""Of a pair: a switch or a family by name, who claims a resource, or whoever a function says; several sides; or names,
-each with what it does that the other cannot bear."""
+"""One side of an exclusion: the name of a switch or family, a claimed resource, a predicate, or a tuple of sides.
+
+A mapping of names adds to each the reason why the other side excludes it.
+"""
 
 
 TOGETHER, TOGETHER_REVERSED = "{0} does not work together with {1}", "{1} does not work together with {0}"
 
 
 def excludes(one: Side, other: Side, message: str = TOGETHER) -> Callable[[Request], list[Finding]]:
-    """No active switch of the one side works together with one of the other; the message has places for both."""
+    """Build a check that refuses any active switch of one side with any of the other.
+
+    The message has a place for each.
+    """
 
     def check(request: Request) -> list[Finding]:
         return [
@@ -54,7 +59,7 @@ def excludes(one: Side, other: Side, message: str = TOGETHER) -> Callable[[Reque
 
 
 def _of_side(request: Request, side: Side) -> list[tuple[str, str]]:
-    """The active switches of a side by name, each with the words that tell why."""
+    """Return the names of the active switches of a side, each with the words that explain why."""
     if isinstance(side, str):
         return [(name, "") for name, switch in request.active.items() if side in (name, switch.family)]
     if isinstance(side, Resource):
@@ -67,12 +72,12 @@ def _of_side(request: Request, side: Side) -> list[tuple[str, str]]:
 
 
 def idle_alone(note: str) -> Callable[[Request], tuple[str, ...]]:
-    """The note of a switch that has nothing to do where no other worker has the same parameters."""
+    """Build the note of a switch that has nothing to do if no other worker has the same parameters."""
     return lambda request: (note,) if request.sizes.copies == 1 else ()
 
 
 def one_claim(*resources: Resource) -> Callable[[Request], list[Finding]]:
-    """Two active switches do not claim one of these resources."""
+    """Build a check that refuses two active switches that claim one of these resources."""
 
     def check(request: Request) -> list[Finding]:
         claiming = [switch for switch in request.active.values() if not switch.claims.isdisjoint(resources)]

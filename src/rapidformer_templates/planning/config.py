@@ -1,10 +1,9 @@
 """RunConfig: what the user asked for, and where each value came from.
 
-A value comes from the command line, else from the YAML file named by ``--config``, else from the
-script that builds the template, else from the template, else from the flag's own default. Of flags
-that exclude each other (``choice``) the one from the higher of these places wins. Flags
-are the fields of small frozen dataclasses (one a topic, one a switch); parsing, help and docs
-are derived from them. This module imports no torch.
+A value comes from the first of these places that has it: the command line, the YAML file of ``--config``, the script
+that builds the template, the template, the flag's own default. If several flags of one ``choice`` are given, which
+exclude each other, the one from the higher of these places wins. Flags are the fields of small frozen dataclasses (one
+per topic, one per switch). Parsing, help and docs are derived from them. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class RunConfig:
     Attributes:
         launch, model, data, training: the flags by topic.
         switches: the options of each acceleration switch, by the switch's name.
-        user: the flags that the user's own template declares, if it declares any.
-        origins: for each value that is not a default, where it came from, by field name.
-        replaced: lines about values that one of the same choice, from a higher place, took the place of.
-        chosen: lines about values that were found out for the user.
+        user: the flags that the user's template declares, or None.
+        origins: the origin of each value that is not a default, by field name.
+        replaced: lines about values that a flag of the same choice from a higher place has replaced.
+        chosen: lines about values that were determined automatically.
     """
 
     launch: LaunchFlags = field(default_factory=LaunchFlags)
@@ -58,11 +57,11 @@ class RunConfig:
         return _sections_of_fields(tuple((name, type(group)) for name, group in groups.items() if group))
 
     def section_of(self, name: str) -> str:
-        """The section ('data', 'user', …) or the switch that declares the field ``name``."""
+        """Return the section ('data', 'user', …) or the switch that declares the field ``name``."""
         return self._declared_in[name]
 
     def get(self, name: str) -> Any:
-        """The value of the field ``name`` of any section or switch."""
+        """Return the value of the field ``name`` of any section or switch."""
         section = self.section_of(name)
         return getattr(self.switches[section] if section in self.switches else getattr(self, section), name)
 
@@ -70,7 +69,7 @@ class RunConfig:
         return self.origins.get(name, "default")
 
     def replace(self, origin: str, **values: Any) -> RunConfig:
-        """A copy in which the named fields have other values that came from ``origin``."""
+        """Return a copy with other values for the named fields, which came from ``origin``."""
         sections: dict[str, Any] = {}
         switches = dict(self.switches)
         for name, value in values.items():
@@ -84,10 +83,10 @@ class RunConfig:
         return dataclasses.replace(self, **sections, switches=switches, origins=origins)
 
     def checked(self, name: str, value: Any, origin: str) -> Any:
-        """``value`` in the type of the field ``name``.
+        """Convert ``value`` to the type of the field ``name``.
 
         Raises:
-            ConfigError: it is of another kind, not one of the choices, or out of its range.
+            ConfigError: the value has the wrong type, is not one of the choices, or is out of range.
         """
         section = self.section_of(name)
         options: Any = self.switches[section] if section in self.switches else getattr(self, section)
@@ -96,46 +95,46 @@ class RunConfig:
         return _checked(declared, field_types(kind)[name], value, origin)
 
     def kinds(self) -> tuple[type, ...]:
-        """The dataclasses of flags, section by section."""
+        """Return the dataclasses of flags, section by section."""
         groups = [*(getattr(self, section) for section in SECTIONS), *self.switches.values()]
         return tuple(type(group) for group in ([*groups, self.user] if self.user is not None else groups))
 
     def fields(self) -> Iterable[dataclasses.Field[Any]]:
-        """The declarations of all fields, section by section."""
+        """Yield the declarations of all fields, section by section."""
         for kind in self.kinds():
             yield from fields_of(kind)
 
     def items(self) -> Iterable[tuple[str, Any]]:
-        """All (field name, value) pairs, section by section."""
+        """Return all (field name, value) pairs, section by section."""
         return ((f.name, self.get(f.name)) for f in self.fields())
 
 
 def spelling(name: str) -> str:
-    """The flag of a field: ``micro_batch_size`` → ``--micro-batch-size``."""
+    """Return the flag of a field: ``micro_batch_size`` → ``--micro-batch-size``."""
     return "--" + name.replace("_", "-")
 
 
 @cache
 def fields_of(options: type) -> tuple[dataclasses.Field[Any], ...]:
-    """The declarations of a flags dataclass. A search for a way out asks for them many thousands of times."""
+    """Return the fields of a flags dataclass, cached. A search for suggestions reads them many thousands of times."""
     return dataclasses.fields(options)
 
 
 @cache
 def _sections_of_fields(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, str]:
-    """The section or the switch that declares each field."""
+    """Map each field to the section or the switch that declares it."""
     fields = [(f.name, name) for name, kind in kinds for f in fields_of(kind)]
-    return dict(reversed(fields))  # of two that declare one name, the first
+    return dict(reversed(fields))  # if two declare the same name, the first wins
 
 
 @cache
 def field_types(options: type) -> Mapping[str, Any]:
-    """The annotated type of each field of a flags dataclass."""
+    """Return the annotated type of each field of a flags dataclass."""
     return typing.get_type_hints(options)
 
 
 def value_kind(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
-    """(scalar type, choices, takes several) of an annotation such as ``Literal['a'] | None``."""
+    """Return (scalar type, choices, takes several values) for an annotation such as ``Literal['a'] | None``."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
     if typing.get_origin(annotation) is Literal:
@@ -156,10 +155,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def some_of(options: type, *names: str, **defaults: Any) -> type:
-    """A dataclass of flags that another one declares, for a command that has a use for these alone.
+    """Make a dataclass with some of the flags of another one, for a command that needs only these.
 
     Args:
-        defaults: the command's own, by name.
+        defaults: the command's own defaults, by field name.
     """
     types = field_types(options)
     fields = [
@@ -171,9 +170,9 @@ def some_of(options: type, *names: str, **defaults: Any) -> type:
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
-    """Add the flags of a dataclass to a parser, in a group that is called as its docstring begins."""
+    """Add the flags of a dataclass to a parser. The first line of its docstring is the title of their group."""
     title = (options.__doc__ or options.__name__).strip().splitlines()[0]
-    # Dataclasses with one title share one group: each switch has its own, and all are "Acceleration".
+    # Dataclasses with the same title share one group: all switches are in "Acceleration".
     group = next((g for g in parser._action_groups if g.title == title), None) or parser.add_argument_group(title)
     for f in dataclasses.fields(options):
         meta, (kind, choices, several) = f.metadata, value_kind(field_types(options)[f.name])
@@ -186,7 +185,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
         elif kind is bool:
             keywords["action"] = argparse.BooleanOptionalAction
         else:
-            # Kind and choices are checked by _checked(), in the same words for flags, YAML and code.
+            # _checked() checks types and choices, with the same messages for flags, YAML and code.
             listed = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
             keywords["metavar"] = meta.get("metavar") or listed
             if several:
@@ -203,7 +202,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
 
 
 def _by_field(values: Mapping[str, tuple[Any, str]], options: Iterable[type]) -> dict[str, tuple[Any, str]]:
-    """The values of one source by field, whatever their spellings.
+    """Return the values of one source by field, after resolving aliases.
 
     Raises:
         ConfigError: two spellings of one field have different values.
@@ -214,7 +213,7 @@ def _by_field(values: Mapping[str, tuple[Any, str]], options: Iterable[type]) ->
         for alias, stands_for in f.metadata.get("aliases", {}).items():
             value, origin = by_field.pop(alias.replace("-", "_"), (None, ""))
             if value is None or (stands_for and not value):
-                continue  # fp16: false asks for nothing
+                continue  # fp16: false requests nothing
             value = stands_for or value
             other = by_field.setdefault(f.name, (value, origin))[0]
             if str(other) != str(value):
@@ -227,10 +226,10 @@ def _by_field(values: Mapping[str, tuple[Any, str]], options: Iterable[type]) ->
 def build_parser(
     prog: str, switch_options: Iterable[type], user: type | None, description: str
 ) -> argparse.ArgumentParser:
-    """The parser of every flag, grouped by topic.
+    """Build the parser of all flags, grouped by topic.
 
     Raises:
-        ConfigError: a flag of the user's own has the name of one of the library's.
+        ConfigError: one of the user's flags has the name of a library flag.
     """
     parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for options in (*SECTIONS.values(), *switch_options):
@@ -261,11 +260,11 @@ def parse(
     Args:
         argv: the command line without the program's name.
         switch_options: the options dataclass of each switch, by the switch's name.
-        user: a dataclass of the user's own flags.
-        in_code: values given in the user's script, each with where it stands.
+        user: a dataclass of flags that the user's template declares.
+        in_code: values given in the user's script, each with its location.
 
     Raises:
-        ConfigError: an unknown flag or key, or a value of the wrong kind or out of range.
+        ConfigError: a flag or key is unknown, or a value has the wrong type or is out of range.
     """
     parser = build_parser(prog, switch_options.values(), user, description)
     given, unknown = parser.parse_known_args(dashed(argv))
@@ -284,10 +283,10 @@ def parse(
 
 
 def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
-    """The flags of one dataclass, and the words of the command line that are not among them.
+    """Return the flags of one dataclass, and the other words of the command line.
 
     Raises:
-        ConfigError: a value of the wrong kind or out of range.
+        ConfigError: a value has the wrong type or is out of range.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     add_flags(parser, options)
@@ -299,13 +298,13 @@ def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
 
 
 def settable_by_files(options: Iterable[type]) -> set[str]:
-    """The fields that a YAML file or the plan of an earlier run may set."""
+    """Return the fields that a YAML file or the plan of an earlier run may set."""
     fields = itertools.chain.from_iterable(map(dataclasses.fields, options))
     return {f.name for f in fields if f.metadata.get("in_files", True)}
 
 
 def choices(options: Iterable[type]) -> dict[str, set[str]]:
-    """For each field that excludes others, the others."""
+    """Map each field of a choice to the other fields that it excludes."""
     members: dict[str, set[str]] = {}
     for f in itertools.chain.from_iterable(map(dataclasses.fields, options)):
         if choice := f.metadata.get("choice"):
@@ -316,7 +315,7 @@ def choices(options: Iterable[type]) -> dict[str, set[str]]:
 def _merged(
     sources: Iterable[Mapping[str, tuple[Any, str]]], excluding: Mapping[str, set[str]]
 ) -> tuple[dict[str, tuple[Any, str]], tuple[str, ...]]:
-    """The values of several places, from the lowest to the highest, and a line for each choice that was replaced."""
+    """Merge the values of several places, from lowest to highest. Also return a line for each replaced choice."""
     values: dict[str, tuple[Any, str]] = {}
     lines = []
     for source in sources:
@@ -338,7 +337,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def dashed(argv: Sequence[str]) -> list[str]:
-    """Spell ``--micro_batch_size=4`` as ``--micro-batch-size=4``; values stay as they are."""
+    """Spell ``--micro_batch_size=4`` as ``--micro-batch-size=4``. Values do not change."""
     spelled = []
     for word in argv:
         name, equals, value = word.partition("=")
@@ -356,7 +355,7 @@ def _refuse_unknown(word: str, parser: argparse.ArgumentParser) -> NoReturn:
 
 
 def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[Any, str]]:
-    """The flags of a YAML file, each with its line."""
+    """Read the flags of a YAML file, each with its line."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"the configuration file {path} does not exist", where="--config")
@@ -368,7 +367,7 @@ def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[An
         return {}
     if not isinstance(document, yaml.MappingNode):
         raise ConfigError(f"{path} must map flags to values", where=f"{path}:1", hint="write 'lr: 3.0e-5'")
-    # A key is a field or its alias; "--no-tf32" is spelled "tf32: false".
+    # A key is a field or its alias. "--no-tf32" is spelled "tf32: false".
     fields = {action.dest: action.dest for action in parser._actions}
     for action in parser._actions:
         names = (option.lstrip("-").replace("-", "_") for option in action.option_strings)
@@ -389,9 +388,9 @@ def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[An
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The file of ``--config`` that says what stands on a command line and in the file that it names.
+    """Write the values of the command line and of its ``--config`` file as a new file for ``--config``.
 
-    Values of the script, of the template and of other files are left out: they come from there again.
+    Values of the script, of the template and of other files are left out, because a new run gets them from there again.
     """
     file = f"{Path(config.launch.config).name}:" if config.launch.config else "command line"
     settable = settable_by_files(config.kinds()) - {"config"}
@@ -404,7 +403,7 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML has it: of the kinds that every reader knows."""
+    """Convert a value to a plain type that every YAML reader supports."""
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, Interval) and value.isdigit():
@@ -442,7 +441,7 @@ def _assemble(
 def _converted(kind: type, value: Any) -> Any:
     if kind is str and isinstance(value, list | tuple | set | Mapping):
         raise TypeError
-    return kind(str(value)) if kind is int else kind(value)  # YAML reads 1e-5 as text; int("2.5") must not pass as 2
+    return kind(str(value)) if kind is int else kind(value)  # YAML reads 1e-5 as text; int("2.5") must not become 2
 
 
 def _several(name: str, kind: type, value: Any, origin: str) -> tuple[Any, ...]:
@@ -452,10 +451,10 @@ def _several(name: str, kind: type, value: Any, origin: str) -> tuple[Any, ...]:
 
 
 def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str) -> Any:
-    """``value`` in the type of its field.
+    """Convert ``value`` to the type of its field.
 
     Raises:
-        ConfigError: it is of another kind, not one of the choices, or out of its range.
+        ConfigError: the value has the wrong type, is not one of the choices, or is out of range.
     """
     kind, choices, several = value_kind(annotation)
     name = spelling(f.name)

@@ -1,4 +1,4 @@
-"""Rules about how the data of a run are read, of no switch."""
+"""Rules about how a run reads its data. They belong to no switch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rapidformer_templates.planning.switch import Change, Example, Finding, Requ
 from rapidformer_templates.planning.weights import mixture_of
 
 STREAMED_TASKS = ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
-"""Tasks whose samples are made of one row after another. The labels of the others are known from all rows only."""
+"""Tasks that make samples row by row. The labels of the other tasks are known only after reading all rows."""
 
 OF_THE_WHOLE = {
     "group_by_length": (None, "batches of like lengths need the lengths of all samples"),
@@ -18,7 +18,7 @@ OF_THE_WHOLE = {
     "split": ("969,30,1", "it is not divided into parts"),
     "sentence_pairs": (False, "pairs are drawn from all documents"),
 }
-"""Flags that act on all samples at once, each with its value when off and why a stream has no use for it."""
+"""Flags that act on all samples at once, with their values when off and why they do not apply to a stream."""
 
 OF_EVALUATIONS = {
     "eval_interval": None,
@@ -73,7 +73,7 @@ def _mixes_whole_sets(request: Request) -> list[Finding]:
     try:
         mixture = mixture_of(config.data.data_name)
     except DataError:
-        return []  # who reads the data speaks about it
+        return []  # the code that reads the data reports it
     if not mixture:
         return []
     one = replace({"data_name": mixture[0][1]})

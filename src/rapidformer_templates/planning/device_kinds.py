@@ -1,4 +1,4 @@
-"""GPUs by name, for plans of machines that are not here. Imports no torch."""
+"""GPUs by name, for plans of other machines. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 DEVICE_MEMORY = "DEVICE_MEMORY_GB"
-"""Environment variable: memory of a device, 10^9 bytes."""
+"""Environment variable with the memory of a device, in 10^9 bytes."""
 
 DeviceKindName = Literal[
     "v100-32gb",
@@ -23,16 +23,16 @@ DeviceKindName = Literal[
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """What a data sheet says of a GPU: peaks, of dense products.
+    """The data sheet of a GPU. Peaks are for dense products.
 
     Attributes:
         source: the document.
         capability: its compute capability.
-        memory_gb: 10^9 bytes.
-        fp32_tflops, bf16_tflops, fp16_tflops: 10^12 operations of matrix products a second.
+        memory_gb: its memory in 10^9 bytes.
+        fp32_tflops, bf16_tflops, fp16_tflops: 10^12 operations per second in matrix products.
         memory_bandwidth: GB/s.
-        link: GB/s that it sends to others in its node, in one direction.
-        host_link: GB/s of its PCI Express, in one direction.
+        link: GB/s to other GPUs in its node, in one direction.
+        host_link: GB/s of its PCI Express link, in one direction.
     """
 
     source: str
@@ -47,7 +47,7 @@ class DeviceKind:
 
 
 DEVICE_KINDS: dict[str, DeviceKind] = {
-    # It has no units for bf16, which runs at the rate of fp32.
+    # It has no bf16 units. bf16 runs at the rate of fp32.
     "v100-32gb": DeviceKind("NVIDIA V100 data sheet, SXM2", (7, 0), 32, 15.7, 15.7, 125, 900, 150, 16),
     "a10-24gb": DeviceKind("NVIDIA A10 data sheet", (8, 6), 24, 31.2, 125, 125, 600, 32, 32),
     "a100-40gb": DeviceKind("NVIDIA A100 data sheet, SXM", (8, 0), 40, 19.5, 312, 312, 1555, 300, 32),

@@ -1,4 +1,4 @@
-"""What the resolver may know of the place where a run is to happen; found without importing torch, where it can be."""
+"""Facts about the machines of a run, for the resolver. Most of them are detected without importing torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from functools import cache
 from rapidformer_templates.errors import ConfigError, did_you_mean
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu", "musa", "mtia", "maia")
-"""What torch calls the devices that it or a package beside it knows; AMD's call themselves ``cuda``."""
+"""torch's names of the device types that it or a plugin supports. AMD GPUs are ``cuda``."""
 
 OPTIONAL_PACKAGES = (
     "apex",
@@ -48,14 +48,14 @@ class Environment:
         template: the library's template that the user's class derives from, or None.
         template_origin: where that was decided, such as ``train.py:8``.
         world_size: number of workers.
-        local_world_size: workers on one node.
-        device: what torch calls the kind of device: ``cpu``, ``cuda``, ``xpu`` …
-        compute_capability: of Nvidia's GPU, such as ``(8, 0)``; None where there is none.
-        accelerator: what torch calls the kind of accelerator that it can use here, or None.
+        local_world_size: number of workers on one node.
+        device: torch's name of the device type: ``cpu``, ``cuda``, ``xpu`` …
+        compute_capability: compute capability of Nvidia's GPU, such as ``(8, 0)``, or None without one.
+        accelerator: torch's name of the accelerator type that this machine can use, or None.
         packages: optional packages that can be imported, with their versions.
-        cxx: the C++ compiler that torch's inductor would call; None where there is none.
-        device_origin: what says which devices those are; None where these are the ones of this machine.
-        device_kind: the key of ``DEVICE_KINDS`` of a machine that is not here.
+        cxx: the C++ compiler that torch's inductor would call, or None.
+        device_origin: what specified the devices, or None for those of this machine.
+        device_kind: the key in ``DEVICE_KINDS`` if the plan is for another machine.
     """
 
     template: str | None = "Trainer"
@@ -72,21 +72,21 @@ class Environment:
 
     @property
     def has_device(self) -> bool:
-        """Whether devices of that kind can be seen from here."""
+        """Whether this machine has devices of that type."""
         return self.device == "cpu" or self.device == self.accelerator or self.compute_capability is not None
 
     @property
     def white_box(self) -> bool:
-        """Whether the user's own code decides the template, and not the command line."""
+        """Whether the user's code decides the template, and not the command line."""
         return ".py:" in self.template_origin or self.template_origin == "in code"
 
 
 def installed_packages() -> dict[str, str]:
-    """The optional packages that are installed, with their versions.
+    """Return the optional packages that are installed, with their versions.
 
-    The package ``onnxruntime`` computes on CPUs only, and so its version ends in ``+cpu``, as torch's does;
-    ``onnxruntime-gpu`` brings the same module. ``apex`` counts only when it is Nvidia's: the package of that
-    name in the public index is something else and has no ``apex.optimizers``.
+    The package ``onnxruntime`` supports CPUs only, so ``+cpu`` is added to its version, as in torch's versions.
+    ``onnxruntime-gpu`` installs the same module. ``apex`` counts only if it is Nvidia's: the package with that name in
+    the public index is something else and has no ``apex.optimizers``.
     """
     versions = {}
     for name in OPTIONAL_PACKAGES:
@@ -105,27 +105,32 @@ def installed_packages() -> dict[str, str]:
 
 @cache
 def version_of_package(name: str) -> str:
-    """The version of an installed package. Every run asks for many of them, and reading one takes milliseconds.
+    """Return the version of an installed package, cached.
+
+    Every run reads many of them, and each read takes milliseconds.
 
     Raises:
-        PackageNotFoundError: nothing says which version it is.
+        PackageNotFoundError: the package has no version metadata.
     """
     return importlib.metadata.version(name)
 
 
 def version_of(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version, to compare it by."""
+    """Return the first two numbers of a version, for comparisons."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def find_cxx() -> str | None:
-    """The C++ compiler that torch's inductor would call: that of ``CXX``, else the system's."""
+    """Return the C++ compiler that torch's inductor would call: that of ``CXX``, or the system's."""
     return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
 
 
 @cache
 def compile_backends() -> tuple[str, ...] | None:
-    """Every backend of torch.compile, or None where there is no torch. Unlike the rest, it imports torch."""
+    """Return every backend of torch.compile, or None without torch.
+
+    Unlike the rest of this module, it imports torch.
+    """
     if importlib.util.find_spec("torch") is None:
         return None
     from torch._dynamo import list_backends
@@ -135,14 +140,14 @@ def compile_backends() -> tuple[str, ...] | None:
 
 @cache
 def detect_gpu() -> tuple[int, int] | None:
-    """The compute capability of the first visible GPU, or None where torch would see none."""
+    """Return the compute capability of the first visible GPU, or None if torch would see none."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     try:
         if importlib.metadata.version("torch").endswith("+cpu"):
             return None
     except importlib.metadata.PackageNotFoundError:
-        pass  # planning on a machine without torch: the driver alone decides
+        pass  # planning on a machine without torch: only the driver decides
     query = shutil.which("nvidia-smi")
     if query is None:
         return None
@@ -162,10 +167,10 @@ def detect_gpu() -> tuple[int, int] | None:
 
 @cache
 def detect_accelerator() -> str | None:
-    """What torch calls the accelerator that it can use here, or None.
+    """Return torch's name of the accelerator that this machine can use, or None.
 
-    torch itself is asked, which takes a second to import, only if it is imported already or its build, the system or a
-    package says that there may be another kind than Nvidia's.
+    Importing torch takes a second. So it is imported only if its build, the system or a package shows that there may be
+    an accelerator that is not Nvidia's. If torch is already imported, it is always queried.
     """
     if detect_gpu() is not None:
         return "cuda"
@@ -180,8 +185,9 @@ def detect_accelerator() -> str | None:
 def ask_torch_if_needed(device: str) -> None:
     """Import torch before the first :func:`detect` of a run, which uses every device that torch sees.
 
-    Without torch a GPU is overlooked if there is no ``nvidia-smi``. Torch is not needed if the run uses the CPU, if the
-    driver names a GPU, or if torch is built for CPUs. :func:`detect_accelerator` asks torch for other accelerators.
+    Without torch, a GPU is overlooked if there is no ``nvidia-smi``. Torch is not needed if the run uses the CPU, if
+    the driver reports a GPU, or if torch is built for CPUs. :func:`detect_accelerator` queries torch for other
+    accelerators.
     """
     if device == "cpu" or detect_gpu() is not None or _is_for_cpus():
         return
@@ -189,7 +195,7 @@ def ask_torch_if_needed(device: str) -> None:
 
 
 def _is_for_cpus() -> bool:
-    """Whether torch is built for CPUs alone, or is not there."""
+    """Return whether torch is built for CPUs only, or is not installed."""
     try:
         return importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -201,20 +207,20 @@ def _may_have_another_kind() -> bool:
         build = importlib.metadata.version("torch").partition("+")[2]
     except importlib.metadata.PackageNotFoundError:
         return False
-    packages = importlib.metadata.entry_points(group="torch.backends")  # which torch imports, such as torch_npu
+    packages = importlib.metadata.entry_points(group="torch.backends")  # plugins that torch imports, such as torch_npu
     return build.startswith(("rocm", "xpu")) or sys.platform == "darwin" or bool(packages)
 
 
 def no_device(kind: str) -> str:
-    """What to say where a kind of device is asked for and torch can use none."""
+    """Return the message for a requested device type that torch cannot use here."""
     return f"--device {kind} asks for {'a GPU' if kind == 'cuda' else 'an accelerator'}, and torch can use none here"
 
 
 def kind_of(device: str) -> str:
-    """What torch calls the kind of device that ``--device`` means.
+    """Return torch's name of the device type that ``--device`` selects.
 
     Raises:
-        ConfigError: torch cannot know such a one.
+        ConfigError: torch does not know such a type.
     """
     if device == "auto":
         return detect_accelerator() or "cpu"
@@ -237,15 +243,15 @@ def detect(
     world_size: int | None = None,
     local_world_size: int | None = None,
 ) -> Environment:
-    """The environment of this machine.
+    """Return the environment of this machine.
 
     Args:
-        device: from ``--device``: ``auto``, or what torch calls a kind of device.
-        world_size: number of workers; by default that of torchrun's environment, else 1.
-        local_world_size: workers on one node; likewise.
+        device: the value of ``--device``: ``auto``, or torch's name of a device type.
+        world_size: number of workers. The default is that of torchrun's environment, or 1.
+        local_world_size: number of workers on one node, with a similar default.
 
     Raises:
-        ConfigError: there is no such kind of device.
+        ConfigError: the device type does not exist.
     """
     kind = kind_of(device)
     workers = world_size or int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,6 +1,6 @@
 """The flags, by topic: fields of frozen dataclasses, from which parsing, help and docs are derived.
 
-The flags of each acceleration switch stand in the switch's own file. This module imports no torch.
+The flags of each acceleration switch are in the switch's own file. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def flag(
     """Declare one flag as a dataclass field.
 
     Args:
-        default: the value when nobody gives one.
+        default: the value if the flag is not given.
         help: one line for ``--help`` and the docs.
-        bare: the value when the flag stands without one (it then may stand without one).
-        aliases: other spellings, without the dashes, each with the value that it stands for; None is one that takes a
-            value itself.
-        metavar: what stands for the value in the help.
-        offered: values that a shell offers, where others are accepted, too.
-        minimum: the least value that is accepted.
-        maximum: the greatest.
-        choice: what it decides together with other flags that exclude it: one that is given on the command line
-            takes the place of another that stands in a file or a script.
-        only_with: the field that it acts only together with, and a value to suggest for that.
-        in_files: whether a YAML file or the plan of an earlier run may set it. False for what runs code.
+        bare: the value if the flag is given without one. None requires a value.
+        aliases: other spellings, without the dashes, each with the value that it sets. None if the alias takes a value
+            itself.
+        metavar: the placeholder for the value in the help.
+        offered: values that shell completion suggests. Other values are accepted, too.
+        minimum: lowest accepted value.
+        maximum: highest accepted value.
+        choice: name of a group of flags that exclude each other. A flag on the command line replaces another of its
+            group in a file or a script.
+        only_with: another field without which the flag has no effect, and a value to suggest for it.
+        in_files: whether a YAML file or the plan of an earlier run may set it. False for flags that run code.
     """
     metadata: dict[str, Any] = {"help": help, "bare": bare, "metavar": metavar, "minimum": minimum, "maximum": maximum}
     metadata |= {"choice": choice, "only_with": only_with, "aliases": dict(aliases or {}), "offered": offered}
@@ -327,12 +327,12 @@ class TrainingFlags:
 
     @property
     def fine_tunes(self) -> bool:
-        """Whether the task is one of fine-tuning; it decides some defaults, in every template alike."""
+        """Whether the task is a fine-tuning task. This decides some defaults, in every template."""
         return self.task not in (None, "pretraining")
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the best checkpoint is kept; who names its metric, or stops by it, asks for it."""
+        """Whether the best checkpoint is kept. A metric for it, or early stopping, implies that."""
         asked = self.metric_for_best is not None or self.early_stopping_patience is not None
         return self.fine_tunes or asked if self.keep_best is None else self.keep_best
 

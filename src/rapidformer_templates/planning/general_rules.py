@@ -1,4 +1,4 @@
-"""The rules that belong to no single switch. The others stand in the file of their switch."""
+"""Rules that belong to no single switch. The other rules are in the file of their switch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rapidformer_templates.planning.switch import Change, Example, Finding, Requ
 
 
 def _leave_out(*names: str) -> tuple[Change, ...]:
-    """Leaving out either of the named flags."""
+    """Suggest to remove one of the named flags."""
     return tuple(drop({name: None}) for name in names)
 
 
@@ -128,7 +128,7 @@ def _has_companion(request: Request) -> list[Finding]:
 
 @cache
 def _with_companions(kinds: tuple[type, ...]) -> tuple[tuple[Field[Any], Field[Any]], ...]:
-    """Each flag that acts only with another one, and that one."""
+    """Return each flag that has an effect only with another one, together with that one."""
     fields = [declared for kind in kinds for declared in fields_of(kind)]
     by_name = {declared.name: declared for declared in fields}
     pairs = ((declared, declared.metadata.get("only_with")) for declared in fields)

@@ -1,4 +1,4 @@
-"""How often something is done: every so many steps, samples, tokens or minutes."""
+"""Intervals in steps, samples, tokens or minutes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Interval(str):
     """A text such as ``500`` (optimizer steps), ``20000samples``, ``5e7tokens`` or ``30minutes``.
 
     Attributes:
-        size: how many; a whole number but for minutes.
+        size: the number. It is an integer except for minutes.
         unit: steps, samples, tokens or minutes.
 
     Raises:
-        ValueError: the text is none of these, or less than one step, sample or token.
+        ValueError: the text has another form, or is less than one step, sample or token.
     """
 
     expected = "a number of steps, or one with its unit: 20000samples, 5e7tokens, 30minutes"
@@ -40,5 +40,5 @@ class Interval(str):
         return self
 
     def passed(self, before: int, after: int) -> bool:
-        """Whether a multiple of it lies between two counts in its unit, the second included."""
+        """Return whether a multiple of the interval is above ``before`` and at most ``after``, in its unit."""
         return after // int(self.size) > before // int(self.size)

@@ -1,4 +1,4 @@
-"""Whether more or less of a metric is better, by its name. Imports no torch."""
+"""Whether a metric should be low or high, by its name. Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST = (
     "accuracies", "chosen", "margins",
 )
 
-# Words that say over what a metric is taken, and change no direction.
+# Words that describe what a metric is averaged over. They do not change its direction.
 QUALIFIERS = {
     "eval", "val", "valid", "validation", "test", "macro", "micro", "weighted", "binary", "mean", "avg", "average",
     "overall", "total",
@@ -33,17 +33,17 @@ QUALIFIERS = {
 # fmt: on
 
 TURNED = {"neg", "negative", "minus", "inverse"}
-"""Words that turn a direction round, such as sklearn's ``neg_mean_squared_error``."""
+"""Words that reverse a direction, as in sklearn's ``neg_mean_squared_error``."""
 
 _KNOWN: Mapping[str, Direction] = {**dict.fromkeys(LEAST, "min"), **dict.fromkeys(MOST, "max")}
 
 
 TEST = "test"
-"""What the test part is called among the sets that are evaluated."""
+"""The name of the test part among the evaluated sets."""
 
 
 def metric_name(of: str, metric: str) -> str:
-    """What a metric of an evaluated set is called; the validation part of the data, without a name, has the bare ones.
+    """Return the name of a metric of an evaluated set. The unnamed validation part has no prefix.
 
     >>> metric_name("", "eval_loss"), metric_name("hard", "eval_loss"), metric_name("test", "f1")
     ('eval_loss', 'hard/loss', 'test/f1')
@@ -52,7 +52,7 @@ def metric_name(of: str, metric: str) -> str:
 
 
 def direction_of(name: str) -> Direction | None:
-    """Whether the least or the most of a metric is the best, by the end of its name; None where that does not tell.
+    """Return whether the lowest or the highest value of a metric is the best, by the end of its name. None if unknown.
 
     >>> direction_of("eval_wer"), direction_of("f1_macro"), direction_of("accuracy_drop")
     ('min', 'max', None)

@@ -1,4 +1,4 @@
-"""The optimizers: what each is, what it needs, and what stands for it where that is absent. Imports no torch."""
+"""The optimizers: their classes, their requirements and their fallbacks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rapidformer_templates.planning.switch import Finding, Request, Resource
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What the rules and the plan know of an optimizer.
+    """Facts about an optimizer, for the rules and the plan.
 
     Attributes:
         implementation: the class, as the plan shows it.
-        state_bytes: bytes of state a parameter, of large matrices in fp32.
+        state_bytes: bytes of state per parameter, for large matrices in fp32.
         package: optional package that it needs.
-        install: what to install for it.
-        needs_cuda: whether it runs on a GPU only.
-        cpu_since: the first version of the package that runs on a CPU, if not all do.
-        stand_in: the class that makes the same update where package or GPU are absent.
+        install: how to install the package.
+        needs_cuda: whether it runs only on a GPU.
+        cpu_since: the first version of the package that runs on a CPU, if older ones do not.
+        stand_in: the class that makes the same update if the package or a GPU is missing.
         cpu_form: whether an offloaded state can be updated on the CPU.
-        not_under: switches whose shards it cannot update; the product's own ZeRO under 3D parallelism is the
-            distributed optimizer, and experts that are divided there are as shards of tensor parallelism.
-        groups: ``module:function`` from the built model to what parameters it treats alike, if not by decay alone.
+        not_under: switches whose shards it cannot update. Under 3D parallelism, ZeRO works like the distributed
+            optimizer, and divided experts like shards of tensor parallelism.
+        groups: ``module:function`` that groups the parameters of the built model, if not by weight decay alone.
         has_betas: whether it takes Adam's decays and epsilon, as ``betas`` and ``eps``.
     """
 
@@ -48,7 +48,7 @@ FUSED_ADAMW = "torch.optim.AdamW (fused)"
 CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
 LAMB = "rapidformer_templates.switches.optimizer.lamb.Lamb"
 TORCHAO = "pip install torchao"
-# OSS, pipeline stages and the distributed optimizer keep each one whole.
+# OSS, pipeline stages and the distributed optimizer keep each parameter whole.
 DIVIDES_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "tensor-parallel"})
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
@@ -58,7 +58,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         8,
         stand_in=LAMB,
         cpu_form=False,
-        # Its kernel clips by a norm over all that it is given.
+        # Its kernel clips by a norm over all gradients that it gets.
         not_under=DIVIDES_PARAMETERS | {"distributed-optimizer"},
     ),
     "adamw_torch": OptimizerFacts("torch.optim.AdamW", 8),
@@ -72,8 +72,8 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         cpu_form=False,
         not_under=frozenset({"fsdp", "expert-parallel"}),
     ),
-    # It keeps means of rows and columns: nearly nothing for a matrix, 4 bytes for each element of a vector. Into the
-    # norms of a DTensor it writes in place, which torch does not let it do.
+    # It keeps means of rows and columns: nearly nothing for a matrix, 4 bytes per element of a vector. It writes in
+    # place into the norms of a DTensor, which torch does not allow.
     "adafactor": OptimizerFacts(
         "torch.optim.Adafactor", 0.01, not_under=DIVIDES_PARAMETERS | {"expert-parallel"}, has_betas=False
     ),
@@ -111,14 +111,14 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
 
 ADAM_FLAGS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 DEFAULT_BETAS = (0.9, 0.999)
-"""Those of every optimizer that has betas."""
+"""The defaults of every optimizer that has betas."""
 TORCH_ADAM = {FUSED_ADAMW: "torch.optim.Adam (fused)", "torch.optim.AdamW": "torch.optim.Adam"}
-"""Adam with the weight decay in the gradient, for those whose class is AdamW."""
+"""Adam classes with the weight decay in the gradient, for implementations whose class is AdamW."""
 ADAM_W_MODE = {CPU_ADAM: "adamw_mode", "apex.optimizers.FusedAdam": "adam_w_mode"}
-"""The option by which the others choose."""
+"""The option that selects AdamW in the other implementations."""
 
 ADAMS = tuple(OPTIMIZERS[name] for name in ("apex_adam", "adamw_torch", "adamw_torch_fused"))
-"""Those whose update is AdamW's on any device."""
+"""Optimizers that make AdamW's update on any device."""
 
 
 UPDATE_APART = (
@@ -126,14 +126,15 @@ UPDATE_APART = (
     OPTIMIZERS["adamw_anyprecision"].implementation,
     OPTIMIZERS["muon"].implementation,
 )
-"""Optimizers of our own that may be given some gradients before others."""
+"""This library's optimizers that accept the gradients of some parameters before those of others."""
 
 
 def updates_apart(kind: str) -> bool:
-    """Whether an optimizer may be given the gradients of some parameters before those of others.
+    """Return whether an optimizer accepts the gradients of some parameters before those of others.
 
-    So it is where an update depends on no other parameter, and a step leaves alone what has no gradient. Others (apex's
-    and Prodigy count or estimate something for a whole group) are given all at once.
+    This requires that an update depends on no other parameter, and that a step skips parameters without a gradient.
+    Other optimizers get all gradients at once. For example, apex's and Prodigy count or estimate something for a whole
+    group.
 
     Args:
         kind: its class, as a plan or Python names it.
@@ -151,14 +152,14 @@ ELEMENTWISE = {
     ("deepspeed", "DeepSpeedCPUAdam"),
     ("rapidformer_templates", "AnyPrecisionAdamW"),
 }
-"""(package, class) of those that update each element by its own gradient and state."""
+"""(package, class) of optimizers that update each element only from its own gradient and state."""
 
 
 def updates_elements(kind: str) -> bool:
-    """Whether an optimizer may be given runs of parameters: no element's update depends on another element.
+    """Return whether an optimizer accepts ranges of parameters: no element's update depends on another element.
 
-    Others (LAMB's norms, Adafactor's means, Muon's products, blocks of quantized states, and what nobody knows) are
-    given whole parameters.
+    Other optimizers get whole parameters: those with LAMB's norms, Adafactor's means, Muon's products or blocks of
+    quantized states, and unknown ones.
 
     Args:
         kind: its class, as a plan or Python names it.
@@ -168,7 +169,7 @@ def updates_elements(kind: str) -> bool:
 
 
 def implementation(request: Request) -> str:
-    """The class that makes the updates in this run: for apex's, the stand-in where they cannot act."""
+    """Return the class that makes the updates in this run. For apex's classes it may be the fallback."""
     facts = OPTIMIZERS[request.config.get("optimizer")]
     if on_host_by_deepspeed(request):
         return CPU_ADAM
@@ -177,7 +178,10 @@ def implementation(request: Request) -> str:
 
 
 def optimizer_options(request: Request) -> dict[str, Any]:
-    """The options of that class beside the learning rate and the weight decay; what is not asked for is its own."""
+    """Return the options of that class other than learning rate and weight decay.
+
+    Options not listed keep its defaults.
+    """
     training = request.config.training
     options: dict[str, Any] = {}
     if training.adam_beta1 is not None or training.adam_beta2 is not None:
@@ -190,14 +194,14 @@ def optimizer_options(request: Request) -> dict[str, Any]:
 
 
 def on_host_by_deepspeed(request: Request) -> bool:
-    """Whether DeepSpeed updates an offloaded Adam state, for which it has a vectorized class."""
+    """Return whether DeepSpeed updates an offloaded Adam state, for which it has a vectorized class."""
     adam = OPTIMIZERS[request.config.get("optimizer")]
     by_deepspeed = any(name.startswith("zero-") and switch.engine for name, switch in request.active.items())
     return by_deepspeed and bool(request.of_family("offload")) and adam in ADAMS
 
 
 def why_stand_in(request: Request) -> str | None:
-    """Why apex's own class cannot act in this run; None where it can."""
+    """Return why apex's class cannot be used in this run, or None if it can."""
     if "apex" not in request.environment.packages:
         return "Nvidia apex is not installed"
     if request.environment.device != "cuda":
@@ -210,13 +214,13 @@ def why_stand_in(request: Request) -> str | None:
 
 
 def refusal(request: Request, message: str, *switches: str) -> Finding:
-    """A finding against the chosen optimizer; the default one runs everywhere."""
+    """Refuse the chosen optimizer and suggest the default, which runs everywhere."""
     asked = (*request.asked("optimizer"), *request.asked_for(*switches))
     return Finding(message, asked, switches=switches, changes=(replace({"optimizer": "apex_adam"}),))
 
 
 def has_no_betas(request: Request) -> list[Finding]:
-    """Adam's decays and epsilon, for an optimizer that has none of them."""
+    """Refuse Adam's decays and epsilon for an optimizer that does not have them."""
     name = request.config.get("optimizer")
     given = [field for field in ADAM_FLAGS if request.config.get(field) is not None]
     if OPTIMIZERS[name].has_betas or not given:
@@ -227,7 +231,7 @@ def has_no_betas(request: Request) -> list[Finding]:
 
 
 def betas_reach_one(request: Request) -> list[Finding]:
-    """A decay of 1, with which a moment would never take in a gradient."""
+    """Refuse a decay of 1, with which a moment would ignore all gradients."""
     return [
         Finding(
             f"{spelling(name)} must be below 1, not {value:g}",
@@ -240,7 +244,7 @@ def betas_reach_one(request: Request) -> list[Finding]:
 
 
 def missing_package(request: Request) -> list[Finding]:
-    """The chosen optimizer's package, if it is not installed."""
+    """Refuse the chosen optimizer if its package is not installed."""
     name = request.config.get("optimizer")
     facts = OPTIMIZERS[name]
     if facts.package is None or facts.package in request.environment.packages:

@@ -1,7 +1,7 @@
-"""What flags of other trainers are called here. Imports no torch.
+"""This library's names for the flags of other trainers. Does not import torch.
 
 The names are those of transformers' ``TrainingArguments`` and its example scripts, trl, accelerate, Lightning,
-Megatron-LM and DeepSpeed. Those that are spelled alike here (``--tensor-model-parallel-size`` …) need no line.
+Megatron-LM and DeepSpeed. Flags with the same name here (``--tensor-model-parallel-size`` …) need no line.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from rapidformer_templates.errors import alike
 
 SIMILAR = 0.75
-"""How alike two names must be to be taken for one another: ``tf31`` and ``tf32``, not ``bf16`` and ``tf32``."""
+"""How similar two names must be to suggest one for the other: ``tf31`` and ``tf32``, but not ``bf16`` and ``tf32``."""
 
 
 @dataclass(frozen=True)
 class Here:
-    """What stands for a name here.
+    """This library's equivalent of another trainer's flag.
 
     Attributes:
-        flags: the flags, with a value where the name has none (``--mixed-precision bf16``); empty if there are none.
-        note: what else there is to know.
+        flags: the flags, with a value if the name implies one (``--mixed-precision bf16``). Empty if there is none.
+        note: additional information.
     """
 
     flags: str
@@ -34,9 +34,9 @@ _BY_HOOK = "write it in build_optimizer() of a script of your own"
 _INTERVAL = "a number of steps, or 20000samples, 30minutes; by default the end of each epoch, or of the run"
 _NODES = "start the same command on each machine with torchrun (docs/many-machines.md)"
 
-# Names, and what stands for them. Names that differ in dashes and underscores alone are one.
+# Names, and their equivalents. Names that differ only in dashes and underscores are the same.
 _LINES: tuple[tuple[str, str, str], ...] = (
-    # How long, how much at a time.
+    # Length and batch sizes.
     ("num-train-epochs max-epochs num-epochs n-epochs train-epochs", "--epochs", ""),
     ("max-steps total-steps num-train-steps max-train-steps num-steps max-iters", "--train-iters", ""),
     ("train-samples", "--train-iters", "steps: the samples / --global-batch-size"),
@@ -65,7 +65,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("neftune-noise-alpha noise-alpha", "--neftune-alpha", ""),
     ("label-smoothing-factor", "--label-smoothing", ""),
     ("data-seed manual-seed random-seed", "--seed", ""),
-    # Numbers.
+    # Precision.
     ("bf16-full-eval", "--mixed-precision bf16", ""),
     ("half-precision amp fp16-full-eval", "--mixed-precision fp16", ""),
     ("precision dtype torch-dtype", "--mixed-precision bf16", "or fp16; without it: fp32"),
@@ -145,7 +145,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("reset-position-ids reset-attention-mask", "--keep-documents-apart", ""),
     ("mlm-probability", "--mask-prob", ""),
     ("bucket-by-length length-grouped-sampling", "--group-by-length", ""),
-    # What a run leaves, and when it looks.
+    # Outputs of a run, and evaluations.
     ("output-dir default-root-dir logging-dir save-dir checkpoint-dir project-dir out-dir", "--save", ""),
     ("overwrite-output-dir", "--overwrite", ""),
     ("resume-from-checkpoint ckpt-path auto-resume", "--resume", "from the newest checkpoint in --save"),
@@ -176,33 +176,33 @@ PEERS: dict[str, Here] = {
 
 
 def as_flags(flags: str) -> str:
-    """``--mixed-precision bf16``, as on a command line."""
+    """Return flags as on a command line: ``--mixed-precision bf16``."""
     return flags
 
 
 def as_yaml(flags: str) -> str:
-    """``mixed_precision: bf16``, as in a file."""
+    """Return flags as in a file: ``mixed_precision: bf16``."""
     return ", ".join(f"{name}: {value}" if value else name for name, value in _pairs(flags))
 
 
 def as_code(flags: str) -> str:
-    """``mixed_precision="bf16"``, as in a script."""
+    """Return flags as in a script: ``mixed_precision="bf16"``."""
     return ", ".join(f'{name}="{value}"' if value else name for name, value in _pairs(flags))
 
 
 def _pairs(flags: str) -> list[tuple[str, str]]:
-    """(field, value) of each flag."""
+    """Return (field, value) of each flag."""
     found = re.findall(r"--(\S+)(?: (?!--)(\S+))?", flags)
     return [(name.replace("-", "_"), value) for name, value in found]
 
 
 def flag_hint(word: str, known: Iterable[str], spelled: Callable[[str], str] = as_flags) -> str | None:
-    """A hint for a name that is not known: what stands for it here, else the known one that is most like it.
+    """Return a hint for an unknown name: its equivalent here, or the known flag with the closest spelling.
 
     Args:
         word: the name, with or without its dashes.
-        known: flags, with their dashes.
-        spelled: how flags are written where the name stands.
+        known: the known flags, with their dashes.
+        spelled: formats flags as the source of the name does.
     """
     name = word.lstrip("-").replace("-", "_").lower()
     here = PEERS.get(name)

@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PARALLEL_ENGINE = "rapidformer_templates.engines.parallel.engine:ParallelEngine"
-"""That of 3D layouts."""
+"""The engine of 3D layouts."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How the workers and the batch divide.
+    """How the workers and the batch are divided.
 
-    ``world = tensor × context × pipeline × data``; ``global_batch = micro_batch × data × accumulation``.
-    Batches are counted in samples, accumulation in micro batches of one optimizer step.
+    ``world = tensor × context × pipeline × data`` and ``global_batch = micro_batch × data × accumulation``. Batches are
+    counted in samples, accumulation in micro batches per optimizer step.
     """
 
     world: int = 1
@@ -30,25 +30,25 @@ class Sizes:
 
     @property
     def divides(self) -> int:
-        """Workers of one replica of the model."""
+        """Number of workers in one replica of the model."""
         return self.tensor * self.context * self.pipeline
 
     @property
     def copies(self) -> int:
-        """Workers that have the same parameters."""
+        """Number of workers that have the same parameters."""
         return self.data * self.context
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Workers that exchange with one another, as rank 0 sees them; the others are in groups of the same size.
+    """Workers that communicate with one another, as seen from rank 0. The other groups have the same size.
 
     Attributes:
         name: the dimension: ``tensor``, ``context``, ``data``, ``pipeline``, or that of a switch.
         exchanges: what they send to one another.
-        size: workers of a group.
-        stride: from the rank of one of them to that of the next.
-        nodes: over how many nodes a group reaches, the one that reaches furthest.
+        size: number of workers in a group.
+        stride: difference between the ranks of neighbors in a group.
+        nodes: maximum number of nodes that a group spans.
     """
 
     name: str
@@ -67,17 +67,17 @@ class Plan:
         switches: names of the active switches in the order in which they are applied.
         sizes: workers and batches.
         engine: ``module:Class`` of the engine that owns the optimizer step.
-        engine_options: what the active switches tell it: plain values.
-        device: ``cpu``, or what torch calls the accelerator.
-        precision: ``fp32``, ``bf16`` or ``fp16``: the type that matrix products are computed in.
-        optimizer: the optimizer that was asked for.
-        optimizer_implementation: what stands for it here, such as ``torch.optim.AdamW (fused)``.
-        optimizer_options: options of that class beside the learning rate and the weight decay.
-        schedule: the type and parameters of a schedule that takes the place of ``--lr-decay-style``.
-        notes: what a user should know: stand-ins, kernels, sizes that act as none.
+        engine_options: plain values that the active switches pass to the engine.
+        device: ``cpu``, or torch's name of the accelerator.
+        precision: the type of matrix products: ``fp32``, ``bf16`` or ``fp16``.
+        optimizer: the optimizer that the user chose.
+        optimizer_implementation: the class that implements it in this run, such as ``torch.optim.AdamW (fused)``.
+        optimizer_options: options of that class other than learning rate and weight decay.
+        schedule: the type and parameters of a schedule that replaces ``--lr-decay-style``.
+        notes: what a user should know: fallbacks, kernels, sizes without effect.
         values: each flag that was given, with its value and where it came from.
-        rules: codes of the rules that were consulted.
-        groups: those that rank 0 is in.
+        rules: codes of the rules that were checked.
+        groups: the groups of workers that contain rank 0.
     """
 
     template: str

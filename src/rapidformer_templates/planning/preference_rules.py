@@ -1,4 +1,7 @@
-"""Rules about preferences and rewards: what cannot be exact, or has no reference to compare with. Imports no torch."""
+"""Rules about preferences and rewards: results that would not be exact, or a missing reference.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,20 @@ def _compares(config: RunConfig) -> bool:
 
 
 def has_frozen_copy(config: RunConfig, switches: Iterable[Switch]) -> bool:
-    """Whether the reference is a second copy of the model; ``switches``: the active ones."""
+    """Return whether the reference is a second copy of the model. ``switches`` are the active ones."""
     keeps_base = any(switch.keeps_base for switch in switches)
     return _compares(config) and not config.training.precompute_reference and not keeps_base
 
 
 def rows_per_sample(config: RunConfig) -> int:
-    """Rows of a batch that each sample has: two answers, where they are compared."""
+    """Return the number of rows that each sample has in a batch: two if two answers are compared."""
     training = config.training
     judges = training.task == "preference" and training.preference_loss == "kto"
     return 2 if training.task in TWO_ROWS and not judges else 1
 
 
 def _reasons(request: Request, field: str) -> list[tuple[str, str]]:
-    """The active switches that give a reason, with it."""
+    """Return the active switches that have a reason in this field, with the reason."""
     named = [(name, getattr(switch, field)) for name, switch in request.active.items()]
     return [(name, why) for name, why in named if why]
 
@@ -86,7 +89,7 @@ def _copy_is_the_start(request: Request) -> list[Finding]:
         message = "--load changes the model after the reference was built, which would be compared with other weights"
     elif training.weights_only:
         message = "the run begins with the adapters of --load, and the reference is the model without adapters"
-    else:  # the run that is loaded goes on, and its reference is the model without adapters, too
+    else:  # the loaded run continues, and its reference is also the model without adapters
         return []
     changes = (_PRECOMPUTE, drop({"load": None, "weights_only": False}))
     return [Finding(message, request.asked("load", "preference_loss"), changes=changes)]
@@ -102,7 +105,7 @@ def _reference_is_used(request: Request) -> list[Finding]:
 
 
 OF_LOSS = {"simpo_gamma": "simpo", "kto_desirable_weight": "kto", "kto_undesirable_weight": "kto"}
-"""Flags that act on one loss, which they belong to."""
+"""Flags that act only with one loss, and that loss."""
 
 
 def _of_this_loss(request: Request) -> list[Finding]:

@@ -1,6 +1,6 @@
-"""The registry: every switch and every rule.
+"""The registry of all switches and rules.
 
-A switch is found because it lies in the folder of switches, or because an installed package names it.
+A switch is found if it is in the folder of switches, or if an installed package declares it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rapidformer_templates.planning.switch import Finding, Request, Rule, Switch
 from rapidformer_templates.planning.training_rules import TRAINING_RULES
 
 SWITCHES = "rapidformer_templates.switches"
-"""The folder in which switches are found, and the group of entry points by which those of other packages are.
+"""The package in which switches are found, and the group of entry points for switches of other packages.
 
-Its name stands for it: what is planned lies below what acts.
+It is a name and not an import, because planning is a lower layer than the switches.
 """
 
 
@@ -38,10 +38,10 @@ class Registry:
     rules: tuple[Rule, ...]
 
     def __getitem__(self, name: str) -> Switch:
-        """The switch of this name.
+        """Return the switch with this name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such switch.
         """
         return self._by_name[name]
 
@@ -51,11 +51,11 @@ class Registry:
 
     @cached_property
     def all_rules(self) -> tuple[Rule, ...]:
-        """Every rule once, by code."""
+        """Every rule once, sorted by code."""
         return _by_code([*self.rules, *(rule for switch in self.switches for rule in switch.rules)])
 
     def consulted(self, request: Request) -> tuple[Rule, ...]:
-        """The general rules and those of the active switches, by code."""
+        """Return the general rules and those of the active switches, sorted by code."""
         return _by_code([*self.rules, *(rule for switch in request.active.values() for rule in switch.rules)])
 
     def refusals(self, request: Request) -> list[tuple[Rule, Finding]]:
@@ -67,16 +67,16 @@ class Registry:
         return [finding for rule in self.consulted(request) if not rule.refuses for finding in rule.check(request)]
 
     def options(self) -> dict[str, type]:
-        """The options dataclass of each switch, by its name: the ``switch_options`` of ``config.parse``."""
+        """Return the options dataclass of each switch, by its name: the ``switch_options`` of ``config.parse``."""
         return {switch.name: switch.options for switch in self.switches}
 
     def complete(self, config: RunConfig) -> RunConfig:
-        """The configuration with default options for each switch that it does not mention."""
+        """Return the configuration with default options for each switch that it does not contain."""
         missing = {name: options() for name, options in self.options().items() if name not in config.switches}
         return dataclasses.replace(config, switches={**config.switches, **missing}) if missing else config
 
     def adopt(self, config: RunConfig) -> RunConfig:
-        """The configuration with what files of the switches' own say; where no flag says it, the file is its origin.
+        """Return the configuration with the values of the switches' own files. Flags keep their values.
 
         Raises:
             ConfigError: a file cannot be used.
@@ -84,7 +84,7 @@ class Registry:
         return reduce(lambda adopted, switch: switch.adopt(adopted) if switch.adopt else adopted, self.switches, config)
 
     def without(self, code: str) -> Registry:
-        """This registry without the rule of that code: what the test of a rule compares with."""
+        """Return this registry without one rule. The tests of rules compare with it."""
 
         def others(rules: Iterable[Rule]) -> tuple[Rule, ...]:
             return tuple(rule for rule in rules if rule.code != code)
@@ -98,7 +98,7 @@ def _by_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def _discover() -> tuple[Switch, ...]:
-    """The switches of every file in the folder of switches, of the ``declaration`` of every folder, and of others."""
+    """Return the switches of all files and folders in the package of switches, and those of other packages."""
     switches: list[Switch] = []
     folder = importlib.import_module(SWITCHES)
     for module in pkgutil.iter_modules(folder.__path__, f"{SWITCHES}."):
@@ -110,15 +110,15 @@ def _discover() -> tuple[Switch, ...]:
 
 
 def _declared_by(point: EntryPoint) -> tuple[Switch, ...]:
-    """The switches of another package.
+    """Return the switches of another package.
 
     Raises:
-        ConfigError: it cannot be imported, or declares something else.
+        ConfigError: the package cannot be imported, or does not declare a tuple of switches.
     """
     package = point.dist.name if point.dist else point.module
     try:
         loaded = point.load()
-    except Exception as error:  # whatever somebody else's module raises
+    except Exception as error:  # another package's module may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"the switches of the package {package} cannot be loaded: {reason}", hint=_WITHOUT) from error
     declared = getattr(loaded, "SWITCHES", loaded)
@@ -131,7 +131,7 @@ _WITHOUT = "mend the package, or uninstall it"
 
 
 def _check_unique(switches: Sequence[Switch]) -> None:
-    """Raise a :class:`ConfigError` when a switch of another package has a name, a flag or a code that there is."""
+    """Raise a :class:`ConfigError` if a switch of another package has an existing name, flag or rule code."""
     names: dict[str, Any] = {}
     codes: dict[str, Any] = {rule.code: rule for rule in GENERAL}
     sections = [(field.name, section) for section in SECTIONS.values() for field in dataclasses.fields(section)]
@@ -153,11 +153,11 @@ REGISTRY = Registry(_discover(), GENERAL)
 
 
 def switch_options() -> dict[str, type]:
-    """The options dataclass of each switch of this version, by the switch's name."""
+    """Return the options dataclass of each switch of this version, by the switch's name."""
     return REGISTRY.options()
 
 
 def load_object(path: str) -> Any:
-    """What ``module:name`` names."""
+    """Import the object that ``module:name`` names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

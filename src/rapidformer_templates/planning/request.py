@@ -1,4 +1,4 @@
-"""The facts that rules look at: sizes, model and active switches, gathered from a configuration. Imports no torch."""
+"""The facts that rules check: sizes, model and active switches, read from a configuration. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.planning.switch import ModelFacts, Request, Switch, acting_together
 
-# What the architectures of transformers call one and the same size.
+# Names of the same size in the configurations of different architectures in transformers.
 CONFIG_KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "num_attention_heads": ("num_attention_heads", "n_head", "num_heads"),
@@ -34,7 +34,7 @@ def build_request(
     training: bool = False,
     model: ModelFacts | None = None,
 ) -> Request:
-    """Gather the facts; ``model`` spares reading the model's ``config.json`` again."""
+    """Gather the facts. With ``model``, the model's ``config.json`` is not read again."""
     sizes = sizes_of(config, environment, switches)
     model = model or model_facts(config)
     asked = (s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model))
@@ -42,7 +42,10 @@ def build_request(
 
 
 def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Switch]) -> Sizes:
-    """Workers and batches; what does not divide is rounded down, and a rule speaks about it."""
+    """Return the numbers of workers and the batch sizes.
+
+    Sizes that do not divide are rounded down, and a rule reports it.
+    """
     divided = {size: config.get(name) for switch in switches for size, name in switch.sizes.items()}
     data = max(1, environment.world_size // math.prod(divided.values()))
     micro = config.data.micro_batch_size
@@ -59,7 +62,7 @@ def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Swi
 
 
 def precision(config: RunConfig, environment: Environment) -> str:
-    """The type of matrix products: ``fp32``, ``bf16`` or ``fp16``."""
+    """Return the type of matrix products: ``fp32``, ``bf16`` or ``fp16``."""
     asked: str | None = config.get("mixed_precision")
     if asked == "auto":
         return "bf16" if environment.device == "cpu" else "fp16"
@@ -67,17 +70,17 @@ def precision(config: RunConfig, environment: Environment) -> str:
 
 
 def engine_owner(request: Request) -> Switch | None:
-    """The switch whose engine owns the optimizer step: the first that brings one, in the order of the stages.
+    """Return the switch whose engine owns the optimizer step: the first with an engine, in the order of application.
 
-    What divides the model comes before what divides its states, and its engine knows of both; what makes copies differ
-    is known to the others.
+    Switches that divide the model come before those that divide its states, and their engine supports both. A switch
+    with ``copies_differ`` comes last, because the other engines support it.
     """
     bringing = (switch for switch in request.active.values() if switch.engine)
     return min(bringing, key=lambda switch: switch.copies_differ, default=None)
 
 
 def wide_weights(request: Request) -> str | None:
-    """Why the parameters stay fp32 under mixed precision; None if they are of 16 bits, with fp32 masters."""
+    """Return why the parameters stay fp32 under mixed precision. None if they are 16-bit with fp32 masters."""
     if request.config.get("keep_fp32_parameters"):
         return "--keep-fp32-parameters"
     owner = engine_owner(request)
@@ -87,7 +90,7 @@ def wide_weights(request: Request) -> str | None:
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
-    """Kind and sizes of the model from its flags, else from the ``config.json`` of a local folder.
+    """Return the type and sizes of the model from its flags, or from the ``config.json`` of a local folder.
 
     Raises:
         ModelError: that file is not a JSON object.
@@ -105,7 +108,7 @@ def model_facts(config: RunConfig) -> ModelFacts:
 def _read_config(folder: str | None) -> dict[str, Any]:
     file = Path(folder) / "config.json" if folder else None
     if file is None or not file.is_file():
-        return {}  # a name on the hub, or a folder that loading the model will speak about
+        return {}  # a name on the hub, or a folder that loading the model will report
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""resolve(): from what was asked to a plan, or to every reason why not. Imports no torch."""
+"""resolve(): turn what the user asked for into a plan, or into every reason why not. Does not import torch."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def resolve(
     Args:
         config: what the user asked for.
         environment: template, workers, devices and packages.
-        registry: the switches and rules that decide.
-        training: whether the run is about to train. A plan may leave open what training must
-            know: the learning rate, when to end, a GPU that is not seen from here.
+        registry: the switches and rules to apply.
+        training: whether the run is about to train. A plan may leave open what training needs: the learning rate, its
+            length, a GPU that this machine does not have.
 
     Raises:
-        Refused: with a :class:`Diagnostic` for each rule that is broken.
+        Refused: contains a :class:`Diagnostic` for each broken rule.
         ModelError: the model folder's ``config.json`` cannot be read.
     """
     request = build_request(registry.complete(config), environment, registry.switches, training=training)
@@ -51,7 +51,7 @@ def resolve(
 
 
 def plan_of(request: Request, registry: Registry) -> Plan:
-    """The plan of a request that breaks no rule."""
+    """Return the plan of a request that breaks no rule."""
     options = [switch.engine_options(request) for switch in request.active.values()]
     return Plan(
         template=request.environment.template or "none",
@@ -73,13 +73,13 @@ def plan_of(request: Request, registry: Registry) -> Plan:
 
 
 def _engine(request: Request) -> str:
-    """The engine that owns the optimizer step."""
+    """Return the engine that owns the optimizer step."""
     owner = engine_owner(request)
     if owner is not None:
         return str(owner.engine)
     narrow = precision(request.config, request.environment) != "fp32" and wide_weights(request) is None
     if narrow or request.sizes.context > 1:
-        return PARALLEL_ENGINE  # which has masters, and sums over those that share a sequence
+        return PARALLEL_ENGINE  # it has fp32 masters, and sums gradients over the workers that share a sequence
     return DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE
 
 
@@ -98,7 +98,7 @@ def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
 
 
 def _values(request: Request) -> Mapping[str, Mapping[str, Any]]:
-    """Each flag that was given, and the template, with its value and where it came from."""
+    """Return each flag that was given, and the template, with its value and where it came from."""
     config, environment = request.config, request.environment
     values = {
         spelling(f.name): {"value": config.get(f.name), "origin": config.origin(f.name)}

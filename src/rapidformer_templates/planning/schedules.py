@@ -1,4 +1,4 @@
-"""The schedules of ``--lr-decay-style``, and the flags that each of them takes. Imports no torch."""
+"""The schedules of ``--lr-decay-style``, and the flags of each. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ END = ("min_lr", "lr_decay_iters")
 
 @dataclass(frozen=True)
 class Style:
-    """What the rules and the run know of a schedule.
+    """Facts about a schedule, for the rules and the run.
 
     Attributes:
-        takes: the flags that act on it, beside those of the warmup.
-        of_transformers: whether transformers' function of that name draws it, to the letter. Its warmup begins at a
-            rate of zero; the library's own three take their first step at a share of the peak.
+        takes: the flags that act on it, other than those of the warmup.
+        of_transformers: whether it is exactly transformers' function with that name. Its warmup begins at a rate of
+            zero. The library's own three schedules take their first step at a fraction of the peak.
     """
 
     takes: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Style:
 
     @property
     def decays(self) -> bool:
-        """Whether it comes to an end, after which the rate stays."""
+        """Whether the decay ends, after which the rate is constant."""
         return "lr_decay_iters" in self.takes
 
 
@@ -50,25 +50,25 @@ SHAPING = {
     "lr_wsd_decay_iters": None,
     "lr_wsd_decay_style": "cosine",
 }
-"""The flags that act on some schedules only, with their defaults."""
+"""Flags that act on some schedules only, with their defaults."""
 
 WARMUPS = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples")
-"""The flags of which one may say how long the warmup is."""
+"""Flags for the length of the warmup. Only one of them may be given."""
 
 OF_SCHEDULES = ("lr_decay_style", *SHAPING, *WARMUPS)
-"""Every flag of the library's schedules."""
+"""All flags of the library's schedules."""
 
 
 def warmup_steps(training: TrainingFlags, global_batch: int, decay_steps: int | None) -> tuple[int | None, str]:
-    """(steps of warmup, the flag that says so).
+    """Return (number of warmup steps, the flag that sets it).
 
     Args:
         training: the flags.
-        global_batch: samples a step.
-        decay_steps: steps over which the rate decays; None where they are not known.
+        global_batch: number of samples per step.
+        decay_steps: number of steps over which the rate decays, or None if unknown.
 
     Returns:
-        None in place of the steps where they are a share of steps that are not known.
+        None instead of the number if it is a fraction of an unknown number of steps.
     """
     if training.lr_warmup_fraction is not None:
         return decay_steps and math.ceil(training.lr_warmup_fraction * decay_steps), "lr_warmup_fraction"

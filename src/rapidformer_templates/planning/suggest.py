@@ -1,4 +1,4 @@
-"""The nearest combinations that work, by a uniform-cost search over changes of what was asked."""
+"""Finds the nearest combinations that work, with a uniform-cost search over changes to the request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rapidformer_templates.planning.switch import Change, Finding, Request, Reso
 
 Path = tuple[Change, ...]
 
-# Combinations that are looked at before the search settles for taking out all that clashes.
-# Typical searches look at fewer than thirty, at about 0.1 ms each.
+# Maximum number of combinations to try before the search removes everything that clashes. A typical search tries fewer
+# than thirty, at about 0.1 ms each.
 MAX_LOOKS = 120
 
 STATES = {
@@ -30,10 +30,10 @@ SAME = {1: "state", 2: "two states", 3: "three states"}
 
 
 def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
-    """Up to ``limit`` sets of changes after which every rule accepts the request, nearest first.
+    """Return up to ``limit`` sets of changes after which no rule refuses the request, nearest first.
 
-    Every way out must mend each finding, so only one finding of a state is branched on: the one
-    with the fewest ways out. Each set returned has been resolved.
+    Every solution must fix all findings. So the search branches on only one finding of a state: the one with the fewest
+    possible changes. Each returned set has been checked against all rules.
     """
     frontier: list[tuple[float, int, Path]] = [(0.0, 0, ())]
     tie_breaker = itertools.count(1)
@@ -45,7 +45,7 @@ def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
             break
         cost, _, path = heapq.heappop(frontier)
         if found and cost >= nearest_cost + REPLACE:
-            break  # so much further away that it would only distract
+            break  # too far away to be helpful
         choices = _ways_out(apply(request, path, registry), registry)
         if choices is None:
             if not any(_is_nearer(other, path) for other in found):
@@ -62,7 +62,7 @@ def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
 
 
 def apply(request: Request, changes: Iterable[Change], registry: Registry) -> Request:
-    """The request after the changes."""
+    """Return the request after the changes."""
     values: dict[str, Any] = {}
     environment = request.environment
     for change in changes:
@@ -76,7 +76,7 @@ def apply(request: Request, changes: Iterable[Change], registry: Registry) -> Re
 
 
 def to_suggestion(path: Sequence[Change]) -> Suggestion:
-    """The changes as text; what is left out comes last."""
+    """Format the changes as text. Removed flags come last."""
     words = [change.describe for change in path]
     gone = " ".join(word.removeprefix(WITHOUT) for word in words if word.startswith(WITHOUT))
     kept = [word for word in words if not word.startswith(WITHOUT)]
@@ -85,7 +85,7 @@ def to_suggestion(path: Sequence[Change]) -> Suggestion:
 
 
 def _ways_out(request: Request, registry: Registry) -> list[Change] | None:
-    """The changes that may mend one finding of the request, or None if there is nothing to mend."""
+    """Return the changes that may fix one finding of the request, or None if there is no finding."""
     options = [_changes(request, finding, registry) for _, finding in registry.refusals(request)]
     return min(options, key=len) if options else None
 
@@ -100,7 +100,7 @@ def _changes(request: Request, finding: Finding, registry: Registry) -> list[Cha
 
 
 def _relatives(request: Request, switch: Switch, registry: Registry) -> list[Switch]:
-    """Switches that can stand for this one; none where another of the family is active already."""
+    """Return the switches that can replace this one. None can if another switch of its family is also active."""
     if switch.family is None or len(request.of_family(switch.family)) > 1:
         return []
     return [other for other in registry.switches if other.family == switch.family and other != switch]
@@ -116,12 +116,12 @@ def _exchanged(switch: Switch, other: Switch) -> Change:
 
 
 def _given(request: Request, switch: Switch) -> Mapping[str, Any]:
-    """The values that turn the switch off, without flags that are off already."""
+    """Return the values that turn the switch off, without flags that are already off."""
     return {name: off for name, off in switch.off.items() if request.config.get(name) != off}
 
 
 def _values(path: Sequence[Change]) -> dict[str, Any]:
-    """The fields that the changes set, with the template among them."""
+    """Return the fields that the changes set, including the template."""
     values: dict[str, Any] = {}
     for change in path:
         values.update(change.values)
@@ -131,19 +131,19 @@ def _values(path: Sequence[Change]) -> dict[str, Any]:
 
 
 def _is_nearer(changes: Sequence[Change], path: Sequence[Change]) -> bool:
-    """Whether ``path``, which costs no less, only adds to ``changes`` or gives up the same switches."""
+    """Return whether ``path``, which costs at least as much, only extends ``changes`` or removes the same switches."""
     mine, its = _values(changes), _values(path)
     given_up, its_given_up = ({name for name, value in values.items() if not value} for values in (mine, its))
     return mine.items() <= its.items() or bool(given_up and given_up == its_given_up)
 
 
 def _overlap(path: Sequence[Change], change: Change) -> bool:
-    """Whether the change touches what the path has changed: going back would lead in circles."""
+    """Return whether the change touches a field that the path has already changed. Undoing it would lead to cycles."""
     return not _values(path).keys().isdisjoint(_values((change,)))
 
 
 def _take_out(request: Request, registry: Registry) -> Path:
-    """The last resort: mend finding after finding by its dearest change, which takes something out."""
+    """Fix each finding with its most expensive change, which removes something. This is the last resort."""
     path: Path = ()
     while choices := _ways_out(apply(request, path, registry), registry):
         fresh = [change for change in choices if not _overlap(path, change)]

@@ -1,4 +1,4 @@
-"""The vocabulary in which switches and rules are declared. Imports no torch."""
+"""The classes with which switches and rules are declared. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ TEMPLATES = ("Trainer", "Pretrainer", "Finetuner")
 
 
 class Precedence(enum.IntEnum):
-    """When a switch is applied: before those of a higher number."""
+    """The order in which switches are applied, lowest number first."""
 
     DATA = 0  # shapes the batches, before there is a model
-    MIXTURE = 1  # replace feed-forwards of the whole model, so that each stage draws the experts that one process does
-    PARTITION = 2  # pipeline: cut the model while its blocks are still plain modules
+    MIXTURE = 1  # replaces feed-forwards of the whole model, so that each stage draws the same experts as one process
+    PARTITION = 2  # pipeline: cuts the model while its blocks are still plain modules
     STRUCTURE = 3  # adapters and frozen parameters: before anything wraps them
-    HEAD = 4  # fused loss: the layer of the words, before they are divided
+    HEAD = 4  # fused loss: the output layer, before its vocabulary is divided
     TENSOR = 5  # tensor and sequence parallel: shard parameters inside each stage
     KERNEL = 6  # attention kernels and tf32: choose what the final modules call
-    CONTEXT = 7  # context parallel: each block sees a stretch of the sequence, its attention the whole
-    GRAPH = 8  # ONNX Runtime: captures the modules as they are now
+    CONTEXT = 7  # context parallel: each block sees a part of the sequence, its attention the whole
+    GRAPH = 8  # ONNX Runtime: captures the modules in this state
     CHECKPOINT = 9  # activation checkpointing: around the blocks, inside the compiled region
     COMPILE = 10  # torch.compile: sees the checkpointed blocks
-    KEEP = 11  # activation offload: around the blocks, whether they are compiled or checkpointed or neither
-    PRECISION = 12  # the type that the engine computes in
+    KEEP = 11  # activation offload: around the blocks, which may be compiled or checkpointed
+    PRECISION = 12  # the type in which the engine computes
     OPTIMIZER = 13  # the update rule that the engine will build
-    SHARD = 14  # the engine: wraps or shards what the others left
+    SHARD = 14  # the engine: wraps or shards the result
 
 
 class Resource(enum.Enum):
-    """What a switch takes for itself. Two active switches that claim one resource conflict."""
+    """Resources that a switch claims. Two active switches that claim the same resource conflict."""
 
     PARAMETERS = "the partitioning of the parameters"
     GRADIENTS = "the partitioning of the gradients"
@@ -48,7 +48,7 @@ class Resource(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Kind and sizes of the model as far as flags or its ``config.json`` tell; None is unknown."""
+    """The type and sizes of the model, as far as its flags or its ``config.json`` contain them. None means unknown."""
 
     model_type: str | None = None
     num_layers: int | None = None
@@ -62,16 +62,16 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Request:
-    """What a rule looks at.
+    """The input of a rule.
 
     Attributes:
         config: the flags with their origins.
         environment: template, workers, device, packages.
         active: the active switches by name.
-        sizes: workers and batches as far as they can be computed (a size that does not divide
-            is left rounded down; the rule about it says so).
+        sizes: workers and batches as far as they can be computed. Sizes that do not divide are rounded down, and a rule
+            reports it.
         model: sizes of the model.
-        training: whether this run is to train; a plan may leave open what training must know.
+        training: whether this run will train. A plan may leave open what training needs.
     """
 
     config: RunConfig
@@ -82,7 +82,7 @@ class Request:
     training: bool = False
 
     def asked(self, *names: str) -> tuple[str, ...]:
-        """How the named fields were asked for: ``--tf32 (run.yaml:12)``."""
+        """Return how the user gave the named fields: ``--tf32 (run.yaml:12)``."""
         words = []
         for name in names:
             value = self.config.get(name)
@@ -92,26 +92,26 @@ class Request:
         return tuple(words)
 
     def asked_for(self, *switches: str) -> tuple[str, ...]:
-        """How the named active switches were asked for."""
+        """Return how the user turned on the named active switches."""
         return self.asked(*(name for switch in switches for name in self.active[switch].on))
 
     def asked_template(self) -> str:
         return f"template {self.environment.template or 'none'} ({self.environment.template_origin})"
 
     def of_family(self, family: str) -> tuple[Switch, ...]:
-        """The active switches of a family."""
+        """Return the active switches of a family."""
         return tuple(switch for switch in self.active.values() if switch.family == family)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One step of the search for a combination that works.
+    """One change in the search for a combination that works.
 
     Attributes:
         describe: what the user would change, such as ``--fsdp-memory-optimization``.
         cost: see the constants in ``changes.py``.
         values: fields to set.
-        template: template to move to, if it changes.
+        template: the new template, if it changes.
         note: why it helps.
     """
 
@@ -124,13 +124,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that is broken.
+    """One way in which a rule is broken.
 
     Attributes:
         message: what is wrong.
         asked: the values that clash, each with where it came from.
-        switches: names of active switches; taking one out, or another of its family in its place, may mend it.
-        changes: other changes that may mend it.
+        switches: names of active switches. Removing one, or replacing it with another of its family, may fix the
+            problem.
+        changes: other changes that may fix it.
     """
 
     message: str
@@ -141,12 +142,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Example:
-    """A command that breaks a rule: for ``rapidformer explain`` and for the rule's own test.
+    """A command that breaks a rule, for ``rapidformer explain`` and for the rule's test.
 
     Attributes:
-        flags: of ``rapidformer plan``.
+        flags: the flags of ``rapidformer plan``.
         machine: facts of the :class:`Environment` that differ from one CPU worker without packages.
-        training: whether it is a command that trains.
+        training: whether the command trains.
     """
 
     flags: str
@@ -162,10 +163,10 @@ class Rule:
         code: such as ``RF002``.
         title: the rule in one sentence.
         why: the fact behind it.
-        source: ``[R]``, ``[M]``, ``[S]``, ``[D]`` (see docs/switches.md) or the engine's own name.
-        check: gives a finding for each way in which the request breaks the rule.
+        source: ``[R]``, ``[M]``, ``[S]``, ``[D]`` (see docs/switches.md) or the name of the engine.
+        check: returns a finding for each way in which the request breaks the rule.
         example: a command that breaks it.
-        refuses: False when a finding is only noted in the plan.
+        refuses: whether a finding refuses the request. If False, the plan only contains a note.
     """
 
     code: str
@@ -178,10 +179,10 @@ class Rule:
 
 
 FORECAST = ("parameters", "gradients", "optimizer", "activations", "time")
-"""What the planner predicts of a run: bytes of a worker by kind, and the seconds of a step."""
+"""The quantities that the planner predicts: bytes per worker by kind, and the seconds of a step."""
 
 Reasons = Mapping[str, str]
-"""Kinds of ``FORECAST``, each with a few words."""
+"""Some of the quantities in ``FORECAST``, each with a short explanation."""
 
 
 def nothing(request: Request) -> Reasons:
@@ -190,11 +191,11 @@ def nothing(request: Request) -> Reasons:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner makes of a switch. A kind that stands in neither part is the same with it as without it.
+    """How the planner handles a switch. Quantities in neither attribute are the same with and without the switch.
 
     Attributes:
-        predicted: kinds that the switch changes and that are predicted with it, each with what becomes of it.
-        unknown: kinds that are predicted as if the switch were off, each with why: the planner says so by name.
+        predicted: quantities that the switch changes and the planner predicts, each with a description of the change.
+        unknown: quantities that are predicted as if the switch were off, each with the reason. The planner lists them.
         traced: whether its transform is applied to the model whose shapes are planned.
     """
 
@@ -204,19 +205,19 @@ class Prediction:
 
 
 def always(**reasons: str) -> Callable[[Request], Reasons]:
-    """Of a prediction: what is unknown whatever else is asked for."""
+    """Make a ``Prediction.unknown`` that does not depend on the request."""
     return lambda request: reasons
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the first step of a run has shown: what a switch's ``acted`` looks at.
+    """The measurements of the first step of a run: the input of a switch's ``acted``.
 
     Attributes:
-        plan: what the run was to do.
+        plan: the plan of the run.
         config: the flags.
-        ranks: the measurements of each worker by name; one that a worker does not have is missing or None.
-        own_hooks: names of the hooks that are the user's own.
+        ranks: the measurements of each worker by name. A measurement that a worker does not have is missing or None.
+        own_hooks: names of the hooks that the user has defined.
     """
 
     plan: Plan
@@ -225,11 +226,11 @@ class Measured:
     own_hooks: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
-        """The measurement of the first worker that has it; None if nobody has."""
+        """Return the measurement of the first worker that has it, or None."""
         return next(iter(self.all(name)), None)
 
     def all(self, name: str) -> list[Any]:
-        """The measurement of every worker that has it, by rank."""
+        """Return the measurement of every worker that has it, by rank."""
         return [values[name] for values in self.ranks if values.get(name) is not None]
 
 
@@ -261,56 +262,59 @@ FREED_MEMORY: tuple[FreedMemory, ...] = get_args(FreedMemory)
 
 @dataclass(frozen=True)
 class Switch:
-    """One acceleration switch. A new switch is one new file in this folder.
+    """One acceleration switch. To add a switch, add one file to the folder of switches.
 
     Attributes:
-        name: as in the plan, such as ``zero-3``.
-        summary: one line of what it does and through which package.
+        name: its name in the plan, such as ``zero-3``.
+        summary: one line about what it does and through which package.
         source: where it is documented.
-        precedence: when it is applied, among those that are on.
-        options: dataclass of its flags; flags, help and docs are derived from it.
-        predicts: what the planner makes of it.
-        family: switches that can stand for one another, such as ``partitioning``.
-        claims: resources that it takes for itself.
-        templates: the templates that it works in.
-        rules: the rules that it brings; they are consulted when it is active.
-        notes: what the plan should say about it.
+        precedence: when it is applied, among the active switches.
+        options: dataclass of its flags. Flags, help and docs are derived from it.
+        predicts: how the planner handles it.
+        family: name of a group of switches that can replace one another, such as ``partitioning``.
+        claims: resources that it claims.
+        templates: the templates in which it works.
+        rules: its rules, which are checked if it is active.
+        notes: returns its notes for the plan.
         needs_package: optional package that it needs.
-        install: what to install for it, such as ``pip install rapidformer_templates[deepspeed]``.
+        install: how to install the package, such as ``pip install rapidformer_templates[deepspeed]``.
         needs_cuda: whether it needs a GPU.
-        sizes: the fields of ``Sizes`` that its flags set, each with the flag: by how many it divides the model.
-        dimensions: groups of workers that it makes inside of those of ``sizes``, for the plan.
-        adopt: adds what a file of its own says to the flags, before anything is planned.
-        prepare: ``module:function`` that takes (flags, plan) before workers start: what only they could fail at later.
+        sizes: the fields of ``Sizes`` that its flags set, each with the flag. They are factors by which it divides the
+            model.
+        dimensions: groups of workers that it makes inside those of ``sizes``, for the plan.
+        adopt: adds the values of the switch's own file to the flags, before anything is planned.
+        prepare: ``module:function`` that is called with (flags, plan) before the workers start. It does what would
+            otherwise fail only later, in the workers.
         order: ``module:function`` that makes the order of the training samples from (template, samples).
-        engine: ``module:Class`` of the engine that it asks for; of several the first in the order of application.
-        engine_options: what the engine must know of it: plain values, which the plan shows.
+        engine: ``module:Class`` of the engine that it needs. If several switches have one, the first applied wins.
+        engine_options: plain values for the engine, which the plan shows.
         transform: ``module:function`` that applies it to the built model.
-        exported: module that marks and reads folders of models that it has changed so that ``from_pretrained`` cannot.
+        exported: module that marks and reads folders of changed models that ``from_pretrained`` cannot read.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
-        receipt_hooks: ``module:Class`` of what measures those that are its own, an ``engines.receipt.Receipt``.
-        acted: looks at the measurements of the first step: None, or, of a switch that did nothing, what should have
-            been seen and was not. The run ends there.
-        active: whether the options (or, for gradient accumulation, the sizes) turn it on; by default its first flag
-            does, by another value than its default.
-        on: field values that turn it on, for suggestions, tests and docs; by default the first flag alone.
-        off: field values that turn it off, for suggestions; by default that flag's own.
-        changes_result: whether it computes something else, and not only at another cost: a one-process run that is
-            compared with has it, too.
-        under_3d: what differs of it, by attribute, where the engine of 3D layouts trains: where tensor, context or
-            pipeline parallelism divide a replica, or one switch makes copies differ and another divides them.
-        copies_differ: whether fewer workers have copies of some parameters than of others.
-        divides_copies: whether it shares out, or moves, the states of a parameter among those that have copies of it;
-            other partitioning is over all data-parallel workers.
-        implied: whether a model is such that the switch is on without any flag.
-        keeps_base: whether the weights that a run begins with stay beside what is trained.
-        narrow_weights: of an engine, whether it trains parameters of 16 bits with fp32 masters, which no engine of a
-            switch does unless it says so; of any other switch, False if the parameters must stay fp32.
-        no_second_forward: why a step must not have a forward of another model, or of two rows a sample; None if it may.
-        no_second_model: why there is no place for a forward of a reference in a step; None if there is.
-        freed_memory: what becomes of host memory that a training on a CPU frees. It is kept for the next step, which
-            saves the page faults of half a step; unless the process would be larger for it, by holes between what is
-            of many sizes. Of several switches the first of :data:`FREED_MEMORY` counts.
+        receipt_hooks: ``module:Class`` of an ``engines.receipt.Receipt`` that takes the measurements of this switch
+            alone.
+        acted: checks the measurements of the first step. It returns None, or, if the switch did nothing, a sentence
+            about what was expected and what was measured. The run then ends.
+        active: whether the options (or, for gradient accumulation, the sizes) turn it on. By default, it is on if its
+            first flag differs from its default.
+        on: field values that turn it on, for suggestions, tests and docs. By default, the first flag alone.
+        off: field values that turn it off, for suggestions. By default, the default of the first flag.
+        changes_result: whether it changes the result, and not only the cost. Then a one-process run for comparison
+            needs it, too.
+        under_3d: attributes with other values if the engine of 3D layouts trains. It does if tensor, context or
+            pipeline parallelism divide a replica, or if one switch makes copies differ and another divides them.
+        copies_differ: whether some parameters have copies on fewer workers than others.
+        divides_copies: whether it shards or moves the states of a parameter among the workers that have copies of it.
+            Other partitioning is over all data-parallel workers.
+        implied: whether a model turns the switch on without a flag.
+        keeps_base: whether the initial weights of a run stay in the model next to the trained ones.
+        narrow_weights: for a switch with an engine, whether the engine trains 16-bit parameters with fp32 masters. The
+            default is that it does not. For other switches, False if the parameters must stay fp32.
+        no_second_forward: why a step must not have a forward of another model, or two rows per sample. None if it may.
+        no_second_model: why a step cannot contain a forward of a reference model. None if it can.
+        freed_memory: what happens to host memory that training on a CPU frees. Keeping it for the next step saves the
+            page faults of half a step. But with tensors of many sizes it fragments, and the process grows. If several
+            switches set it, the first value in :data:`FREED_MEMORY` counts.
     """
 
     name: str
@@ -361,12 +365,12 @@ class Switch:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of its flags' fields."""
+        """The field names of its flags."""
         return tuple(f.name for f in dataclasses.fields(self.options))
 
 
 def acting_together(switches: Iterable[Switch], sizes: Sizes) -> dict[str, Switch]:
-    """Switches by name, each as it acts beside the others and with these sizes."""
+    """Return switches by name, each as it acts together with the others and with these sizes."""
     chosen = list(switches)
     apart = any(switch.copies_differ for switch in chosen) and any(switch.divides_copies for switch in chosen)
     if sizes.divides > 1 or apart:

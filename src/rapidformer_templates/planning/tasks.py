@@ -1,4 +1,4 @@
-"""The tasks and the data flags that each has a use for. Imports no torch: a plan looks at them, too."""
+"""The tasks, and the data flags that each of them uses. Does not import torch, because plans use it, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TASKS = {
     "reward": "rapidformer_templates.data.tasks.preference:Reward",
     "pretraining": "rapidformer_templates.data.tasks.pretraining:Pretraining",
 }
-"""Where the class of each task is; imported on use, so that metrics' packages are loaded only when needed."""
+"""The class of each task. It is imported on use, so that packages for metrics are loaded only when needed."""
 
 FLAGS_OF = {
     "mask_prob": ("masked_lm", "pretraining"),
@@ -37,7 +37,7 @@ FLAGS_OF = {
     "kto_undesirable_weight": ("preference",),
     "precompute_reference": ("preference",),
 }
-"""Flags that act in some tasks only; given with another one, they are refused."""
+"""Flags that act in some tasks only. Other tasks refuse them."""
 
 _FINE_TUNING = tuple(task for task in TASKS if task != "pretraining")
 
@@ -56,7 +56,7 @@ READ_BY = {
     "label_column": tuple(task for task in _FINE_TUNING if task not in ("masked_lm", "preference", "reward")),
     "pair_column": ("sequence_classification", "question_answering"),
 }
-"""Flags that the ``build_data`` of some tasks reads; a user's own may read any."""
+"""Flags that the ``build_data`` of some tasks reads. A user's own ``build_data`` may read any flag."""
 
 
 METRICS_OF = {
@@ -70,36 +70,36 @@ METRICS_OF = {
     "reward": ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     "pretraining": ("token_accuracy",),
 }
-"""What the ``compute_metrics`` of each task gives."""
+"""The names of the metrics that the ``compute_metrics`` of each task returns."""
 
 METRICS_OF_PROBLEM = {
     "single_label_classification": METRICS_OF["sequence_classification"],
     "multi_label_classification": ("f1", "f1_macro", "exact_match"),
     "regression": ("mse", "mae", "pearson"),
 }
-"""The same of sequence classification, by what its labels are; without ``--problem-type`` the data tell."""
+"""The metrics of sequence classification by the type of its labels. Without ``--problem-type``, the data decide."""
 
 SMOOTHED = tuple(task for task in TASKS if task not in ("question_answering", "preference", "reward"))
-"""Those whose loss is a cross-entropy over classes or words; of sentence pairs it is a sum of two losses."""
+"""Tasks whose loss is a cross-entropy over classes or tokens. With sentence pairs, it is a sum of two losses."""
 
 _LANGUAGE = ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
 
 
 def metrics_of(config: RunConfig, *, of_task: bool = True) -> tuple[str, ...]:
-    """Names of what an evaluation gives without a ``compute_metrics`` of the user's own.
+    """Return the names of the results of an evaluation without a ``compute_metrics`` of the user.
 
     Args:
-        of_task: whether the task's metrics are computed, as where the data are the task's.
+        of_task: whether the task's metrics are computed, as they are for the task's own data.
     """
     task = config.training.task
-    # The exponential of a loss means something where it is the log-likelihood of a token and nothing is added to it.
+    # A perplexity is meaningful if the loss is the log-likelihood of a token and nothing is added to it.
     likelihood = task in _LANGUAGE and not config.data.sentence_pairs
     own = _own_metrics(config) if of_task else ()
     return ("eval_loss", *(("perplexity",) if likelihood else ()), *own)
 
 
 def _own_metrics(config: RunConfig) -> tuple[str, ...]:
-    """Those of the task; of sequence classification all that there may be, where only the data tell the problem."""
+    """Return the task's metrics. If only the data decide the problem type of sequence classification, return all."""
     if config.training.task == "preference":
         return preference_metrics(judges=config.training.preference_loss == "kto")
     if config.training.task != "sequence_classification":
@@ -110,15 +110,15 @@ def _own_metrics(config: RunConfig) -> tuple[str, ...]:
 
 
 def preference_metrics(*, judges: bool) -> tuple[str, ...]:
-    """Those of preferences; where each answer is judged by itself, there is no choice to be right about."""
+    """Return the metrics of preferences. If each answer is judged separately, there is no accuracy of a choice."""
     return METRICS_OF["preference"][: 3 if judges else 4]
 
 
 def check_task_flags(config: RunConfig) -> None:
-    """Look at whether the task is there and has a use for each flag that is given for some tasks only.
+    """Check that the task exists and uses each given flag that is only for some tasks.
 
     Raises:
-        ConfigError: no task is named, one that is not there, or a flag is given that it has no use for.
+        ConfigError: the task is missing or unknown, or it does not use a given flag.
     """
     name = config.training.task
     if name is None:
@@ -133,10 +133,10 @@ def check_task_flags(config: RunConfig) -> None:
 
 
 def check_data_flags(config: RunConfig) -> None:
-    """Look at whether the task's own ``build_data`` reads each data flag that is given.
+    """Check that the task's own ``build_data`` reads each given data flag.
 
     Raises:
-        ConfigError: it has no use for one.
+        ConfigError: it does not read one of them.
     """
     assert config.training.task is not None
     _refuse(config, config.training.task, READ_BY)
@@ -151,9 +151,9 @@ def _refuse(config: RunConfig, name: str, table: Mapping[str, Sequence[str]]) ->
 
 
 def sample_flags(config: RunConfig) -> dict[str, Any]:
-    """Flags of the task that its samples depend on, with their values: plain ones, for a checkpoint."""
+    """Return the flags of the task that its samples depend on, as plain values for a checkpoint."""
     names = [name for name, tasks in FLAGS_OF.items() if config.training.task in tasks]
     values = {spelling(name): config.get(name) for name in names}
-    if not config.model.new_head:  # as in checkpoints that are older than this flag
+    if not config.model.new_head:  # older checkpoints do not have this flag
         values.pop("--new-head", None)
     return values

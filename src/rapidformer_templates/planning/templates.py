@@ -1,4 +1,4 @@
-"""Which template a black-box run uses, and the flags that a template prefers. Imports no torch."""
+"""Chooses the template of a black-box run, and the defaults of each template. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rapidformer_templates.planning.request import build_request
 TEMPLATE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Trainer": {},
     "Pretrainer": {"task": "pretraining"},
-    "Finetuner": {},  # what fine-tuning prefers follows from the task, so that it is the same in every template
+    "Finetuner": {},  # the task decides the defaults of fine-tuning, so they are the same in every template
 }
-"""Flags that a template sets where nobody else does, by the template's name."""
+"""Flags that a template sets if nothing else does, by the template's name."""
 
 
 def choose_template(config: RunConfig, registry: Registry = REGISTRY) -> tuple[str, str]:
-    """The template of a black-box run and the reason: ``--template``, else by switches, else by task.
+    """Return the template of a black-box run and the reason: ``--template``, or the switches, or the task.
 
     Returns:
         The name and where it comes from, such as ``command line`` or ``task pretraining``.
@@ -40,6 +40,6 @@ def choose_template(config: RunConfig, registry: Registry = REGISTRY) -> tuple[s
 
 
 def with_template_defaults(config: RunConfig, template: str) -> RunConfig:
-    """The configuration with what the template prefers, where nobody gave a value."""
+    """Return the configuration with the template's defaults for flags without a value."""
     preferred = {name: value for name, value in TEMPLATE_DEFAULTS[template].items() if name not in config.origins}
     return config.replace(template, **preferred) if preferred else config

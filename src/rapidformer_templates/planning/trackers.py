@@ -1,4 +1,4 @@
-"""Trackers that show the curves of a run: their names, and what each needs. Imports no torch."""
+"""Experiment trackers that show the curves of a run: their names and packages. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import Final
 
 PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-"""The trackers, each with the module that must be there."""
+"""The trackers, each with the module that must be installed."""
 
 INSTALL: Final = dict.fromkeys(("tensorboard", "wandb", "mlflow"), "pip install 'rapidformer_templates[trackers]'") | {
     "trackio": "pip install trackio"
@@ -14,13 +14,13 @@ INSTALL: Final = dict.fromkeys(("tensorboard", "wandb", "mlflow"), "pip install 
 
 
 class Trackers(str):
-    """A text such as ``tensorboard,wandb``; ``all`` stands for every tracker that is installed, ``none`` for none.
+    """A text such as ``tensorboard,wandb``. ``all`` means every installed tracker, ``none`` means no tracker.
 
     Attributes:
-        names: those that it names, ``all`` and ``none`` left out.
+        names: the trackers in the text, without ``all`` and ``none``.
 
     Raises:
-        ValueError: the text names something else, or one twice.
+        ValueError: the text contains something else, or a name twice.
     """
 
     expected = f"names of {', '.join(PACKAGES)} with commas between them, all or none"
@@ -38,12 +38,12 @@ class Trackers(str):
 
 
 def chosen_trackers(asked: str | None, installed: Container[str]) -> tuple[str, ...]:
-    """The trackers of a run.
+    """Return the trackers of a run.
 
     Args:
-        asked: what ``--report-to`` says.
-        installed: the modules that are there.
+        asked: the value of ``--report-to``.
+        installed: the installed modules.
     """
     if asked == "all":
         return tuple(name for name, package in PACKAGES.items() if package in installed)
-    return Trackers(asked).names if asked else ()  # which other processes hand on as plain text
+    return Trackers(asked).names if asked else ()  # other processes pass it as plain text

@@ -1,4 +1,4 @@
-"""Rules about how a run trains and what it leaves, of no switch."""
+"""Rules about how a run trains and what it writes. They belong to no switch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _best_is_known(request: Request) -> list[Finding]:
         changes = (drop({"keep_best": None}), drop({"metric_for_best": None, "metric_for_best_mode": None}))
         message = "--metric-for-best acts only where a best checkpoint is kept"
         findings.append(Finding(message, request.asked("metric_for_best", "keep_best"), changes=changes))
-    # A task without hooks of the user's own has the metrics that it has: check_metric tells of another name.
+    # Without the user's own hooks, a task has fixed metrics, and check_metric reports any other name.
     can_be_own = training.task is None or request.environment.white_box
     if can_be_own and training.metric_for_best_mode is None and direction_of(name) is None:
         near = alike(name, metrics_of(request.config))
@@ -91,13 +91,13 @@ def _one_sequence(request: Request) -> list[Finding]:
 
 
 def _shaping_nothing(request: Request) -> list[Finding]:
-    """Flags that do not act on the schedule that was chosen."""
+    """Refuse flags that do not act on the chosen schedule."""
     training = request.config.training
     name = training.lr_decay_style
     why = "a constant rate does not decay" if name == "constant" else f"{name} does not take it"
     findings = []
     for flag, off in SHAPING.items():
-        # A share of the decay steps is still one of them where nothing decays.
+        # The warmup may be a fraction of the decay steps even if nothing decays.
         shares = flag == "lr_decay_iters" and training.lr_warmup_fraction is not None
         if flag in STYLES[name].takes or shares or request.config.get(flag) == off:
             continue
@@ -110,7 +110,7 @@ def _shaping_nothing(request: Request) -> list[Finding]:
 
 def _schedule_fits(request: Request) -> list[Finding]:
     if deepspeed_recipe.schedule(request) is not None:
-        return []  # the file's own, for which RF103 and RF105 speak; DeepSpeed's warmups may be longer than a run
+        return []  # RF103 and RF105 check the file's schedule; DeepSpeed's warmups may be longer than a run
     training = request.config.training
     findings = []
     if training.lr is not None and training.min_lr > training.lr:
@@ -133,7 +133,7 @@ def _schedule_fits(request: Request) -> list[Finding]:
 
 
 def _decay_fits(request: Request) -> list[Finding]:
-    """The decay of warmup_stable_decay begins after the warmup."""
+    """Check that the decay of warmup_stable_decay begins after the warmup."""
     training = request.config.training
     ends = [request.config.get(name) for name in ("lr_decay_iters", "train_iters")]
     end = next((steps for steps in ends if steps is not None), None)
@@ -157,7 +157,7 @@ IN_A_FOLDER = {
     "keep_best": None,
     "report_to": None,
 }
-"""Flags that act on a run folder alone, with their values when off."""
+"""Flags that act only on a run folder, with their values when off."""
 
 
 def _leaves_something(request: Request) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Names with weights before them, as Megatron-LM writes blends: ``0.3 A 0.7 B``. Imports no torch."""
+"""Names with weights before them, as in Megatron-LM's blends: ``0.3 A 0.7 B``. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.metrics import TEST
 
 SET_NAME = re.compile(r"[\w.-]+")
-"""Names that validation sets may have."""
+"""Valid names of validation sets."""
 
 
 def named_sets(words: Sequence[str] | None, flag: str) -> dict[str, str]:
-    """The set of each name, of words such as ``hard=FILE``; a set without a name is called what it is.
+    """Parse words such as ``hard=FILE`` to sets by name. The name of a set without one is the set itself.
 
     Raises:
-        DataError: a name is no name, stands twice, or is that of the test part.
+        DataError: a name is invalid, appears twice, or is that of the test part.
     """
     sets: dict[str, str] = {}
     for word in words or ():
@@ -34,11 +34,11 @@ def named_sets(words: Sequence[str] | None, flag: str) -> dict[str, str]:
 
 
 def weighted(words: Sequence[str], flag: str) -> list[tuple[str, str]]:
-    """(weight, name) of each name, the weight as it was written; empty where the first word is no weight.
+    """Parse words to (weight, name) pairs. Weights keep their spelling. Empty if the first word is not a weight.
 
     Args:
-        words: in turns a weight and a name.
-        flag: what they stand at, for messages.
+        words: weights and names, alternating.
+        flag: the flag of these words, for messages.
 
     Raises:
         DataError: weights and names do not alternate.
@@ -61,10 +61,10 @@ def _is_weight(word: str) -> bool:
 
 
 def mixture_of(data_name: str | None) -> list[tuple[str, str]]:
-    """(weight, name) of each data set of a mixture that ``--data-name`` names; empty where it names one set.
+    """Return (weight, name) of each data set if ``--data-name`` names a mixture. Empty if it names one set.
 
     Raises:
-        DataError: weights and names do not alternate, or a set is named twice.
+        DataError: weights and names do not alternate, or a data set is named twice.
     """
     pairs = weighted((data_name or "").split(), "--data-name")
     names = [name for _, name in pairs]

@@ -1,4 +1,4 @@
-"""Which workers exchange with one another, and whether they do so between nodes. Imports no torch."""
+"""The groups of workers that communicate, and whether they do so between nodes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Dimension:
     """A way to divide the workers into groups of equal size.
 
     Attributes:
-        name: of the dimension.
+        name: the name of the dimension.
         exchanges: what the workers of a group send to one another.
-        size: workers of a group.
-        stride: from the rank of one of them to that of the next.
+        size: number of workers in a group.
+        stride: difference between the ranks of neighbors in a group.
     """
 
     name: str
@@ -26,10 +26,10 @@ class Dimension:
 
 
 def groups_of(sizes: Sizes, more: Sequence[Dimension] = ()) -> tuple[WorkerGroup, ...]:
-    """The groups that rank 0 is in, of more than one worker each.
+    """Return the groups with more than one worker that contain rank 0.
 
     Args:
-        more: dimensions that switches have beside tensor, context, data and pipeline parallelism.
+        more: dimensions of switches, in addition to tensor, context, data and pipeline parallelism.
     """
     neighbours = sizes.tensor * sizes.context
     dimensions = (

@@ -1,4 +1,4 @@
-"""What a program does with a template after, or without, a training: one plain model in this very process."""
+"""Evaluation and prediction with a template, after training or without it: one plain model in this process."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def whole_weights(engine: Engine) -> Weights | None:
-    """The weights that a run exports, on the host of rank 0; None elsewhere. Every rank must call it."""
+    """Return the weights that a run exports, on the host of rank 0. None elsewhere. Call it on every rank."""
     with engine.averaged():
         weights = engine.full_weights()
         return None if weights is None else {name: tensor.clone() for name, tensor in weights.items()}
 
 
 def is_plain(engine: Engine, template: Template) -> bool:
-    """Whether the model of an engine is whole, in this process, and has the weights that are exported."""
+    """Whether the model of an engine is unsharded, in this process, and has the weights that are exported."""
     return type(engine) is SingleEngine and template.config.training.ema_decay is None
 
 
 def build_alone(template: Template, weights: Weights | None) -> Engine:
-    """The model in this process, whole and without what divides or wraps it.
+    """Build the model in this process, unsharded and without wrappers.
 
     Args:
-        weights: trained ones; None leaves those of ``build_model``.
+        weights: trained weights. None keeps those of ``build_model``.
     """
     if launch.is_worker():
         raise ConfigError(
@@ -77,7 +77,7 @@ def _attach_precomputed(template: Template, engine: Engine, workers: Workers) ->
     """Add the reference's log-probabilities to the data: read from the run folder, or computed before training.
 
     Raises:
-        ConfigError: the run has not kept them, and its reference is not the model as it is built.
+        ConfigError: the run has not stored them, and its reference is not the model as built.
     """
     precomputed = precomputed_reference(template, engine, workers)
     if precomputed is None:
@@ -96,15 +96,15 @@ def _attach_precomputed(template: Template, engine: Engine, workers: Workers) ->
 
 
 def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, float]:
-    """The metrics of a model on the validation part, or on other data.
+    """Evaluate a model on the validation data, or on other data.
 
     Args:
-        data: a data set like ``Data.valid``; of a task also rows of its columns, with what they are measured by.
+        data: a data set like ``Data.valid``. For a task it may also be rows with the task's columns and labels.
 
     Raises:
-        DataError: there are no data, or a row cannot be used.
+        DataError: there is no data, or a row cannot be used.
     """
-    task: Task | None = None  # in the place of the template's
+    task: Task | None = None  # replaces the template's task
     samples: Any
     part = ""
     if data is None:
@@ -137,11 +137,11 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
 def predict(
     template: Template, engine: Engine, samples: Sequence[Any], batch_size: int, generation: Generation
 ) -> list[Any]:
-    """What a model predicts of samples: a record each of a task, else what ``read_outputs`` makes of them.
+    """Predict samples: a record for each sample of a task, otherwise the results of ``read_outputs``.
 
     Raises:
         DataError: a sample cannot be used.
-        ConfigError: nothing says how the model's outputs are read.
+        ConfigError: nothing defines how to read the model's outputs.
     """
     if template.uses_task:
         with kept_process_state():
@@ -151,7 +151,7 @@ def predict(
 
 
 def _read(template: Template, engine: Engine, samples: Sequence[Any], batch_size: int) -> list[Any]:
-    """What ``read_outputs`` makes of samples in the form of the template's own data."""
+    """Return the results of ``read_outputs`` for samples in the form of the template's own data."""
     requests = eval_requests(None, len(samples), 0, rank=0, data_size=1, micro_batch=batch_size)
     told: dict[int, Any] = {}
     for microbatch in load(samples, template.data, requests, workers=0, pin_memory=False):
@@ -174,7 +174,7 @@ def _is_of_rows(data: Any) -> bool:
 
 
 def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
-    """(a task that knows these rows, what it has made of them): they are read as those of its files are.
+    """Read rows in memory like those of a task's files. Returns (a task for these rows, its samples).
 
     Raises:
         DataError: a row cannot be used, or the task learns from a corpus, which has no rows.
@@ -201,10 +201,10 @@ def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
 
 
 def _part_of(template: Template, data: Any) -> str:
-    """What the task knows a data set as.
+    """Return the name under which the task knows a data set.
 
     Raises:
-        DataError: the task must know it for its metrics, and does not.
+        DataError: the task needs the name for its metrics, and the data set is unknown.
     """
     parts = {**template.data.validation_sets(), TEST: template.data.test}
     known = next((name for name, samples in parts.items() if samples is data), None)
@@ -219,7 +219,7 @@ def _part_of(template: Template, data: Any) -> str:
 
 @contextmanager
 def _planned_alone(template: Template) -> Iterator[None]:
-    """In the body the plan is that of one process; what makes other models of it than the user's alone is kept."""
+    """Plan for a single process inside the context. Switches stay active only if they change the exported model."""
     plan, held = template.trained_plan, vars(template)
     before = held.get("plan")
     held["plan"] = Plan(
@@ -244,7 +244,7 @@ def _alone(plan: Plan) -> Workers:
 
 @dataclasses.dataclass(frozen=True)
 class _InMemory:
-    """Weights as a checkpoint is read."""
+    """Weights in memory with the interface of a checkpoint reader."""
 
     weights: Weights
 

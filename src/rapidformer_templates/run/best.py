@@ -1,6 +1,7 @@
-"""The metric by which the best checkpoint is kept: its name, and whether more or less of it is better.
+"""The metric that selects the best checkpoint: its name, and whether higher or lower is better.
 
-A direction that is not known is asked about: the wrong one keeps and exports the worst. Imports no torch.
+If the direction is unknown, the user must specify it, because the wrong one would keep and export the worst
+checkpoint. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ class BestMetric:
     direction: Direction
 
     def improves(self, value: float, best: Mapping[str, Any] | None) -> bool:
-        """Whether a value is better than the best so far; one of another metric (before a resume) is none."""
+        """Whether a value is better than the best so far. A best of another metric (before a resume) does not count."""
         if best is None or best["metric"] != self.name:
             return True
         return value < best["value"] if self.direction == "min" else value > best["value"]
 
 
 def loss_of(sets: Iterable[str]) -> BestMetric:
-    """The loss of the first of the sets that are evaluated."""
+    """Return the loss of the first validation set."""
     return BestMetric(metric_name(next(iter(sets)), LOSS), "min")
 
 
 def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_task: bool = True) -> None:
-    """Look at whether the metric of ``--metric-for-best`` is one that the library's own evaluation gives.
+    """Check that the library's own evaluation computes the metric of ``--metric-for-best``.
 
     Args:
-        sets: names of the validation sets; by default those that the flags name.
-        of_task: whether the task's metrics are computed; else there is the loss alone.
+        sets: names of the validation sets. By default those that the flags name.
+        of_task: whether the task's metrics are computed. Otherwise there is only the loss.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it does not compute this metric.
     """
     name = config.training.metric_for_best
     if sets is None:
@@ -66,11 +67,10 @@ def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_tas
 
 
 def best_metric(template: Template) -> BestMetric | None:
-    """The metric of a run whose data are there, or None where no best checkpoint is kept.
+    """Return the best metric of a run with loaded data, or None if no best checkpoint is kept.
 
     Raises:
-        ConfigError: a best checkpoint is asked for, and there is nothing to evaluate on; or the metric is none of
-            those that there are.
+        ConfigError: a best checkpoint is requested without validation data, or the metric does not exist.
     """
     config, training, sets = template.config, template.config.training, template.data.validation_sets()
     if not training.keeps_best:
@@ -88,11 +88,11 @@ def best_metric(template: Template) -> BestMetric | None:
             hint="give a validation part, or leave it out",
         )
     if not template.computes_own_metrics:
-        if template.uses_task and template.task.problem:  # the data have told what the labels are
+        if template.uses_task and template.task.problem:  # the data determined the kind of labels
             config = config.replace("the data", problem_type=template.task.problem)
         check_metric(config, sets, of_task=template.uses_task)
     default = metric_name(next(iter(sets)), template.task.best_metric if template.uses_task else LOSS)
     name = training.metric_for_best or default
     direction = training.metric_for_best_mode or direction_of(name)
-    assert direction is not None  # RF098, and a test of the tasks' own
+    assert direction is not None  # guaranteed by rule RF098, and by a test for the metrics of tasks
     return BestMetric(name, direction)

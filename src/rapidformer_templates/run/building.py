@@ -1,4 +1,4 @@
-"""The engine of a run or a session, with its model: built, changed by the active switches, and set up."""
+"""Builds the engine of a run or a session, with a model that is transformed by the active switches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def choose_allocation(plan: Plan) -> None:
-    """Have host memory that a training on a CPU frees kept for the next step, where no switch has it otherwise."""
+    """Keep the host memory that CPU training frees for the next step, unless a switch requests otherwise."""
     if plan.device != "cpu":
         return
     ways = {REGISTRY[name].freed_memory for name in plan.switches} | {"kept"}
@@ -45,17 +45,17 @@ def choose_allocation(plan: Plan) -> None:
 
 
 def prepare_switches(template: Template) -> None:
-    """Let the active switches make ready what they need, before a worker starts."""
+    """Let the active switches prepare what they need, before a worker starts."""
     for switch in (REGISTRY[name] for name in template.plan.switches):
         if switch.prepare:
             load_object(switch.prepare)(template.config, template.plan)
 
 
 def build_engine(template: Template, workers: Workers, build: Callable[[], nn.Module] | None = None) -> Engine:
-    """The model, changed by the active switches in the order of their stages; the engine comes last.
+    """Build the model, apply the active switches in the order of their stages, and set up the engine.
 
     Args:
-        build: makes the model that preferences are measured against, where that is not this one at its start.
+        build: builds the reference model for preferences, if it is not the initial model.
     """
     config, plan = template.config, template.plan
     engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
@@ -84,14 +84,14 @@ def build_engine(template: Template, workers: Workers, build: Callable[[], nn.Mo
 
 
 def _seeded_model(template: Template, engine: Engine) -> nn.Module:
-    """The model as it is before training; each time the same."""
+    """Build the untrained model. Each call gives the same weights."""
     seed_all(template.config.training.seed)
     with engine.build_context():
         return checked_model(template.build_model())
 
 
 def _transformed(template: Template, model: nn.Module, workers: Workers) -> nn.Module:
-    """The model, changed by the active switches in the order of their stages."""
+    """Apply the active switches to the model, in the order of their stages."""
     config, plan = template.config, template.plan
     for switch in (REGISTRY[name] for name in plan.switches):
         if switch.transform:
@@ -104,13 +104,13 @@ def _transformed(template: Template, model: nn.Module, workers: Workers) -> nn.M
 
 
 def _try_labels(template: Template, model: nn.Module, workers: Workers) -> None:
-    """Find out how the model takes labels, by which targets are counted and the task's loss is made."""
+    """Find out how the model uses labels. This determines the count of targets and the task's loss."""
     for note in template.labels_were_tried(label_use(model)):
         say(workers, f"note       {note}")
 
 
 def _loss_of_one(template: Template, model: nn.Module) -> Any:
-    """The user's loss of the first sample."""
+    """Compute the user's loss of the first sample."""
     if template.data.train is None:
         raise ConfigError(
             "a switch of this session must see the loss of one sample before the first step",

@@ -1,4 +1,4 @@
-"""Callbacks as objects: what several templates share, with a state that checkpoints keep."""
+"""Callbacks as objects. Several templates can share them, and checkpoints save their state."""
 
 from __future__ import annotations
 
@@ -20,54 +20,54 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """What is to happen beside the training: derive from it, and hand objects to ``callbacks=[…]``.
+    """Base class of callbacks. Derive from it, and pass objects to ``callbacks=[…]``.
 
-    Its methods are the callbacks of a template, with the template before what those are told. They run on every
-    worker, after the template's own, in the order of the list. ``trainer`` has ``config``, ``plan``, ``data`` and
-    ``model``.
+    The methods are the callbacks of a template, with the template as an additional first argument. They run on every
+    worker, after the template's own callbacks, in the order of the list. ``trainer`` has ``config``, ``plan``, ``data``
+    and ``model``.
     """
 
     def on_train_start(self, trainer: Any) -> None:
-        """Before the first step of this process; of a run that goes on, after :meth:`load_state_dict`."""
+        """Called before the first step of this process. A resumed run calls :meth:`load_state_dict` first."""
 
     def on_step_end(self, trainer: Any, step: int, result: StepResult) -> None:
-        """After each optimizer step; ``step`` counts from 1."""
+        """Called after each optimizer step. ``step`` counts from 1."""
 
     def on_epoch_end(self, trainer: Any, epoch: int) -> None:
-        """After the last step of an epoch of an epoch-based run."""
+        """Called after the last step of an epoch, in runs that train by epochs."""
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
-        """After an evaluation."""
+        """Called after an evaluation."""
 
     def on_checkpoint(self, trainer: Any, step: int, folder: Path) -> None:
-        """After a checkpoint was written."""
+        """Called after a checkpoint has been written."""
 
     def on_train_end(self, trainer: Any, summary: Mapping[str, Any]) -> None:
-        """After the last step, evaluation and export."""
+        """Called after the last step, evaluation and export."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep: plain values, the same on every worker (that of rank 0 is saved)."""
+        """Return the state for a checkpoint: plain values, the same on every worker. The state of rank 0 is saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave at the checkpoint that a run goes on from, on every worker."""
+        """Restore the state that :meth:`state_dict` returned. A resumed run calls this on every worker."""
 
 
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def tell(template: Template, event: str, *values: Any) -> None:
-    """Call a callback of a template, and then those of its objects."""
+    """Call a callback of a template, and then that of its callback objects."""
     getattr(template, event)(*values)
     for callback in template.callbacks:
         getattr(callback, event)(template, *values)
 
 
 def checked_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
-    """What was handed to ``callbacks=``.
+    """Return the value of ``callbacks=`` as a tuple if it is valid.
 
     Raises:
-        ConfigError: one is no object of a :class:`Callback`, or has a method that nothing would call.
+        ConfigError: an item is not an instance of :class:`Callback`, or has a method that nothing would call.
     """
     where, hint = "callbacks", "give a list of objects: callbacks=[MyCallback(), …]"
     if not isinstance(callbacks, list | tuple):
@@ -90,10 +90,10 @@ def checked_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
 
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """The state of each callback that has one, by its name.
+    """Return the state of each callback that has one, by its name.
 
     Raises:
-        CheckpointError: one is not of values that a checkpoint keeps as they are.
+        CheckpointError: a state contains values that a checkpoint cannot store unchanged.
     """
     states = {name: callback.state_dict() for name, callback in _named(callbacks)}
     for name, state in states.items():
@@ -111,7 +111,7 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def take_back(callbacks: Sequence[Callback], saved: Mapping[str, Any], workers: Workers) -> None:
-    """Give each callback the state that it had at a checkpoint; those that had none, or are new, begin anew."""
+    """Restore each callback's state from a checkpoint. Callbacks without a saved state start fresh."""
     named = dict(_named(callbacks))
     gone, new = sorted(saved.keys() - named.keys()), sorted(states_of(callbacks).keys() - saved.keys())
     take_back_here(callbacks, saved)
@@ -122,14 +122,14 @@ def take_back(callbacks: Sequence[Callback], saved: Mapping[str, Any], workers: 
 
 
 def take_back_here(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> None:
-    """Give the callbacks of this process the states that they have come to in the workers that it started."""
+    """Load the states from the workers that this process started into its own callbacks."""
     for name, callback in _named(callbacks):
         if name in states:
             callback.load_state_dict(states[name])
 
 
 def _named(callbacks: Sequence[Callback]) -> Iterator[tuple[str, Callback]]:
-    """Callbacks with the names of their classes, numbered where there are several of one."""
+    """Yield callbacks with the names of their classes, numbered if a class occurs several times."""
     seen: Counter[str] = Counter()
     for callback in callbacks:
         name = type(callback).__qualname__

@@ -1,8 +1,8 @@
-"""``fit`` from Python with several workers: they run exactly this one call. Imports no torch.
+"""``fit`` from Python with several workers, which run exactly this one call. This module does not import torch.
 
-A worker runs the script again, because its classes and functions are defined there. It comes to the same calls of
-``fit`` in the same order: those before this one are answered with what they returned, without training; in this one
-it trains; and after it the worker ends, so that what follows happens once, in the process that started it.
+A worker runs the script again, because its classes and functions are defined there. It reaches the same calls of
+``fit`` in the same order. Earlier calls return their known results without training. In this call the worker trains,
+and then it exits, so that the rest of the script runs only once, in the process that started the workers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rapidformer_templates.errors import ConfigError, RapidformerError, Reported
 from rapidformer_templates.system import launch, program
 
 CALL = "RAPIDFORMER_CALL"
-"""Set for workers that ``fit`` has started: the folder with what they need to know of the call."""
+"""Environment variable of workers that ``fit`` has started: the folder with the data of the call."""
 
 Summary = dict[str, Any]
 
 _outcomes: list[dict[str, Any]] = []
-"""What the calls of this process have come to, in their order: a ``summary``, or an ``error`` and its ``status``."""
+"""Results of this process's calls, in order: a ``summary``, or an ``error`` and its ``status``."""
 
 
 def noted(train: Callable[[], Summary]) -> Summary:
-    """The summary of a call in the first process; workers of later calls will be answered with it."""
+    """Run a call in the first process and record its result. Workers of later calls return the same result."""
     try:
         summary = train()
     except Exception as error:
@@ -46,15 +46,15 @@ def in_new_workers(
     more: Mapping[str, str] | None = None,
     resumes: Callable[[], bool] = lambda: False,
 ) -> Summary:
-    """Start workers for this call and wait for them; the summary of rank 0.
+    """Start workers for this call, wait for them, and return the summary of rank 0.
 
     Args:
         template: name of the class whose ``fit`` was called.
-        asked: the values of its flags, which the workers shall have.
-        count, port, more, resumes: as in :func:`launch.run_workers`.
+        asked: values of its flags, which the workers must use.
+        count, port, more, resumes: see :func:`launch.run_workers`.
 
     Raises:
-        WorkerFailed: they ended well, and have not trained.
+        WorkerFailed: the workers ended without an error, but have not trained.
     """
     with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder:
         call = {"template": template, "asked": asked, "outcomes": _outcomes}
@@ -76,17 +76,17 @@ def in_this_worker(
     adopt: Callable[[Mapping[str, Any]], None],
     train: Callable[[], Summary],
 ) -> Summary:
-    """What a call comes to in a worker; the one that it was started for is its last, with an error or without.
+    """Run a call in a worker. The call for which the worker was started is its last, whether or not it fails.
 
     Args:
-        template, asked: as in :func:`in_new_workers`.
-        adopt: takes the values that the first process has and this one has not, such as a folder named by the clock.
-        train: the training.
+        template, asked: see :func:`in_new_workers`.
+        adopt: takes values of the first process that differ here, such as a folder name with the time.
+        train: runs the training.
 
     Raises:
-        ReportedError: an earlier call, which has failed in the first process, too.
+        ReportedError: an earlier call, which has also failed in the first process.
     """
-    if CALL not in os.environ:  # torchrun's workers are the only processes there are
+    if CALL not in os.environ:  # torchrun, not fit(), has started this worker
         return launch.report_errors(train)
     folder = Path(os.environ[CALL])
     call = json.loads((folder / "call.json").read_text(encoding="utf-8"))

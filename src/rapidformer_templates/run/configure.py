@@ -1,4 +1,4 @@
-"""From a template class and a command line to its configuration and its plan."""
+"""Convert a template class and a command line to a configuration and a plan."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 def library_template(template: type[Template]) -> str:
-    """The name of the library's template that a class derives from."""
+    """Return the name of the library's template that a class derives from."""
     homes = {f"rapidformer_templates.{name.lower()}" for name in TEMPLATES}
     return next(c.__name__ for c in template.__mro__ if c.__module__ in homes)
 
 
 def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[str, tuple[Any, str]]) -> RunConfig:
-    """The configuration of a template: command line over YAML over the script over the template.
+    """Return the configuration of a template. The command line overrides YAML, the script, and the template.
 
     Raises:
-        ConfigError: an unknown flag, or a value that cannot be used.
+        ConfigError: a flag is unknown, or a value is invalid.
     """
     check_names(template)
     config = parse(
@@ -63,10 +63,10 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
 
 
 def read_black_box(argv: Sequence[str]) -> tuple[RunConfig, str]:
-    """Return the configuration and the template of a run without user code. Searches for no layout.
+    """Return the configuration and the template of a run without user code. Does not search for a layout.
 
     Raises:
-        ConfigError: an unknown flag, or a value that cannot be used.
+        ConfigError: a flag is unknown, or a value is invalid.
     """
     config = parse(argv, REGISTRY.options())
     template, _ = choose_template(config)
@@ -86,22 +86,22 @@ def is_searched(config: RunConfig) -> bool:
 
 
 AUTO_STRATEGY, AUTO_MEMORY = "auto-strategy", "auto-memory"
-"""The origins of values that the planner has found."""
+"""Origins of values that the planner has found."""
 
 OF_A_MODEL = ("build_model", "build_data", "compute_loss", "build_optimizer")
-"""Hooks that change what a step takes."""
+"""Hooks that change the cost of a step."""
 
 
 Search = Callable[[RunConfig, Environment], RunConfig]
 
 
 def _searched(template: type[Template], config: RunConfig, asked: str, search: Search) -> RunConfig:
-    """The configuration with what the planner finds; ``asked``: the flag that asks for it.
+    """Add the planner's results to the configuration. ``asked`` is the flag that requests them.
 
     Raises:
-        ConfigError: the script's own hooks make what the search cannot see.
+        ConfigError: the search cannot see the effect of the script's own hooks.
         Refused: the flags break rules, in every layout if one is searched for.
-        NothingFits: no layout does.
+        NothingFits: no layout fits.
     """
     own = [hook for hook in OF_A_MODEL if hook in own_hooks(template)]
     if own:
@@ -112,7 +112,7 @@ def _searched(template: type[Template], config: RunConfig, asked: str, search: S
             hint=f"plan a model of the same sizes with rapidformer plan {flag}, and give its flags",
         )
     if handover.is_asked_for():
-        return config  # whoever looks at the script searches, too
+        return config  # the inspecting process searches, too
     if is_worker() and CHOSEN in os.environ:  # the process that started this one has searched
         chosen = json.loads(os.environ[CHOSEN])
         for name, (value, origin) in chosen["values"].items():
@@ -134,21 +134,21 @@ def _balanced_by_memory(config: RunConfig, environment: Environment) -> RunConfi
 
 
 def chosen_layout(config: RunConfig) -> dict[str, str]:
-    """What the planner has found, for the environment of workers."""
+    """Return the results of the planner as environment variables for workers."""
     origins = {name: origin for name, origin in config.origins.items() if origin in (AUTO_STRATEGY, AUTO_MEMORY)}
     values = {name: (config.get(name), origin) for name, origin in origins.items()}
     return {CHOSEN: json.dumps({"values": values, "lines": config.chosen})} if values else {}
 
 
 def _environment(template: type[Template], config: RunConfig) -> Environment:
-    """The place in which this process, or the workers that it will start, train."""
+    """Return the environment in which this process, or the workers that it will start, train."""
     return environment_of(template, config, None if is_worker() else config.launch.nproc_per_node)
 
 
 def environment_of(
     template: type[Template], config: RunConfig, world_size: int | None, local_world_size: int | None = None
 ) -> Environment:
-    """The place in which so many workers train a template; None asks the environment of this process."""
+    """Return the environment of ``world_size`` workers. None reads it from this process's environment."""
     return detect(
         library_template(template),
         _origin(template, config),
@@ -165,22 +165,22 @@ def environment_of_library(template: str, config: RunConfig) -> Environment:
 
 
 def resolve_plan(template: type[Template], config: RunConfig, *, training: bool = True) -> Plan:
-    """The plan of a training run, or of a session, which needs no folder and knows no end.
+    """Return the plan of a training run, or of a session, which needs no folder and no number of steps.
 
     Raises:
-        Refused: the flags break rules; all of them are named.
+        Refused: the flags break rules. The error names all of them.
     """
     plan = resolve(config, _environment(template, config), training=training)
     return dataclasses.replace(plan, notes=(*plan.notes, *idle_flags(template, config)))
 
 
 def choose(argv: Sequence[str]) -> tuple[str, str]:
-    """(template, reason) of a black-box run with these flags."""
+    """Return (template, reason) of a black-box run with these flags."""
     return choose_template(parse(argv, REGISTRY.options()))
 
 
 def _origin(template: type[Template], config: RunConfig) -> str:
-    """Where the template was decided: ``train.py:8`` of a class, or why a black-box run has it."""
+    """Return where the template was chosen: ``train.py:8`` for a class, or the reason in a black-box run."""
     if template.__name__ == library_template(template):
         return _reason(template.__name__, config)
     file, line = _source(template)
@@ -188,13 +188,13 @@ def _origin(template: type[Template], config: RunConfig) -> str:
 
 
 def _reason(template: str, config: RunConfig) -> str:
-    """Why a run has one of the library's templates."""
+    """Return the reason why a run uses one of the library's templates."""
     chosen, reason = choose_template(config)
     return reason if chosen == template else "in code"
 
 
 def _source(template: type[Template]) -> tuple[str | None, int | None]:
-    """(file, line) of a class, as far as they are known: of one that was typed in there is neither."""
+    """Return (file, line) of a class. Unknown values are None, for example for a class typed at a prompt."""
     try:
         file = Path(inspect.getsourcefile(template) or "").name
         return file or None, inspect.getsourcelines(template)[1]

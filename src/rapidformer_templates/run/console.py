@@ -1,4 +1,4 @@
-"""What people see of a run: the plan before it, a table and a picture after it; and ``summary.json``."""
+"""Output for users: the plan before a run, a table and a plot after it, and ``summary.json``."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ REPORTED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspe
 
 
 def say(workers: Workers, line: str, *, loud: bool = False) -> None:
-    """A line for people, from rank 0 only; loud lines go to standard error with a warning before them."""
+    """Print a line from rank 0. Loud lines begin with ``warning:``."""
     if workers.is_main:
         tell(f"warning: {line}" if loud else line)
 
 
 def tell(text: str) -> None:
-    """Lines on standard error; a run goes on where nobody reads them any more."""
+    """Print lines to standard error. Errors are ignored, so that a run continues if nobody reads them."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def show_plan(plan: Plan) -> None:
-    """The plan in a few lines."""
+    """Print the plan in a few lines."""
     sizes = plan.sizes
     batch = f"{sizes.global_batch} samples a step = {sizes.micro_batch} micro × {sizes.data} data-parallel"
     if any(REGISTRY[name].order for name in plan.switches):  # its batches are counted in tokens
@@ -64,7 +64,7 @@ def show_plan(plan: Plan) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Python, and the packages that a run's results may depend on."""
+    """Return the versions of Python and of the packages that may affect a run's results."""
     versions_by_package = {"python": platform.python_version()}
     for name in ("rapidformer_templates", *REPORTED_PACKAGES):
         try:
@@ -77,7 +77,7 @@ def versions() -> dict[str, str]:
 def summarise(
     template: Template, loop: Loop, metrics: dict[str, float], receipts: dict[str, Any], workers: Workers
 ) -> dict[str, Any]:
-    """The summary of a run; rank 0 writes it to ``summary.json``."""
+    """Return the summary of a run. Rank 0 writes it to ``summary.json``."""
     summary = {
         **what_was_done(template.plan, loop.engine, loop.position, loop.meter, receipts),
         "epochs": loop.epoch,
@@ -87,7 +87,7 @@ def summarise(
         "skipped_lines": len(template.task.skipped) if template.uses_task else 0,
     }
     if not loop.meter.steps and loop.folder and loop.folder.summary.exists():
-        # A complete run was resumed: what it measured then is all that there is to say.
+        # A complete run was resumed without a step, so its earlier measurements are still valid.
         earlier = loop.folder.read_summary()
         measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
         summary |= {name: earlier[name] for name in measured}
@@ -100,7 +100,7 @@ def summarise(
 def what_was_done(
     plan: Plan, engine: Engine, position: Position, meter: Meter, receipts: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a run and a session have to tell alike; every rank must call it."""
+    """Return the part of the summary that runs and sessions share. Call it on every rank."""
     rates = meter.totals()
     memory = engine.workers.gather(rates["peak_memory_mb"])
     parameters, trainable = count_parameters(engine.model, engine.workers)
@@ -122,7 +122,7 @@ def what_was_done(
 
 
 def count_parameters(model: nn.Module, workers: Workers) -> tuple[int, int]:
-    """(all, trained) elements of the parameters of the whole model; every rank must call it."""
+    """Return (all, trained) parameter elements of the whole model. Call it on every rank."""
     placement, total, trained = placement_of(model), 0, 0
     for name, parameter in model.named_parameters():
         stages = placement.stages.get(placement.whole_name(canonical_name(name)), (workers.pipeline_rank,))
@@ -137,7 +137,7 @@ def count_parameters(model: nn.Module, workers: Workers) -> tuple[int, int]:
 
 
 def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
-    """A table of the results on standard output, and the curves as a picture in the run folder."""
+    """Print a table of the results to standard output, and plot the curves in the run folder."""
     table = Table(title="results", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -161,17 +161,17 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
                 table.add_row(name, str(path))
     for name, told in summary["trackers"].items():
         table.add_row(name, f"failed: {told['failed']}" if told["failed"] else told["where"])
-    console = Console(force_jupyter=False)  # plain text in a notebook, too
+    console = Console(force_jupyter=False)  # plain text, even in a notebook
     with console.capture() as captured:
         console.print(table)
     try:
         print(captured.get(), end="", flush=True)
-    except OSError:  # nobody reads there any more, and the run is not done yet
+    except OSError:  # nobody reads it any more, but the run must still finish
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def draw_curves(folder: RunFolder) -> None:
-    """Draw loss and throughput over the steps to ``curves.png``."""
+    """Plot loss and throughput over the steps to ``curves.png``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A conversation with a language model: its messages, and answers that come word by word."""
+"""A conversation with a language model: its messages, and answers that are streamed word by word."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.architectures import positions_of
 
 LEAST_ROOM = 16
-"""Tokens that an answer must have room for."""
+"""Minimum number of tokens that must remain for an answer."""
 
 
 class Conversation:
     """Messages in the chat template of the tokenizer, and the model that answers them.
 
     Args:
-        model: a causal language model, whole, on the device where it is to compute.
+        model: an unsharded causal language model, on the device where it runs.
         system: a message that comes before all others.
 
     Attributes:
-        messages: so far.
-        is_plain: the tokenizer has no template, and a plain one is used.
+        messages: the messages so far.
+        is_plain: whether a plain template is used because the tokenizer has none.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class Conversation:
         torch.manual_seed(generation.seed)
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget all messages except the system message."""
         self.messages = list(self._first)
 
     def answer(self, text: str, tell: Callable[[str], object]) -> int:
-        """Say something, and tell the answer as it comes; what was told until an interruption is part of it.
+        """Send a message and stream the answer. After an interruption, the conversation keeps the streamed part.
 
         Args:
-            tell: takes the pieces of the answer.
+            tell: receives the pieces of the answer.
 
         Returns:
-            How many of the oldest messages the model has no room for any more, and are forgotten.
+            Number of the oldest messages that were forgotten because the model has no room for them.
 
         Raises:
-            DataError: the message alone leaves no room for an answer, or the template does not take it.
+            DataError: the message itself leaves no room for an answer, or the template rejects it.
         """
         ids, forgotten = self._prompt({"role": "user", "content": text})
         streamer = _Told(self.tokenizer, tell)
@@ -74,7 +74,7 @@ class Conversation:
         return forgotten
 
     def _prompt(self, message: dict[str, str]) -> tuple[torch.Tensor, int]:
-        """(the tokens up to the answer, messages that were forgotten for it); an error forgets nothing."""
+        """Return (the tokens up to the answer, number of forgotten messages). After an error nothing is forgotten."""
         first, forgotten = len(self._first), 0
         messages = [*self.messages, message]
         while True:
@@ -95,7 +95,7 @@ class Conversation:
 
 
 class _Told(TextStreamer):
-    """Hands on what ``generate`` writes, word by word."""
+    """Passes on the output of ``generate``, word by word."""
 
     def __init__(self, tokenizer: Any, tell: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,8 +1,8 @@
-"""What trackers are told of a run: each line of metrics.jsonl once, the plan before it and the summary after it.
+"""Sends a run to its trackers: the plan, each line of metrics.jsonl once, and the summary.
 
-A run that goes on trains some steps again, and some of what it said before may not have arrived. So nobody counts
-what was told: each tracker's store is asked once, at the start; then it is told what is missing of the lines that are
-kept, and of each new one what it has not got.
+A resumed run repeats some steps, and some values of the earlier process may not have arrived. So each tracker's store
+is read once at the start. The tracker then receives the missing values of the lines that are kept, and those values of
+new lines that it does not have yet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rapidformer_templates.system.files import write_json
 from rapidformer_templates.system.workers import Workers
 
 RUNS = "runs.json"
-"""What each tracker calls the run, so that it is found again."""
+"""File with the identity of the run in each tracker, so that a resumed run finds it again."""
 
 CONFIGURED = "configured"
 
@@ -29,12 +29,12 @@ CONFIGURED = "configured"
 class Curves:
     """The trackers of a run, on its main worker.
 
-    A tracker that fails is left out from then on, with one warning; the run goes on.
+    A tracker that fails is disabled with one warning. The run continues.
 
     Args:
-        names: of the trackers.
-        called: what the run is called in them.
-        plan: told to each of them as the configuration, when the run is new to it.
+        names: names of the trackers.
+        called: names of the run in the trackers.
+        plan: logged as the configuration if the run is new to a tracker.
     """
 
     def __init__(self, folder: RunFolder, names: tuple[str, ...], called: Called, plan: Plan, workers: Workers) -> None:
@@ -67,16 +67,16 @@ class Curves:
         write_json(self.folder.trackers / RUNS, self._known)
 
     def tell(self, line: Mapping[str, Any]) -> None:
-        """Tell a line of metrics. Those of one step go together: some trackers take a step once."""
+        """Log a line of metrics. Lines of one step are combined, because some trackers accept each step only once."""
         if is_of_test(line):
-            return  # it is part of the summary: its step may be an earlier one, the best
+            return  # part of the summary, because its step (the best one) may be earlier
         if line["step"] != self._step:
             self.flush()
         self._step = line["step"]
         self._row |= {name: value for name, value in numbers(line) if name != "step"}
 
     def flush(self) -> None:
-        """Tell what is known of the step so far; nothing may follow of it."""
+        """Log the collected values of the current step. No more values may follow for it."""
         row, self._row = self._row, {}
         if row:
             self._all(lambda curve, told: self._tell_new(curve.log, row, told))
@@ -89,10 +89,10 @@ class Curves:
             log(new, self._step)
 
     def end(self, summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Tell the summary, and close.
+        """Log the summary, and close.
 
         Returns:
-            For each tracker ``where`` its curves are and why it ``failed``, or None.
+            For each tracker ``where`` its curves are, and the reason why it ``failed`` or None.
         """
         self.flush()
         self._step = summary["steps"]
@@ -115,7 +115,7 @@ class Curves:
             self._try(name, lambda name=name, curve=curve: call(curve, self._told[name]))  # type: ignore[misc]
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
-        """What a tracker may fail at is not known here, and no reason to end a run."""
+        """Disable a tracker if the call fails. Trackers may raise any exception, and none should end a run."""
         try:
             call()
         except Exception as error:
@@ -130,7 +130,7 @@ class Curves:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """What an earlier process of this run has noted of its trackers."""
+    """Read the identities that an earlier process of this run stored."""
     if not path.exists():
         return {}
     known: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def configuration(plan: Plan) -> dict[str, str | int | float | bool]:
-    """The plan as plain values: what was decided, and each flag that was given by its name."""
+    """Return the plan as plain values: its decisions, and each given flag by name."""
     told = plan.to_json()
     decided = ("template", "engine", "device", "precision", "optimizer", "optimizer_implementation", "switches")
     flags = {name.lstrip("-"): given["value"] for name, given in told["values"].items()}
@@ -153,7 +153,7 @@ def _plain(value: Any) -> str | int | float | bool:
 
 
 def numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(name, number) of what is one; in what is nested, under the names that lead to it with slashes between."""
+    """Yield (name, number) for each number. Nested values have their path as name, separated by slashes."""
     for name, value in values.items():
         if isinstance(value, list | tuple):
             value = {str(i): one for i, one in enumerate(value)}

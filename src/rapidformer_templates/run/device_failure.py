@@ -1,4 +1,4 @@
-"""When the device itself fails: a kernel that went wrong, or a device that is gone."""
+"""Errors of the device itself: a failed kernel, or a lost device."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TORCH = str(Path(torch.__file__).parent)
 
 @contextmanager
 def located(step: Callable[[], int], hint: str = "") -> Iterator[None]:
-    """Around steps: an error of the device becomes one that says after which step the host has met it.
+    """Context for steps. It adds to a device error the step after which the host received it.
 
-    The host runs ahead of a device and meets its errors late, so the line that it meets them in is not what failed.
+    The host runs ahead of a device and receives its errors late, so the line that raises is not the one that failed.
 
     Args:
-        step: number of steps that are done.
-        hint: how to go on.
+        step: returns the number of completed steps.
+        hint: how to resume.
 
     Raises:
-        DeviceFailed: in place of the device's error.
+        DeviceFailed: replaces the device's error.
     """
     try:
         yield
@@ -42,7 +42,7 @@ def located(step: Callable[[], int], hint: str = "") -> Iterator[None]:
 
 
 def _line_of(error: BaseException) -> str:
-    """The last line outside of torch that an error has come by."""
+    """Return the last line outside torch in the traceback of an error."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(TORCH)), frames[-1])
     return f"{frame.filename}:{frame.lineno}"

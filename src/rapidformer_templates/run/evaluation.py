@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def evaluating(engine: Engine) -> Iterator[None]:
-    """Around forwards that must not disturb training: mode and random states are as before afterwards."""
+    """Context for forwards that must not affect training. It restores the mode and the random state."""
     random_state, training = capture(), engine.model.training
     engine.model.eval()
     try:
@@ -31,13 +31,13 @@ def evaluating(engine: Engine) -> Iterator[None]:
 
 
 class Evaluator:
-    """Evaluates the engine's model on one data set, the work shared over the ranks.
+    """Evaluates the engine's model on one data set. The ranks share the work.
 
     Args:
         samples: the data set.
-        limit: batches an evaluation (micro batch × ranks samples each); None is all.
-        name: of the set; its metrics are told as ``NAME/metric``, those of a set without a name as they are called.
-        part: what the task knows the set as, where that is not its name.
+        limit: number of batches per evaluation (micro batch × ranks samples each). None means all.
+        name: name of the set. Its metrics are reported as ``NAME/metric``, or without a prefix if the name is empty.
+        part: name under which the task knows the set, if it differs.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class Evaluator:
 
     @property
     def share(self) -> int:
-        """Samples that this rank evaluates; where they do not come out even, some count nowhere."""
+        """Number of samples that this rank evaluates, including fill-in samples that do not count in the metrics."""
         return sum(len(request.samples) for request in self._requests)
 
     def evaluate(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, float]:
-        """``eval_loss`` (mean over the targets; NaN without any), ``perplexity`` of language models, task metrics.
+        """Return ``eval_loss`` (mean over the targets, NaN without any), ``perplexity`` and the task's metrics.
 
-        Training is not disturbed: mode and random states are as before afterwards.
+        Only language models have a perplexity. Training is not affected: the mode and the random state are restored.
 
         Args:
-            advance: told how many samples of this rank are done.
+            advance: called with the number of samples that this rank has completed.
         """
         if self.template.uses_task:
             self.template.task.begin_evaluation(self.part)
@@ -101,7 +101,7 @@ class Evaluator:
         return load(self.samples, self.template.data, self._requests, workers=0, pin_memory=False)
 
     def _results(self, advance: Callable[[int], object]) -> tuple[float, float, list[tuple[int, Any, Any]]]:
-        """(sum of losses, targets, (sample, prediction, reference) of each sample) of this rank."""
+        """Return (sum of losses, targets, (sample, prediction, reference) of each sample) of this rank."""
         total = targets = 0.0
         results: list[tuple[int, Any, Any]] = []
         for microbatch in self._microbatches():
@@ -130,11 +130,11 @@ class Validation:
 
     @property
     def share(self) -> int:
-        """Samples that this rank evaluates."""
+        """Number of samples that this rank evaluates."""
         return sum(evaluator.share for evaluator in self.evaluators)
 
     def evaluate(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, float]:
-        """The metrics of all sets, in their order; ``advance`` as of :class:`Evaluator`."""
+        """Return the metrics of all sets, in their order. For ``advance`` see :class:`Evaluator`."""
         metrics: dict[str, float] = {}
         for evaluator in self.evaluators:
             metrics |= evaluator.evaluate(advance)

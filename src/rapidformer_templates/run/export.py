@@ -1,7 +1,7 @@
-"""The exported model: a folder that transformers' ``from_pretrained`` loads, of a running engine or of a checkpoint.
+"""The exported model: a folder that transformers' ``from_pretrained`` loads, from a running engine or a checkpoint.
 
-What such a folder has besides weights lies in the run folder from the first step on (``model/``), so that a checkpoint
-can be exported without the data that the labels come from, and without the script that has built the model.
+The run folder contains everything in such a folder except the weights from the first step on (``model/``). So a
+checkpoint can be exported without the data that defines the labels, and without the script that built the model.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 def export_model(engine: Engine, template: Template, folder: Path, workers: Workers) -> None:
-    """Write weights, config and tokenizer; every rank must call it, rank 0 writes.
+    """Write weights, config and tokenizer. Call it on every rank. Rank 0 writes.
 
-    A model that is not of transformers is exported as ``model.safetensors`` alone.
+    A model that is not from transformers is exported only as ``model.safetensors``.
     """
-    with engine.averaged():  # until they are written: they may be the parameters themselves
+    with engine.averaged():  # until they are written, because they may be the parameters themselves
         weights = engine.full_weights()
         if weights is not None:
             with new_folder(folder) as temporary:
@@ -51,7 +51,7 @@ def export_model(engine: Engine, template: Template, folder: Path, workers: Work
 
 
 def describe_model(model: nn.Module, template: Template, folder: Path) -> None:
-    """Write what an export has besides weights, and what the data have decided."""
+    """Write everything in an export except the weights, and the decisions of the data."""
     with new_folder(folder) as temporary:
         own = _writer_of(model)
         if own:
@@ -69,15 +69,15 @@ def describe_model(model: nn.Module, template: Template, folder: Path) -> None:
 
 
 def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averages: bool) -> None:
-    """Write what the run would have exported at a checkpoint, whatever engine has written it.
+    """Write what the run would have exported at a checkpoint. Any engine may have written it.
 
     Args:
-        described: what :func:`describe_model` has written.
+        described: the folder that :func:`describe_model` has written.
         averages: whether the run keeps averages of its weights, which it exports.
 
     Raises:
         CheckpointError: a file cannot be read.
-        ModelError: the model's class is the user's own, and its adapters cannot be told from it.
+        ModelError: the model has adapters, and its class is not from transformers.
     """
     reader = Reader(checkpoint)
     weights = {}
@@ -87,7 +87,7 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
         weights[name] = reader.read(*source, (0,) * len(shape), shape)
     with new_folder(folder) as temporary:
         model = _skeleton(described)
-        # The tokenizer; what belongs to the weights is written again with them.
+        # Copies the tokenizer. Files that belong to the weights are overwritten with them.
         shutil.copytree(described, temporary, ignore=shutil.ignore_patterns(DESCRIPTION), dirs_exist_ok=True)
         if model is not None:
             _write(model, weights, temporary)
@@ -96,7 +96,7 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
 
 
 def _skeleton(described: Path) -> PreTrainedModel | None:
-    """The described model without memory; None of one that is not of transformers."""
+    """Build the described model without memory. None if it is not from transformers."""
     if not (described / "config.json").is_file():
         return None
     config = read_config_of(described)
@@ -127,7 +127,7 @@ def _write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) 
 
 
 def _exported() -> list[Any]:
-    """Modules of switches that know models which transformers does not: they write such a one, or mark its folder."""
+    """Modules of switches for models that transformers does not know. They write such a model, or mark its folder."""
     return [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
 
 
@@ -144,7 +144,7 @@ def _mark(folder: Path) -> None:
 def _config_of(model: PreTrainedModel) -> PreTrainedConfig:
     config: PreTrainedConfig = copy.deepcopy(model.config)
     if hasattr(config, "use_cache"):
-        config.use_cache = True  # it is off in training alone
+        config.use_cache = True  # only training turns it off
     return config
 
 
@@ -155,11 +155,11 @@ def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _save_transformers(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    # An empty one of the original class saves as transformers expects.
+    # An empty model of the original class saves in the format that transformers expects.
     skeleton = _empty(class_of(model), _config_of(model))
-    transformers_logging.disable_progress_bar()  # its bar would stand among our own lines
+    transformers_logging.disable_progress_bar()  # its bar would appear among our own lines
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # accelerate imports DeepSpeed here, which tells of itself
+    logging.disable(logging.WARNING)  # accelerate imports DeepSpeed here, which logs messages
     try:
         skeleton.save_pretrained(folder, state_dict=dict(weights))
     finally:
@@ -169,6 +169,6 @@ def _save_transformers(model: PreTrainedModel, weights: Mapping[str, torch.Tenso
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """As it is: to save it transformers refuses loose settings, as some pretrained models have them."""
+    """Write the config directly. transformers refuses to save some settings that pretrained models have."""
     if model.can_generate():
         model.generation_config.to_json_file(folder / "generation_config.json")

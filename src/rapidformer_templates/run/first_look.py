@@ -1,4 +1,4 @@
-"""Checks of a run that need only its flags, its folder and the names of its data. Imports no torch.
+"""Checks of a run that need only its flags, its folder and the names of its data. This module does not import torch.
 
 Importing torch takes seconds, and a user who mistyped a flag should not wait for it: see :func:`refuse_mistakes`.
 """
@@ -22,7 +22,7 @@ from rapidformer_templates.run.lock import try_folder
 def refuse_mistakes(argv: Sequence[str]) -> str:
     """Return the template of a black-box run after all checks that need no torch.
 
-    The run itself repeats these checks and makes more.
+    The run itself repeats these checks and adds more.
 
     Raises:
         RapidformerError: the first mistake.
@@ -60,10 +60,10 @@ def check_folder(config: RunConfig) -> None:
 
 
 def _check_overwritten(config: RunConfig, folder: RunFolder) -> None:
-    """Refuse to delete files that the run reads.
+    """Check that ``--overwrite`` deletes no file that the run reads.
 
     Raises:
-        ConfigError: with the flag that names such a file.
+        ConfigError: a flag refers to such a file. The error names the flag.
     """
     if not config.training.overwrite:
         return

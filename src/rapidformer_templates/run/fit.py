@@ -1,4 +1,4 @@
-"""A run from its plan to its summary."""
+"""The course of a run, from its plan to its summary."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ if TYPE_CHECKING:
 
 
 Then = Callable[[Engine, Workers], None]
-"""What is done with a trained engine while its workers are together."""
+"""Takes the trained engine and the workers. It is called while all workers are still connected."""
 
 
 def fit(template: Template, then: Then | None = None) -> dict[str, Any]:
-    """Check what can be checked, start local workers if they are asked for, and train.
+    """Check what can be checked, start local workers if requested, and train.
 
     Args:
-        then: is called at the end where this process is the only one.
+        then: called after training if this process trains alone.
     """
     asked = dict(template.config.items())
     if launch.is_worker():
@@ -86,10 +86,10 @@ def _train_here(template: Template, then: Then | None) -> dict[str, Any]:
 
 
 def check_before_workers(template: Template) -> tuple[dict[str, str], Callable[[], bool]]:
-    """See what can be seen to be wrong before workers start, and show the plan.
+    """Report errors that can be found before workers start, and show the plan.
 
     Returns:
-        What their environment is to have, and whether there is a checkpoint to go on from.
+        The environment variables for the workers, and a function that checks for a checkpoint to resume from.
     """
     _check(template)
     show_plan(template.plan)
@@ -98,7 +98,7 @@ def check_before_workers(template: Template) -> tuple[dict[str, str], Callable[[
 
 def _train_in_new_workers(template: Template, asked: Mapping[str, Any]) -> dict[str, Any]:
     config = template.config
-    program.command()  # or there is nothing that workers could run
+    program.command()  # raises if there is no program that workers could run
     more, resumes = check_before_workers(template)
     return calls.in_new_workers(
         type(template).__qualname__,
@@ -111,16 +111,16 @@ def _train_in_new_workers(template: Template, asked: Mapping[str, Any]) -> dict[
 
 
 def _goes_on(training: TrainingFlags) -> bool:
-    """Whether there is a checkpoint of this run, and not of one that is overwritten, to go on from."""
+    """Whether this run has a checkpoint to resume from. A run that will be overwritten does not count."""
     own = training.resume or not training.overwrite
     return bool(own and training.save and candidates(RunFolder(training.save).checkpoints))
 
 
 def _check(template: Template) -> None:
-    """What can be seen to be wrong before a worker starts."""
+    """Raise errors that can be found before a worker starts."""
     check_folder(template.config)
     if template.reads_task_data:
-        task = template.task  # an unknown one is refused first
+        task = template.task  # raises if the task is unknown
         check_data_flags(template.config)
         if not template.computes_own_metrics:
             check_metric(template.config)
@@ -129,7 +129,7 @@ def _check(template: Template) -> None:
 
 
 def join_and_train(template: Template, then: Then | None = None) -> dict[str, Any]:
-    """Train as one of the workers, or as the only one; ``then`` is called before they part."""
+    """Train as one of several workers, or alone. ``then`` is called before the workers disconnect."""
     _check_count(template.config)
     choose_allocation(template.plan)
     with (
@@ -142,7 +142,7 @@ def join_and_train(template: Template, then: Then | None = None) -> dict[str, An
 
 
 def _check_count(config: RunConfig) -> None:
-    """Raise a :class:`ConfigError` if a launcher has started other workers than ``--nproc-per-node`` asks for."""
+    """Raise a :class:`ConfigError` if a launcher started a different number of workers than ``--nproc-per-node``."""
     asked, there = config.launch.nproc_per_node, os.environ.get("LOCAL_WORLD_SIZE")
     if launch.is_worker() and asked is not None and there is not None and int(there) != asked:
         raise ConfigError(
@@ -154,7 +154,7 @@ def _check_count(config: RunConfig) -> None:
 
 @contextmanager
 def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | None]:
-    """The folder of ``--save``, which no other run may write into during the body."""
+    """Lock the ``--save`` folder inside the context, so that no other run can write to it."""
     training = template.config.training
     folder = RunFolder(training.save) if training.save else None
     if workers.is_main and launch.CHECKED not in os.environ:
@@ -171,16 +171,16 @@ def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | No
 
 
 def evaluate(template: Template, reference: Callable[[], nn.Module] | None = None) -> dict[str, float]:
-    """The metrics of a template's model on its validation part, by this worker and its peers; nothing is trained.
+    """Evaluate the template's model on its validation data without training. Call it on every worker.
 
     Args:
-        reference: makes the model that preferences are measured against; None is a model like the template's.
+        reference: builds the reference model for preferences. None builds a model like the template's.
 
     Returns:
-        What an evaluation writes to ``metrics.jsonl``, the same on every worker.
+        The metrics that an evaluation writes to ``metrics.jsonl``, the same on every worker.
 
     Raises:
-        DataError: there is no validation part.
+        DataError: there is no validation data.
     """
     config, plan = template.config, template.plan
     with (
@@ -200,18 +200,18 @@ def evaluate(template: Template, reference: Callable[[], nn.Module] | None = Non
 def train(
     template: Template, folder: RunFolder | None, workers: Workers, stop: StopRequest, then: Then | None = None
 ) -> dict[str, Any]:
-    """One worker's run: reads as the order of composition.
+    """Train on this worker: data, model, start position, loop, export.
 
-    Nothing is written to the run folder before all that can go wrong has been tried.
+    Nothing is written to the run folder until everything that can fail early has been tried.
     """
-    # 1. The data, then the model: a classifier must know its labels.
+    # 1. Data first, then the model: a classifier must know its labels.
     samples = build_data(template, workers)
     metric = best_metric(template)
     engine = build_engine(template, workers)
 
     precomputed = precomputed_reference(template, engine, workers)
 
-    # 2. Where the run starts: at the beginning, or where its checkpoint left it.
+    # 2. The start position: step 0, or the step of the checkpoint that the run resumes from.
     goes_on = _goes_on(template.config.training)
     order = build_order(template, samples, workers)
     position = take_up(template, engine, folder, order, workers)
@@ -220,7 +220,7 @@ def train(
     if position.step:
         take_back(template.callbacks, position.callbacks, workers)
 
-    # 3. The loop.
+    # 3. The training loop.
     if folder and template.config.training.resume:
         say_changes(folder, template.plan.values, workers)
     if folder and workers.is_main:
@@ -239,7 +239,7 @@ def train(
         with stop.loop(saves=folder is not None), Progress(loop.total, position.step, show=workers.is_main) as progress:
             metrics = loop.run(stop, progress)
 
-        # 4. Best weights, the test part, export, summary.
+        # 4. Best weights, test metrics, export, summary.
         summary = _finish(loop, metrics, workers)
         if then:
             then(engine, workers)
@@ -247,13 +247,13 @@ def train(
 
 
 def _loaded_run(training: TrainingFlags) -> RunFolder:
-    """The run of ``--load``, which names it or one of its checkpoints."""
+    """The run folder that ``--load`` refers to, either directly or through one of its checkpoints."""
     path = Path(str(training.load))
     return RunFolder(path.parent.parent if is_checkpoint(path) else path)
 
 
 def build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
-    """The training samples; the whole data are kept in the template for its hooks."""
+    """Return the training samples. All data is stored on the template for its hooks."""
     template.data = checked_data(template.build_data())
     skipped = template.task.skipped if template.uses_task else []
     if skipped:
@@ -286,7 +286,7 @@ def _build_loop(
     metrics = MetricsFile(folder.metrics, position.step) if folder and workers.is_main else None
     if metrics and metrics.garbled:
         say(workers, f"left out lines of metrics.jsonl that cannot be read: {_few(metrics.garbled)}", loud=True)
-    curves = _curves(template, folder, workers)  # before the clock starts
+    curves = _curves(template, folder, workers)  # trackers start before the run's clock does
     return Loop(
         template=template,
         engine=engine,
@@ -317,7 +317,7 @@ def _build_loop(
 
 
 def _curves(template: Template, folder: RunFolder | None, workers: Workers) -> Curves | None:
-    """The trackers of the main worker, if there are some."""
+    """The trackers, on the main worker only. None if there are none."""
     training = template.config.training
     names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
     if not names or folder is None or not workers.is_main:
@@ -331,10 +331,10 @@ def _few(numbers: Sequence[int]) -> str:
 
 
 def _profile(template: Template, folder: RunFolder | None, steps_left: int, workers: Workers) -> Profile | None:
-    """The recorder of the main worker, if it is asked for; a complete run that is resumed has no step to record.
+    """The profiler, on the main worker only. None if it is off or the resumed run has no steps left.
 
     Raises:
-        ConfigError: the run is too short.
+        ConfigError: the run has too few steps.
     """
     asked = template.config.training.profile
     if not asked or not steps_left or folder is None:
@@ -355,7 +355,7 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
         say(workers, f"left out {left_out} lines of the stream that cannot be read: {'; '.join(lines)}", loud=True)
     if _put_best_back(loop, workers):
         metrics = {}
-    if loop.validation and not metrics:  # other weights than the last evaluation's, or a run that was complete
+    if loop.validation and not metrics:  # the best weights replaced the last ones, or the run was already complete
         metrics = loop.validation.evaluate()
     if template.config.data.evaluate_test:
         metrics |= _evaluate_test(loop)
@@ -371,7 +371,7 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
 
 
 def _evaluate_test(loop: Loop) -> dict[str, float]:
-    """The metrics of the test part, of the weights that are exported; written once, though a run may end twice."""
+    """Metrics of the exported weights on the test set. They are recorded once, even if the run is completed twice."""
     best, folder = loop.position.best, loop.folder
     step = best["step"] if best and folder else loop.position.step
     metrics = Evaluator(loop.template, loop.engine, loop.template.data.test, loop.workers, name=TEST).evaluate()
@@ -383,7 +383,7 @@ def _evaluate_test(loop: Loop) -> dict[str, float]:
 
 
 def _put_best_back(loop: Loop, workers: Workers) -> bool:
-    """Whether the best weights are others than the last ones, and have taken their place."""
+    """Load the best weights. Returns False if the last weights are the best, or if the best checkpoint is lost."""
     best, folder = loop.position.best, loop.folder
     if best is None or folder is None or best["step"] == loop.position.step:
         return False
@@ -393,6 +393,6 @@ def _put_best_back(loop: Loop, workers: Workers) -> bool:
         say(workers, f"the best checkpoint is lost ({kept.name}: {problem}): the last weights stand in", loud=True)
         loop.position.best = None
         return False
-    averages = loop.template.config.training.ema_decay is not None  # they lie with the optimizer's state
+    averages = loop.template.config.training.ema_decay is not None  # the averages are part of the optimizer state
     loop.engine.load(Reader(kept), optimizer=averages)
     return True

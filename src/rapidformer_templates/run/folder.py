@@ -28,11 +28,11 @@ CONTENTS = (
 )
 
 TRASH = "overwritten.tmp"
-"""Where ``--overwrite`` moves what it deletes."""
+"""The folder into which ``--overwrite`` moves files before it deletes them."""
 
 
 class RunFolder:
-    """Paths and writers of ``--save DIR``. Only rank 0 writes here, checkpoints aside."""
+    """Paths and writers of ``--save DIR``. Only rank 0 writes here, except for checkpoints."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -52,11 +52,11 @@ class RunFolder:
         return summary
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Refuse to write over an earlier run.
+        """Check that no earlier run would be overwritten by mistake.
 
         Raises:
-            ConfigError: the folder holds a run, and neither ``--resume`` nor ``--overwrite`` was given, or both;
-                or it is no folder; or what would be deleted is no run's, or a link.
+            ConfigError: the folder contains a run, but neither or both of ``--resume`` and ``--overwrite`` were given.
+                Or it is not a folder. Or the files to delete do not belong to a run, or are links.
         """
         if resume and overwrite:
             raise ConfigError(
@@ -90,14 +90,14 @@ class RunFolder:
             )
 
     def holds(self, path: str | Path) -> bool:
-        """Whether a file, a checkpoint or a run folder is among what ``--overwrite`` deletes."""
+        """Whether ``--overwrite`` would delete a file, a checkpoint or a run folder."""
         read = (Path(path).resolve(), Path(path).resolve() / "checkpoints")
         return any(p.exists() and p.is_relative_to(self.path.resolve() / name) for p in read for name in CONTENTS)
 
     def prepare(self, plan: Mapping[str, Any], *, overwrite: bool) -> None:
-        """Make the folder, and write the plan and what DeepSpeed is told.
+        """Create the folder, and write the plan and the DeepSpeed configuration.
 
-        ``overwrite`` removes an earlier run's files, and no others.
+        ``overwrite`` removes the files of an earlier run, and no others.
         """
         trash = self.path / TRASH
         with writing(self.path):
@@ -110,7 +110,7 @@ class RunFolder:
                 write_json(self.path / "deepspeed.json", plan["engine_options"]["deepspeed"])
 
     def _move_into(self, trash: Path) -> None:
-        """Take an earlier run away. Its checkpoints go at once and first: of what is left no run can go on."""
+        """Move an earlier run to the trash, its checkpoints first. No run can resume from the rest."""
         shutil.rmtree(trash, ignore_errors=True)
         trash.mkdir()
         for name in sorted(CONTENTS, key=lambda name: name != "checkpoints"):
@@ -120,14 +120,14 @@ class RunFolder:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object a line, each on its way to the disk as soon as it is written.
+    """``metrics.jsonl``: one JSON object per line. Each is flushed to the operating system immediately.
 
     Attributes:
         garbled: numbers of the lines that could not be read, and are left out.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
-        """Open the file and drop what was written after ``last_step``: the run will write it again."""
+        """Open the file and drop lines after ``last_step``, because the run will write them again."""
         lines = dict(_lines(path))
         self.garbled = [number for number, line in lines.items() if line is None]
         kept = [line for line in lines.values() if line is not None and line["step"] <= last_step]
@@ -138,13 +138,13 @@ class MetricsFile:
         self._path = path
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Write a line; numbers that are infinite or NaN, which JSON does not know, become null."""
+        """Write a line. Infinite and NaN values become null, because JSON does not support them."""
         with writing(self._path):
             self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
             self._file.flush()
 
     def sync(self) -> None:
-        """Flush to the disk, so that no checkpoint is ahead of its metrics."""
+        """Flush to disk, so that no checkpoint is ahead of its metrics."""
         with writing(self._path):
             os.fsync(self._file.fileno())
             sync(self._path.parent)
@@ -154,9 +154,9 @@ class MetricsFile:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """(number, line) of those that were written to their end; None for one that is no line of metrics.
+    """Yield (number, line) for each complete line, with None for a line that is not valid.
 
-    A run that was killed may leave half a line at the end, and a disk anything in the middle.
+    A killed run may leave half a line at the end, and a damaged disk anything in the middle.
     """
     if not path.exists():
         return
@@ -170,10 +170,10 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl`` that can be read."""
+    """Return the readable lines of a ``metrics.jsonl``."""
     return [line for _, line in _lines(path) if line is not None]
 
 
 def is_of_test(line: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics is of the test part; its step is that of the exported weights."""
+    """Whether a line contains metrics of the test set. Its step is that of the exported weights."""
     return any(name.startswith(metric_name(TEST, "")) for name in line)

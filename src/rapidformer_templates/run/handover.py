@@ -1,8 +1,8 @@
-"""A script that runs up to its training, and hands over its template instead: what ``rapidformer plan`` looks at.
+"""Run a script only until its training starts, and capture its template. ``rapidformer plan`` uses this.
 
-A white-box script trains through one door, :meth:`Trainer.fit`, which ``main()`` goes through, too. While
-:func:`ask` runs a script that door is locked: the first template that comes to it is the answer, with the
-class, the values and the flags that the script has given it. Imports no torch.
+All scripts, including those that call ``main()``, train through :meth:`Trainer.fit`. While :func:`ask` runs a
+script, ``fit`` is intercepted. The first template that reaches it is captured, with the class, the values and the flags
+that the script has set. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _look: Callable[[Any], Any] | None = None
-"""What is asked of the template where the door is locked."""
+"""Inspects the captured template. None if ``fit`` is not intercepted."""
 
 
 class _HandedOver(BaseException):
-    """Takes the answer out of the script; no ``except Exception`` of the script's stops it."""
+    """Carries the result out of the script. An ``except Exception`` in the script does not catch it."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -35,18 +35,18 @@ class _HandedOver(BaseException):
 
 
 def is_asked_for() -> bool:
-    """Whether the script that runs now is only looked at."""
+    """Whether the running script is only inspected, not trained."""
     return _look is not None
 
 
 def at_the_door(template: Template) -> None:
-    """What ``fit`` begins with: hand the template over if nothing is to be trained."""
+    """Stop before training if the script is only inspected. ``fit`` calls this first."""
     if _look is not None:
         raise _HandedOver(_look(template))
 
 
 def take_script(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of ``--user-script``, and the command line without it."""
+    """Return the value of ``--user-script``, and the command line without it."""
     rest, script = [], None
     words = iter(argv)
     for word in words:
@@ -61,10 +61,10 @@ def take_script(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def run_script(script: str, argv: Sequence[str]) -> None:
-    """Run a script with these words after its name, as ``python script …`` does.
+    """Run a script with these arguments, as ``python script …`` does.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     path = Path(script)
     if not path.is_file():
@@ -75,17 +75,17 @@ def run_script(script: str, argv: Sequence[str]) -> None:
 
 
 def ask(script: str, argv: Sequence[str], look: Callable[[Template], T]) -> T:
-    """What ``look`` finds at the template that a script would train with these words.
+    """Return the result of ``look`` for the template that a script would train with these arguments.
 
-    Nothing is trained. What the script prints goes to standard error.
+    Nothing is trained. The output of the script goes to standard error.
 
     Args:
-        look: is called while the script's classes still have their source.
+        look: called with the template while the source of the script's classes is still available.
 
     Raises:
-        ConfigError: it fails, or ends without ``main()`` or ``fit()``.
-        RapidformerError: what the script's template has refused.
-        SystemExit: it ends itself with an exit status, after it has said why.
+        ConfigError: the script fails, or ends without ``main()`` or ``fit()``.
+        RapidformerError: raised by the script's template.
+        SystemExit: the script ends itself with a nonzero exit status, after it has reported the reason.
     """
     name = Path(script).name
     with _door_locked(look), redirect_stdout(sys.stderr):
@@ -120,7 +120,7 @@ def _door_locked(look: Callable[[Template], Any]) -> Iterator[None]:
 
 
 def _failure(script: str, error: Exception) -> ConfigError:
-    """A script's own mistake, at the line of the script that led to it."""
+    """Convert an exception of the script to an error that names the line of the script."""
     path = Path(script)
     if isinstance(error, SyntaxError):
         file, line = Path(error.filename or script), error.lineno

@@ -1,4 +1,4 @@
-"""What the user's hooks return, looked at in one place: what cannot be used is named where it comes from."""
+"""Checks of values that user hooks return. An error names the hook that returned an unusable value."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def checked_model(model: Any) -> nn.Module:
-    """What ``build_model`` returned.
+    """Return the result of ``build_model`` if it is valid.
 
     Raises:
-        ModelError: it is no module.
+        ModelError: it is not a module.
     """
     if isinstance(model, nn.Module):
         return model
@@ -30,10 +30,10 @@ def checked_model(model: Any) -> nn.Module:
 
 
 def checked_optimizer(recipe: Any) -> OptimizerSpec:
-    """What ``build_optimizer`` returned.
+    """Return the result of ``build_optimizer`` if it is valid.
 
     Raises:
-        RapidformerError: it is no recipe.
+        RapidformerError: it is not an optimizer recipe.
     """
     if isinstance(recipe, OptimizerSpec):
         return recipe
@@ -46,10 +46,10 @@ def checked_optimizer(recipe: Any) -> OptimizerSpec:
 
 
 def checked_schedule(schedule: Any) -> Schedule:
-    """What ``build_scheduler`` returned.
+    """Return the result of ``build_scheduler`` if it is valid.
 
     Raises:
-        RapidformerError: it is no function from a step to a number.
+        RapidformerError: it is not a function from a step to a number.
     """
     hint = "return a function from the step (from 0) to a share of the peak learning rate"
     if not callable(schedule):
@@ -67,17 +67,17 @@ def checked_schedule(schedule: Any) -> Schedule:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is one number: Python's, numpy's, or a tensor of one element."""
+    """Whether a value is a single number: a Python or numpy number, or a tensor with one element."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float)) or (hasattr(value, "__float__") and getattr(value, "size", 1) == 1)
 
 
 def checked_count(count: Any) -> float:
-    """What ``count_targets`` returned.
+    """Return the result of ``count_targets`` if it is valid.
 
     Raises:
-        RapidformerError: it is no number, or less than none.
+        RapidformerError: it is not a number, or it is negative.
     """
     if is_number(count) and count >= 0:
         number: float = count
@@ -90,10 +90,10 @@ def checked_count(count: Any) -> float:
 
 
 def checked_predictions(result: Any, samples: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """What ``read_outputs`` returned for a batch of so many samples.
+    """Return the result of ``read_outputs`` for a batch of ``samples`` samples if it is valid.
 
     Raises:
-        RapidformerError: it is no pair of as many predictions and references.
+        RapidformerError: it is not a pair with one prediction and one reference per sample.
     """
     hint = "return (predictions, references), one entry a sample, on the host"
     if not isinstance(result, (tuple, list)) or len(result) != 2 or not all(isinstance(part, Sized) for part in result):
@@ -112,10 +112,10 @@ def checked_predictions(result: Any, samples: int) -> tuple[Sequence[Any], Seque
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
-    """What ``compute_metrics`` returned; None is no metric.
+    """Return the result of ``compute_metrics`` as floats. None means that there are no metrics.
 
     Raises:
-        RapidformerError: it is no mapping of names to numbers.
+        RapidformerError: it is not a mapping of names to numbers.
     """
     hint = "return a mapping of names to numbers"
     where = "compute_metrics(predictions, references)"

@@ -1,4 +1,4 @@
-"""When a run is logged, evaluated and saved, alike on all of its workers."""
+"""Decides when a run is logged, evaluated and saved, with the same result on all workers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ now = time.monotonic
 
 @dataclass
 class Intervals:
-    """What is due after a step; after the last one everything is.
+    """Decides what is due after a step. Everything is due after the last one.
 
-    Steps, samples and tokens are counted by the run, so that a resumed one goes on in the same places. Minutes are
-    those of the main worker's clock, from its start or from the last time; the workers hear of it in the exchange
+    The run counts steps, samples and tokens, so that a resumed run acts at the same points. Minutes are those of the
+    main worker's clock, since its start or since the last time. The other workers receive its decision in the exchange
     before a step.
 
     Attributes:
         log: steps between lines in ``metrics.jsonl``.
-        epoch: steps of one; 0 in a run that is not counted in epochs.
-        every: the interval of what is not done at the end of each epoch, by name.
+        epoch: steps per epoch. 0 in a run that is not counted in epochs.
+        every: the interval of each action by name. Actions without one are due at the end of each epoch.
     """
 
     log: int
@@ -40,17 +40,17 @@ class Intervals:
         return step == total or step % self.log == 0
 
     def by_clock(self) -> int:
-        """A bit for each of :data:`BITS` whose minutes are over; the main worker tells them to the others."""
+        """Return a bit for each of :data:`BITS` whose minutes have passed. The main worker sends it to the others."""
         return sum(BITS[name] for name, interval in self._timed() if now() - self._begun[name] >= 60 * interval.size)
 
     def due(self, name: str, before: Mapping[str, int], after: Mapping[str, int], total: int, by_clock: int) -> bool:
-        """Whether it is to be done after a step.
+        """Whether an action is due after a step.
 
         Args:
-            name: of :data:`BITS`.
-            before: steps, samples and tokens that were done before the step.
-            after: those that are done with it.
-            by_clock: what :meth:`by_clock` of the main worker gave before the step.
+            name: one of :data:`BITS`.
+            before: completed steps, samples and tokens before the step.
+            after: completed steps, samples and tokens including the step.
+            by_clock: result of the main worker's :meth:`by_clock` before the step.
         """
         interval, step = self.every.get(name), after["steps"]
         if interval is None:

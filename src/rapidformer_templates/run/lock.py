@@ -1,9 +1,9 @@
-"""One run at a time writes into a run folder, and all of its workers see that folder.
+"""Ensures that one run at a time writes to a run folder, and that all of its workers see that folder.
 
-A run holds a lock of the operating system on a file in the folder, which the kernel takes back when the
-process ends, however it ends. The first worker takes the lock for itself alone and then shares it with the others,
-so that no run can begin while any worker of an earlier one lives. The file says who holds the lock; the others
-know by a random word in it that they look at the same folder.
+A run holds an operating system lock on a file in the folder. The kernel releases it when the process ends, even after
+a crash. The first worker takes an exclusive lock, and then shares it with the others, so that no run can start while
+any worker of an earlier one lives. The file describes the owner of the lock. It also contains a random token, from
+which the other workers know that they see the same folder.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SEEN_WITHIN = 10.0
 """Seconds within which a network file system shows a new file on other nodes."""
 
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
-"""What a file system without locks answers."""
+"""Error codes of a file system without locks."""
 
 _descriptors: set[int] = set()
 
 
 def _let_go() -> None:
-    """In a forked process: a loader process that outlives its run would keep the lock."""
+    """Close the lock in a forked process. Otherwise a loader process that outlives its run would keep it."""
     for descriptor in _descriptors:
         os.close(descriptor)
     _descriptors.clear()
@@ -55,7 +55,7 @@ class RunLock:
     """The lock of a run folder, for one worker.
 
     Attributes:
-        works: whether the file system knows locks.
+        works: whether the file system supports locks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,10 +66,10 @@ class RunLock:
         self._descriptor: int | None = None
 
     def take(self) -> str:
-        """Make the folder and hold it for this worker alone; the word by which others know the folder.
+        """Create the folder and lock it for this worker. Returns the token by which others recognize the folder.
 
         Raises:
-            ConfigError: another run holds it, or it cannot be written to.
+            ConfigError: another run has the lock, or the folder is not writable.
         """
         word = secrets.token_hex(16)
         with self._explained():
@@ -83,30 +83,31 @@ class RunLock:
         return word
 
     def try_writing(self) -> None:
-        """
+        """Check that the folder and its checkpoints can be written to.
+
         Raises:
-            ConfigError: the folder, or that of the checkpoints, cannot be written to.
+            ConfigError: the folder, or that of the checkpoints, is not writable.
         """
         with self._explained():
             try_writing(self.folder)
             checkpoints = self.folder / "checkpoints"
-            if os.path.lexists(checkpoints):  # it may be a link to another disk
+            if os.path.lexists(checkpoints):  # may be a link to another disk
                 try_writing(checkpoints)
 
     def share(self) -> None:
-        """Let the other workers of this run hold it, too."""
+        """Allow the other workers of this run to lock the folder, too."""
         with self._explained():
             self._lock(fcntl.LOCK_SH)
 
     def join(self, word: str, *, write: bool) -> bool:
-        """Hold it beside the first worker; whether this worker sees the folder of that one.
+        """Share the lock of the first worker. Returns whether this worker sees the same folder.
 
         Args:
-            word: what :meth:`take` gave the first worker.
-            write: whether to try to write.
+            word: the token that :meth:`take` returned to the first worker.
+            write: whether to check that the folder is writable.
 
         Raises:
-            ConfigError: the folder cannot be written to from here.
+            ConfigError: this worker cannot write to the folder.
         """
         end = time.monotonic() + SEEN_WITHIN
         while self._told().get("word") != word:
@@ -120,8 +121,10 @@ class RunLock:
         return True
 
     def release(self, *, remove: bool) -> None:
-        """Give it back; ``remove``: nothing is left of the file, nor of a folder that was made and is empty."""
-        with contextlib.suppress(OSError):  # as after a death: the kernel takes the lock back, the file is no matter
+        """Release the lock. ``remove`` also deletes the file, and the folder if this run created it and it is empty."""
+        with contextlib.suppress(
+            OSError
+        ):  # harmless: the kernel releases the lock at exit, and the file does not matter
             if remove and self._taken:
                 self.path.unlink(missing_ok=True)
             if remove and self._made and not any(self.folder.iterdir()):
@@ -129,7 +132,7 @@ class RunLock:
         self._close()
 
     def _open(self, flags: int, kind: int) -> int:
-        """Open the file and lock it; again, if the run before has removed it meanwhile."""
+        """Open the file and lock it. Retry if an earlier run has removed it in the meantime."""
         while True:
             self._descriptor = descriptor = os.open(self.path, os.O_RDWR | flags, 0o666)
             _descriptors.add(descriptor)
@@ -162,7 +165,7 @@ class RunLock:
             self._descriptor = None
 
     def _told(self) -> dict[str, Any]:
-        """What the file says of who holds the lock; nothing, if it is not there or not yet written."""
+        """Read the description of the lock's owner. Empty if the file is missing or not yet written."""
         try:
             told = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -196,10 +199,10 @@ def _in_words(told: dict[str, Any]) -> str:
 
 
 def try_folder(folder: Path) -> None:
-    """See whether a run could write into its folder now.
+    """Check that a run could write to its folder now.
 
     Raises:
-        ConfigError: another run holds it, or it cannot be written to.
+        ConfigError: another run has the lock, or the folder is not writable.
     """
     lock = RunLock(folder)
     try:
@@ -211,10 +214,11 @@ def try_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def hold(folder: Path, workers: Workers) -> Iterator[bool]:
-    """Keep other runs out of a folder in the body; whether the file system can; every rank must call it.
+    """Lock a run folder inside the context. Yields False if the file system has no locks. Call it on every rank.
 
     Raises:
-        ConfigError: on all ranks alike: another run holds it, a worker cannot write to it, or does not see it.
+        ConfigError: another run has the lock, or a worker cannot write to the folder or does not see it. Raised on all
+            ranks.
     """
     lock = RunLock(folder)
     together = True
@@ -229,12 +233,12 @@ def hold(folder: Path, workers: Workers) -> Iterator[bool]:
         yield lock.works
         together = True
     finally:
-        # If this worker alone has failed, the others still hold the lock, and its file must stay.
+        # If only this worker has failed, the others still hold the lock, and the file must stay.
         lock.release(remove=workers.is_main and together)
 
 
 def _alike(workers: Workers, body: Callable[[], T]) -> list[T]:
-    """What the body returns on each rank; the first error of any rank is raised on all."""
+    """Return the result of ``body`` from every rank. The first error of any rank is raised on all."""
     result, problem = None, None
     try:
         result = body()
@@ -248,9 +252,10 @@ def _alike(workers: Workers, body: Callable[[], T]) -> list[T]:
 
 
 def _check_seen(folder: Path, seen: list[bool], workers: Workers) -> None:
-    """
+    """Check that all workers see the same folder.
+
     Raises:
-        ConfigError: some worker looks at another folder.
+        ConfigError: some worker sees another folder.
     """
     hosts = workers.gather(socket.gethostname())
     blind = [rank for rank, sees in enumerate(seen) if not sees]

@@ -1,4 +1,4 @@
-"""The only training loop. It names no switch and imports no backend; the engine owns the step."""
+"""The only training loop. It names no switch and imports no backend. The engine owns the step."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Position:
-    """Where a run stands; it is saved with each checkpoint.
+    """The progress of a run, saved with each checkpoint.
 
     Attributes:
-        step: optimizer steps that are done.
-        samples, tokens: consumed since the start of the run.
-        best: step and value of the best evaluation so far, if a best one is kept.
-        waited: evaluations since then.
-        data: what the order of the data depends on; a resumed run must have the same.
-        base: identity of the frozen weights under adapters, which are not in the checkpoint; None of other models.
-        stream: where a stream of samples stands; None of other samples.
-        callbacks: states of the callbacks, by their names.
+        step: number of completed optimizer steps.
+        samples, tokens: number consumed since the start of the run.
+        best: step, metric and value of the best evaluation so far, if the run tracks one.
+        waited: evaluations since the best one.
+        data: everything that the order of the data depends on. A resumed run must match it.
+        base: identity of the frozen weights under adapters, which are not in the checkpoint. None without adapters.
+        stream: position in a stream of samples. None if the data is not a stream.
+        callbacks: states of the callbacks by name.
     """
 
     step: int = 0
@@ -67,12 +67,12 @@ class Position:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What is done, in the units of an interval."""
+        """Completed steps, samples and tokens: the units of an interval."""
         return {"steps": self.step, "samples": self.samples, "tokens": self.tokens}
 
 
 def counted(template: Template, microbatch: MicroBatch) -> MicroBatch:
-    """A micro batch with all that is to be known of it on the host, before it leaves it."""
+    """Record what the host must know about a micro batch (targets, size, masks) before it moves to the device."""
     microbatch.targets = 0 if microbatch.idle else checked_count(template.count_targets(microbatch.batch))
     microbatch.size = (microbatch.sample_count, microbatch.tokens)
     microbatch.look()
@@ -81,18 +81,18 @@ def counted(template: Template, microbatch: MicroBatch) -> MicroBatch:
 
 @dataclass
 class Loop:
-    """A training run with all its parts; :meth:`run` is the loop.
+    """A training run with all its parts. :meth:`run` is the loop.
 
     Attributes:
-        total: optimizer steps of the whole run; those that are done, once it is stopped early.
-        keep: checkpoints that are kept.
-        metric: the one by which the best checkpoint is kept.
-        patience: evaluations without a better one after which the run ends; None never stops it early.
-        why_early: why it was ended before all steps were done.
-        saver: saves in the background; None waits for each save.
-        profile: records some steps of this worker.
-        curves: the trackers, on the main worker, where there are some.
-        progress: what people see.
+        total: optimizer steps of the whole run. After an early stop, the steps that were done.
+        keep: number of checkpoints to keep.
+        metric: selects the best checkpoint. None keeps no best one.
+        patience: evaluations without an improvement before the run stops early. None never stops it early.
+        why_early: reason for an early stop. None if the run did not stop early.
+        saver: saves checkpoints in the background. None saves synchronously.
+        profile: profiles some steps of this worker.
+        curves: the trackers, on the main worker only. None if there are none.
+        progress: the progress display.
     """
 
     template: Template
@@ -118,16 +118,17 @@ class Loop:
     why_early: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._end_if_in_vain()  # a run that was stopped early is complete; with more patience it goes on
+        self._end_if_in_vain()  # a run that stopped early is complete, but a larger patience continues it
 
     def run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
-        """Train to the end; the last evaluation's metrics.
+        """Train to the end and return the metrics of the last evaluation.
 
         Raises:
-            NonFiniteLoss: names the step and the samples in it; the weights are as before the step.
-            Interrupted: the run was asked to end, and has saved a checkpoint where there is a run folder.
-            CheckpointError: one could not be saved.
-            DeviceFailed: names the step in which the device told of an error.
+            NonFiniteLoss: the loss or gradient is not finite. The error names the step and its samples. The weights are
+                as before that step.
+            Interrupted: the run was asked to stop. If it has a run folder, it has saved a checkpoint.
+            CheckpointError: a checkpoint could not be saved.
+            DeviceFailed: the device reported an error. The error names the step.
         """
         with (
             contextlib.closing(self.saver) if self.saver else contextlib.nullcontext(),
@@ -140,18 +141,18 @@ class Loop:
         metrics: dict[str, float] = {}
         batches = self._batches()
         tell(self.template, "on_train_start")
-        states_of(self.template.callbacks)  # one that cannot be kept is told now, and not by the first checkpoint
+        states_of(self.template.callbacks)  # fail now, not at the first checkpoint, if a state cannot be saved
         while (step := self.position.step) < self.total:
             if self.profile:
                 self.profile.step_begins()
 
-            # 1. The micro batches of this rank. Which samples: a function of the seed and the step.
+            # 1. Load the micro batches of this rank. The samples depend only on the seed and the step.
             with self._part(DATA):
                 microbatches = [next(batches) for _ in range(self.template.plan.sizes.accumulation)]
 
-            # 2. What all ranks must agree on before the forward: the number of targets, whether to go on,
-            #    and whether a save in the background has come further on all of them. The hosts exchange this
-            #    by themselves, while the devices compute the step before.
+            # 2. Agree on what all ranks must know before the forward: the number of targets, whether to stop, and
+            #    whether a background save has progressed on every rank. The hosts exchange this while the devices
+            #    still compute the previous step.
             here = [m for m in microbatches if not m.idle and self.workers.speaks]
             with self._part(EXCHANGE):
                 targets, samples, tokens, asked, saving, clock = self.workers.sum(
@@ -169,7 +170,7 @@ class Loop:
             with self._part(TRAIN), self._watched(step, microbatches):
                 result = self._step(step, microbatches, targets)
 
-            # 4. Count.
+            # 4. Update the counters.
             with self._part(REST):
                 self.receipts.count(microbatches)
                 if self.meter.steps == 0:
@@ -185,7 +186,7 @@ class Loop:
             if self.profile and self.profile.step_ends():
                 self.profile = None
 
-            # 5. Log, evaluate, save; in this order, so that a checkpoint has its metrics before it.
+            # 5. Log, evaluate, save. In this order, the metrics of a step are written before its checkpoint.
             since = before, self.position.counts
             if self.intervals.logs(done, self.total):
                 self._log(result, step)
@@ -199,14 +200,14 @@ class Loop:
         return metrics
 
     def _step_is_over(self, done: int) -> None:
-        """Tell the trackers of a step, and the script of an epoch."""
+        """Flush the trackers, and call ``on_epoch_end`` at the end of an epoch."""
         if self.curves:
             self.curves.flush()
         if self.intervals.epoch and done % self.intervals.epoch == 0:
             tell(self.template, "on_epoch_end", done // self.intervals.epoch)
 
     def _stop_early(self, result: StepResult) -> None:
-        """What the last step of a run has, for one that becomes the last by its evaluation."""
+        """Stop the run if patience has run out, and log this step as the last one."""
         step, logged = self.position.step, self.intervals.logs(self.position.step, self.total)
         self._end_if_in_vain()
         if self.why_early:
@@ -215,7 +216,7 @@ class Loop:
                 self._log(result, step - 1)
 
     def _end_if_in_vain(self) -> None:
-        """Make the step that was done the last one of all when the patience is at its end; all workers alike."""
+        """End the run at the current step if patience has run out. All workers decide alike."""
         step, waited, best = self.position.step, self.position.waited, self.position.best
         if self.patience is None or waited < self.patience or step >= self.total:
             return
@@ -226,7 +227,7 @@ class Loop:
         self.total = step
 
     def _end_if_asked(self, asked: bool, done: int) -> None:
-        """Wait for the last save; raise :class:`Interrupted` if steps are left that nobody wants any more."""
+        """Wait for the last save. Raise :class:`Interrupted` if a stop was requested before the last step."""
         if asked or done == self.total:
             self._wait_for_save()
         if asked and done < self.total:
@@ -235,7 +236,7 @@ class Loop:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data that are complete; of a stream whole ones."""
+        """Completed passes over the data. For a stream, a whole number."""
         stream = self.position.stream
         return round(stream["epoch"] if stream else self.order.epoch(self.position.step), 6)
 
@@ -253,7 +254,8 @@ class Loop:
         workers = data.dataloader_num_workers if data.dataloader_num_workers is not None else (2 if apart else 0)
         pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else apart
         batches = load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
-        # Counted on the host, before they leave it; the next step's are on their way while this one is computed.
+        # The host counts targets before a batch moves to the device. The batches of the next step are copied while
+        # this step is computed.
         return on_device(
             (counted(self.template, batch) for batch in batches), self.workers.device, ahead=plan.sizes.accumulation
         )
@@ -262,7 +264,7 @@ class Loop:
         return self.profile.part(name) if self.profile else contextlib.nullcontext()
 
     def _watched(self, step: int, microbatches: list[MicroBatch]) -> contextlib.AbstractContextManager[Any]:
-        """Receipts are taken in the first step of this process and cost the others nothing."""
+        """Record receipts in the first step of this process. Later steps have no overhead."""
         return self.receipts.watch(microbatches) if self.meter.steps == 0 else contextlib.nullcontext()
 
     def _step(self, step: int, microbatches: list[MicroBatch], targets: float) -> StepResult:
@@ -279,13 +281,13 @@ class Loop:
         return result
 
     def _hear_all(self) -> None:
-        """Nothing is written of a step before it is known to be right."""
+        """Raise errors of earlier steps before anything about them is logged or saved."""
         with self._located(self.position.step - 1):
             self.engine.hear_all()
 
     @contextlib.contextmanager
     def _located(self, newest: int) -> Iterator[None]:
-        """Tell step and samples of a loss that is not finite; ``newest``: the last step that was begun."""
+        """Add the step and its samples to a :class:`NonFiniteLoss`. ``newest`` is the last step that was started."""
         try:
             yield
         except NonFiniteLoss as error:
@@ -320,7 +322,7 @@ class Loop:
         self.record(line)
 
     def record(self, line: Mapping[str, Any]) -> None:
-        """Write a line of metrics, and tell it to the trackers."""
+        """Write a line of metrics to the file and the trackers."""
         if self.metrics:
             self.metrics.write(line)
         if self.curves:
@@ -340,7 +342,11 @@ class Loop:
         return metrics
 
     def _judge(self, metric: BestMetric, step: int, metrics: Mapping[str, float]) -> None:
-        """Note the step if it is the best so far. What the user's own function gives is known from now on."""
+        """Remember this step if it is the best so far.
+
+        The names of a user's metrics are unknown until the first evaluation. If ``metric`` is not among them, use the
+        loss instead.
+        """
         best = self.position.best
         self.position.waited += 1
         if metric.name not in metrics:
@@ -360,7 +366,7 @@ class Loop:
 
     @property
     def _is_best(self) -> bool:
-        """Whether the last step is the best one: its weights are saved before the next one changes them."""
+        """Whether the last step is the best one. Its weights must be saved before the next step changes them."""
         return self.position.best is not None and self.position.best["step"] == self.position.step
 
     def _save(self) -> None:
@@ -390,7 +396,7 @@ class Loop:
                 self._saved(self.saver.wait())
 
     def _saved(self, path: Path | None) -> None:
-        """Tell of a checkpoint that is whole."""
+        """Report a complete checkpoint."""
         if path:
             self.progress.saved(checkpoint.step_of(path), path)
             tell(self.template, "on_checkpoint", checkpoint.step_of(path), path)

@@ -1,4 +1,4 @@
-"""Throughput and memory, measured while the run trains; evaluations and saves do not count."""
+"""Measures throughput and memory during training. Evaluations and saves are excluded."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import torch
 from rapidformer_templates.system import accelerator
 
 WARMUP = 3
-"""First steps that the summary leaves out: allocations, caches and receipts fall into them."""
+"""Number of first steps that the summary excludes, because of allocations, caches and receipts."""
 
 
 class Meter:
-    """Counts steps, samples and tokens against the clock.
+    """Measures steps, samples and tokens over time.
 
-    A window reaches from one logged step to the next. On a GPU a step is done when the host has queued it,
-    a step or two before the device has computed it; where the host waits for the device, as logging does
-    by reading the loss, the clock is right again.
+    A window covers the time from one logged step to the next. On a GPU a step counts as done when the host has queued
+    it, a step or two before the device has computed it. The clock is accurate again when the host waits for the device,
+    as logging does by reading the loss.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The time of the body counts for nothing."""
+        """Exclude the time inside the context."""
         before = time.perf_counter()
         yield
         spent = time.perf_counter() - before
@@ -51,10 +51,10 @@ class Meter:
         self._last += spent
 
     def window(self) -> dict[str, float]:
-        """Rates since the last call."""
+        """Return the rates since the last call."""
         now = time.perf_counter()
         seconds = max(now - self._mark, 1e-9)
-        # What the host has just waited for belongs to the last step.
+        # The host has just waited for the device. That time belongs to the last step.
         if self._rates and accelerator.computes_apart(self.device):
             spent, samples, tokens = self._rates[-1]
             self._rates[-1] = (spent + now - self._last, samples, tokens)
@@ -69,7 +69,7 @@ class Meter:
         }
 
     def totals(self) -> dict[str, Any]:
-        """Throughput over all measured steps (mean and standard deviation) and wall time in seconds."""
+        """Return the throughput over all measured steps (mean and standard deviation) and wall time in seconds."""
         result: dict[str, Any] = {
             "wall_seconds": round(time.perf_counter() - self.started, 3),
             "peak_memory_mb": peak_memory_mb(self.device),
@@ -88,7 +88,7 @@ class Meter:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Greatest memory so far in MB (10^6 bytes): allocated on the accelerator, or resident."""
+    """Return the peak memory so far in MB (10^6 bytes): allocated on the accelerator, or resident."""
     allocated = accelerator.peak_bytes(device) if accelerator.computes_apart(device) else None
     if allocated is not None:
         return round(allocated / 1e6, 1)

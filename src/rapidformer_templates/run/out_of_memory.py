@@ -1,9 +1,8 @@
-"""When memory runs out: the next step of the ladder that this run can take.
+"""Suggests the next memory-saving step for a run that is out of memory.
 
-The ladder, with the speed falling from step to step, is that of the DeepSpeed guide [D]: batch 1,
-activation checkpointing, mixed precision, ZeRO-2, its optimizer offloaded, ZeRO-3, its parameters
-and optimizer offloaded, and last a disk. Where ZeRO cannot run, FSDP shards the same states; groups of workers that
-share a copy of them become larger first.
+The steps, each slower than the one before, are those of the DeepSpeed guide [D]: batch 1, activation checkpointing,
+mixed precision, ZeRO-2, its optimizer offloaded, ZeRO-3, its parameters and optimizer offloaded, and last a disk. If
+ZeRO cannot run, FSDP shards the same states. Larger groups of workers that share a copy of the states come first.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.plan import Plan
 
 ALLOCATION_FAILED = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
-"""In the messages of torch's allocators and of the system."""
+"""Substrings in the error messages of torch's allocators and of the system."""
 
 PARTITIONING = ("oss", "oss_sdp", "fsdp", "zero_1", "zero_2", "zero_3")
 
@@ -28,11 +27,11 @@ FIRST: tuple[Mapping[str, Any], ...] = (
     {"recompute_granularity": "full"},
     {"mixed_precision": "bf16"},
 )
-"""What needs less memory without other workers."""
+"""Changes that save memory without additional workers."""
 
 
 def _shard(by: str, **more: Any) -> Mapping[str, Any]:
-    """The flags that shard in this way and in no other."""
+    """Return the flags that select this sharding and disable all others."""
     chosen = {f"{name}_memory_optimization": name == by for name in PARTITIONING}
     return {**chosen, "fsdp_shard_size": None, "cpu_offload": False, "nvme_path": None, **more}
 
@@ -43,12 +42,12 @@ SHARDING = (
     _shard("zero_3"),
     _shard("zero_3", cpu_offload=True),
     _shard("zero_3", nvme_path="DIR"),
-    _shard("fsdp"),  # where ZeRO cannot run: in another template than Trainer, or without DeepSpeed
+    _shard("fsdp"),  # where ZeRO cannot run: in a template other than Trainer, or without DeepSpeed
 )
 
 
 def _saved(values: Callable[[str], Any]) -> int:
-    """How much less memory a way to shard needs; a rank, not a measure."""
+    """Return the rank of a sharding by the memory it saves. Higher saves more."""
     if values("zero_3_memory_optimization"):
         return 7 if values("nvme_path") else 6 if values("cpu_offload") else 5
     if values("fsdp_memory_optimization"):
@@ -59,11 +58,11 @@ def _saved(values: Callable[[str], Any]) -> int:
 
 
 def next_step(config: RunConfig, plan: Plan, resolve: Callable[[RunConfig], Plan]) -> str | None:
-    """The flags of the next step that works, or None at the end of the ladder.
+    """Return the flags of the next step that is valid, or None after the last one.
 
     Args:
-        config: that of the run which is out of memory; ``plan`` is its plan.
-        resolve: makes a plan, or raises :class:`Refused`.
+        config: the configuration of the run that is out of memory. ``plan`` is its plan.
+        resolve: returns a plan, or raises :class:`Refused`.
     """
     for step in _steps_ahead(config, plan):
         changed = {name: value for name, value in step.items() if config.get(name) != value}
@@ -79,35 +78,35 @@ def next_step(config: RunConfig, plan: Plan, resolve: Callable[[RunConfig], Plan
 
 
 def _has(step: Mapping[str, Any], config: RunConfig, plan: Plan) -> bool:
-    """Whether a run has gone one of the first steps."""
+    """Whether a run has already taken one of the first steps."""
     ((name, value),) = step.items()
     if name == "mixed_precision":
         return plan.precision != "fp32"
     if name == "recompute_granularity":
-        return bool(config.get(name) != "selective")  # there is none, or it is of whole blocks
+        return bool(config.get(name) != "selective")  # no recomputation, or already of whole blocks
     return bool(config.get(name) == value)
 
 
 def _steps_ahead(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any]]:
     yield from (step for step in FIRST if not _has(step, config, plan))
     copies = plan.sizes.copies
-    if copies > 1:  # a worker alone has nobody to share with
+    if copies > 1:  # a single worker cannot shard
         group = config.get("fsdp_shard_size") or copies
         yield from ({"fsdp_shard_size": n} for n in range(group + 1, copies + 1) if copies % n == 0)
         yield from (step for step in SHARDING if _saved(step.get) > _saved(config.get))
 
 
 def ran_out(error: Exception) -> bool:
-    """Whether it is that memory could not be allocated."""
+    """Whether an error means that memory could not be allocated."""
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in ALLOCATION_FAILED)
 
 
 @contextmanager
 def explained(config: RunConfig, plan: Plan, rank: int, resolve: Callable[[RunConfig], Plan]) -> Iterator[None]:
-    """Around a run: an allocation that failed becomes an error that says what to do.
+    """Context for a run. It converts a failed allocation to an error that suggests what to change.
 
     Raises:
-        OutOfMemory: in place of the allocator's error.
+        OutOfMemory: replaces the allocator's error.
     """
     try:
         yield

@@ -1,4 +1,7 @@
-"""A script's own hooks: names that are nearly one, and flags that have no effect beside them. Imports no torch."""
+"""Checks of hooks that a script defines: misspelt names, and flags that an override leaves without effect.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from rapidformer_templates.planning.config import RunConfig, spelling
 F = TypeVar("F", bound=Callable[..., Any])
 
 NEAR = 0.88
-"""Similarity (``difflib``) from which a name is taken for a misspelt hook: one letter in eight, or an s at the end.
-``build_dataset`` and ``loss`` are names of one's own."""
+"""Lowest similarity (``difflib``) at which a name counts as a misspelt hook: one letter in eight, or a final s.
+``build_dataset`` and ``loss`` are different enough to be a user's own names."""
 
 CALLED_BY_A_LOOP = re.compile(
     r"on_(train|step|epoch|eval|valid|checkpoint|save|log|batch|fit|test|predict|init|optimizer|before|after)"
 )
-"""What names of callbacks begin with, here and in other libraries; ``on_gpu`` is none."""
+"""Prefixes of callback names, here and in other libraries. ``on_gpu`` is not a callback."""
 
 OF_THE_TOKENIZER = (
     "tokenizer_type", "tokenizer_path", "vocab_file", "merge_file", "pretrained_model_name_or_path", "model_type",
@@ -49,15 +52,15 @@ ELSEWHERE = {
     "configure_model": "build_model",
     "model_init": "build_model",
 }
-"""Hooks of Lightning, transformers and Megatron-LM that no template calls, and the one that does it here."""
+"""Hooks of Lightning, transformers and Megatron-LM that no template calls, and their equivalents here."""
 
 
 def hook(*acting: str) -> Callable[[F], F]:
     """Mark a method that a script may override.
 
     Args:
-        acting: the flags that act through its default, by field name; beside a script's own they act only if it
-            reads them, or if another default does.
+        acting: field names of the flags that the default implementation uses. With an override, they have an effect
+            only if the override or another default reads them.
     """
 
     def mark(method: F) -> F:
@@ -68,20 +71,20 @@ def hook(*acting: str) -> Callable[[F], F]:
 
 
 def hooks_of(template: type) -> dict[str, frozenset[str]]:
-    """The flags that act through each hook's default, by the hook's name."""
+    """Return, by the name of each hook, the flags that its default implementation uses."""
     base = _library_base(template)
     flags_by_hook = {name: getattr(method, "acting_flags", None) for name, method in vars(base).items()}
     return {name: flags for name, flags in flags_by_hook.items() if flags is not None}
 
 
 def own_hooks(template: type) -> list[str]:
-    """Names of the library's hooks that a class, or one that it derives from, has made its own."""
+    """Return the names of the library's hooks that a class or one of its bases overrides."""
     base = _library_base(template)
     return [name for name in hooks_of(template) if getattr(template, name) is not getattr(base, name)]
 
 
 def _library_base(template: type) -> type:
-    """The first class that defines hooks with defaults; one that only takes a default over is a script's own."""
+    """Return the first class that defines default hooks. A class that only inherits defaults is part of a script."""
     return next(kind for kind in template.__mro__ if any(_is_default(m, kind) for m in vars(kind).values()))
 
 
@@ -90,7 +93,7 @@ def _is_default(method: Any, kind: type) -> bool:
 
 
 def _own_classes(template: type) -> list[type]:
-    """The classes of a script: those that derive from a template, and mixins that have a hook."""
+    """Return the classes of a script: subclasses of a template, and mixins that define a hook."""
     base, hooks = _library_base(template), hooks_of(template)
     others = [kind for kind in template.__mro__ if kind is not object and kind.__module__ not in _library_modules(base)]
     return [kind for kind in others if issubclass(kind, base) or any(name in vars(kind) for name in hooks)]
@@ -102,9 +105,9 @@ def _library_modules(base: type) -> set[str]:
 
 
 def check_names(template: type) -> None:
-    """Refuse a method that is nearly a hook, which nobody would ever call.
+    """Raise an error for a method whose name is almost a hook, because nothing would ever call it.
 
-    A name is none of these if the class has the hook that it is near to, or if it begins with an underscore.
+    A name is accepted if the class also defines the hook that it resembles, or if it begins with an underscore.
 
     Raises:
         ConfigError: names the method and the hook.
@@ -153,9 +156,9 @@ def _file_and_line(kind: type, value: Any) -> str:
 
 
 def idle_flags(template: type, config: RunConfig) -> tuple[str, ...]:
-    """A note for each flag that was given and acts through defaults alone that the script has overridden.
+    """Return a note for each given flag that only acts through defaults that the script has overridden.
 
-    None is made of a flag that the script's own code names: it reads it by itself.
+    There is no note for a flag that appears in the script's code, because the script reads it there.
     """
     base, hooks = _library_base(template), hooks_of(template)
     own = [name for name in hooks if _overrides(getattr(template, name), getattr(base, name))]
@@ -164,7 +167,7 @@ def idle_flags(template: type, config: RunConfig) -> tuple[str, ...]:
     notes = []
     for name in own:
         for flag in sorted(hooks[name] - acting - named):
-            acting |= {flag}  # told once
+            acting |= {flag}  # one note per flag
             if flag in config.origins and not _of_a_template(config, flag):
                 given = f"{spelling(flag)} ({config.origin(flag)})"
                 notes.append(f"{given} is for the default {name}; the {name} of {template.__name__} does not name it")
@@ -172,7 +175,7 @@ def idle_flags(template: type, config: RunConfig) -> tuple[str, ...]:
 
 
 def _overrides(method: Any, default: Any) -> bool:
-    """Whether a method is a script's own and does not call the default, or what that calls."""
+    """Whether a method overrides the default without calling it, through ``super`` or the task."""
     if method is default:
         return False
     code = getattr(method, "__code__", None)
@@ -184,13 +187,15 @@ def _of_a_template(config: RunConfig, flag: str) -> bool:
 
 
 def _names_in(template: type) -> Iterator[str]:
-    """The names and texts in the code of a script's classes and of the functions beside them."""
+    """Yield the names and strings in the code of a script's classes, and of other objects in their modules."""
     base = _library_base(template)
     for kind in _own_classes(template):
         module = sys.modules.get(kind.__module__)
         beside = vars(module).values() if module else ()
         mine = [value for value in beside if getattr(value, "__module__", None) == kind.__module__]
-        mine = [value for value in mine if not (inspect.isclass(value) and issubclass(value, base))]  # another script
+        mine = [
+            value for value in mine if not (inspect.isclass(value) and issubclass(value, base))
+        ]  # templates of another script
         for value in (*vars(kind).values(), *mine):
             for part in vars(value).values() if inspect.isclass(value) else (value,):
                 function = getattr(part, "__func__", None) or getattr(part, "fget", None) or part

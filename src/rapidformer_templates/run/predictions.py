@@ -1,4 +1,4 @@
-"""What a trained model says of samples that nobody has labelled: one plain record each, in their order."""
+"""Predictions of a trained model for unlabelled samples: one plain record per sample, in their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rapidformer_templates.system.random_state import capture, restore
 from rapidformer_templates.system.workers import Workers
 
 GREEDY = Generation()
-"""The likeliest token each time."""
+"""Always choose the most likely token."""
 
 
 def predict_samples(
@@ -28,20 +28,20 @@ def predict_samples(
     batch_size: int = 8,
     generation: Generation = GREEDY,
 ) -> list[Record]:
-    """What a model predicts of some samples, in this process.
+    """Predict samples with a model in this process.
 
     Args:
-        task: whose labels are known, from its data or by :meth:`Task.take_decisions`.
-        model: whole, on the device where it is to compute.
-        samples: a mapping of the task's columns each, or plain texts.
-        batch_size: of them that the model sees at once.
-        generation: of causal_lm, seq2seq_lm and preference, how texts are generated.
+        task: a task whose labels are known, from its data or from :meth:`Task.take_decisions`.
+        model: the unsharded model, on the device where it runs.
+        samples: mappings with the task's columns, or plain texts.
+        batch_size: number of samples that the model processes at once.
+        generation: how to generate texts, for causal_lm, seq2seq_lm and preference.
 
     Returns:
-        A record each, of plain values: see docs/after-training.md.
+        One record of plain values per sample, see docs/after-training.md.
 
     Raises:
-        DataError: a column is missing, or a sample cannot be used; it is named by its place.
+        DataError: a column is missing, or a sample cannot be used. The error names the sample by its position.
     """
     if not samples:
         return []
@@ -49,13 +49,13 @@ def predict_samples(
 
 
 def part_of_samples(samples: Sequence[Mapping[str, Any] | str], text_column: str = "text") -> Part:
-    """Samples in memory as the rows of a data set.
+    """Convert samples in memory to the rows of a data set.
 
     Args:
-        text_column: of the samples that are texts.
+        text_column: the column for samples that are texts.
 
     Raises:
-        DataError: one is neither a text nor a mapping of names to values.
+        DataError: a sample is neither a text nor a mapping of names to values.
     """
     rows = [{text_column: sample} if isinstance(sample, str) else sample for sample in samples]
     for number, row in enumerate(rows, start=1):
@@ -74,17 +74,19 @@ def predict_inputs(
     workers: Workers | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Record]:
-    """The records of all rows of :meth:`Task.inputs`, in their order.
+    """Return the records of all rows of :meth:`Task.inputs`, in their order.
 
     Args:
-        workers: share the batches, each with a copy of the model, and all have all records afterwards.
-        advance: told how many rows of this worker are done.
+        workers: workers with a copy of the model each. They share the batches, and all return all records.
+        advance: called with the number of rows that this worker has completed.
     """
     rank, world = (workers.rank, workers.world) if workers else (0, 1)
     mine: dict[int, Record] = {}
     with _predicting(model):
         for batch in batches_of(inputs, batch_size)[rank::world]:
-            torch.manual_seed(generation.seed + batch[0])  # by the batch: which worker draws does not matter
+            torch.manual_seed(
+                generation.seed + batch[0]
+            )  # seeded per batch, so that it does not matter which worker draws
             told = task.records(model, [inputs.rows[row] for row in batch], generation)
             mine |= dict(zip(batch, told, strict=True))
             advance(len(batch))
@@ -93,14 +95,14 @@ def predict_inputs(
 
 
 def batches_of(inputs: Inputs, batch_size: int) -> list[list[int]]:
-    """Rows of like lengths together; they depend on the rows alone, so that no number of workers changes a batch."""
+    """Group rows of similar length. The batches depend only on the rows, not on the number of workers."""
     order = np.argsort(inputs.lengths, kind="stable").tolist()
     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
 
 
 @contextmanager
 def _predicting(model: Any) -> Iterator[None]:
-    """Around forwards that leave no trace: mode, random states and gradients are as before afterwards."""
+    """Context for forwards without side effects. It restores the mode and the random state, without gradients."""
     random_state, training = capture(), model.training
     model.eval()
     try:

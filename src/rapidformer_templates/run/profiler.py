@@ -1,7 +1,7 @@
-"""``--profile``: where the time of a few steps goes, as a trace for Chrome, a table for people and JSON.
+"""``--profile``: profile a few steps. Writes a Chrome trace, a readable table and JSON.
 
-On a GPU idle is the time in which no kernel runs. On a CPU it is the time outside of torch's operators: waiting for
-data, waiting for other workers, and Python.
+On a GPU, idle time is time without a running kernel. On a CPU, it is time outside torch operators: waiting for data,
+waiting for other workers, and Python.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.files import write_json
 
 WARMUP = 3
-"""Steps of this process before the first that is recorded: allocations, receipts, compiled code."""
+"""Steps of this process before the first recorded one. They contain allocations, receipts and compilation."""
 
 STEP, DATA, EXCHANGE, TRAIN, REST = (f"rapidformer: {part}" for part in ("step", "data", "exchange", "train", "rest"))
-"""Parts of a step of the loop, as they stand in the trace."""
+"""Names in the trace for the parts of a training step."""
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
-"""What makes the host wait for a device. The third is how the host keeps from running too far ahead."""
+"""Calls in which the host waits for a device. The third one keeps the host from running too far ahead."""
 
 ROWS = 25
 
 Interval = tuple[float, float]
-"""From, to: microseconds."""
+"""(start, end) in microseconds."""
 
 
 class Profile:
-    """Records ``steps`` steps after a warm-up, then writes ``folder`` and is done."""
+    """Records ``steps`` steps after a warm-up, then writes the results to ``folder``."""
 
     def __init__(self, folder: Path, steps: int, device: torch.device) -> None:
         self.folder = folder
@@ -46,11 +46,11 @@ class Profile:
         self._step: AbstractContextManager[Any] = nullcontext()
 
     def part(self, name: str) -> AbstractContextManager[Any]:
-        """Marks a part of a step while steps are recorded."""
+        """Mark a part of a step, if steps are being recorded."""
         return record_function(name) if self._recorder else nullcontext()
 
     def step_begins(self) -> None:
-        """To be called before the first part of each step."""
+        """Call this before the first part of each step."""
         if self._seen == WARMUP:
             activities = [ProfilerActivity.CPU, *(_of_device(self._device))]
             self._recorder = profile(activities=activities, record_shapes=False)
@@ -60,7 +60,7 @@ class Profile:
             self._step.__enter__()
 
     def step_ends(self) -> bool:
-        """To be called after the last part of each step; whether that was all, and it is written."""
+        """Call this after the last part of each step. Returns whether the profile is complete and written."""
         self._seen += 1
         if self._recorder is None:
             return False
@@ -83,17 +83,17 @@ class Profile:
 
 
 def _of_device(device: torch.device) -> list[ProfilerActivity]:
-    """What torch records of an accelerator, besides the host."""
+    """Return the profiler activities of an accelerator, in addition to the host's."""
     own = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU, "mtia": ProfilerActivity.MTIA}
     return [own[device.type]] if device.type in own else []
 
 
 def summary(events: Sequence[Any], steps: int) -> dict[str, Any]:
-    """What a recording says; milliseconds a step.
+    """Summarize a recording, in milliseconds per step.
 
     Args:
-        events: torch's ``FunctionEvent``: name, time range (µs), device.
-        steps: that were recorded.
+        events: ``FunctionEvent`` objects of torch: name, time range (µs), device.
+        steps: number of recorded steps.
     """
     host = [event for event in events if event.device_type == DeviceType.CPU]
     whole = [_interval(event) for event in host if event.name == STEP]
@@ -124,7 +124,7 @@ def summary(events: Sequence[Any], steps: int) -> dict[str, Any]:
 
 
 def describe(measured: dict[str, Any]) -> str:
-    """The summary in words."""
+    """Format the summary as readable text."""
     waits = ", ".join(f"{name} {count:g}" for name, count in measured["host_waits_a_step"].items() if count) or "none"
     lines = [
         f"{measured['steps']} steps of {measured['step_ms']} ms",
@@ -142,13 +142,13 @@ def describe(measured: dict[str, Any]) -> str:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary that a run has written."""
+    """Read the summary that a run has written."""
     run_summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return run_summary
 
 
 def _is_mark(event: Any) -> bool:
-    """Marks of parts are projected onto the device's time, too."""
+    """Whether an event is one of our marks. Profilers also project them onto the device's timeline."""
     return str(event.name).startswith(("rapidformer: ", "ProfilerStep", "Optimizer."))
 
 
@@ -157,7 +157,7 @@ def _interval(event: Any) -> Interval:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time without overlaps, in order."""
+    """Merge overlapping intervals, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -168,7 +168,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _intersection(intervals: Sequence[Interval], frames: Sequence[Interval]) -> list[Interval]:
-    """What of ``intervals`` lies in ``frames``; neither has overlaps of its own."""
+    """Return the parts of ``intervals`` inside ``frames``. Neither list may contain overlaps."""
     return [(max(a, x), min(b, y)) for a, b in intervals for x, y in frames if min(b, y) > max(a, x)]
 
 

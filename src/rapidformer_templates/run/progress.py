@@ -1,4 +1,4 @@
-"""What people see while a run trains, from rank 0 on standard error: a bar on a terminal, lines elsewhere."""
+"""Progress output on standard error of rank 0: a progress bar on a terminal, otherwise lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rapidformer_templates.system.progress_bar import ProgressBar
 
 
 class Progress:
-    """Progress of the training steps: on a terminal a bar, else a line for each log, evaluation and checkpoint."""
+    """Progress of the training steps: a bar on a terminal, otherwise a line per log, evaluation and checkpoint."""
 
     def __init__(self, total: int, done: int, *, show: bool) -> None:
         self._bar = ProgressBar("training", total, done, show=show)
@@ -32,11 +32,11 @@ class Progress:
         self._bar.__exit__(*exception)
 
     def advance(self, loss: torch.Tensor) -> None:
-        """One more step. The loss is shown at most five times a second, on a GPU a moment late: nobody waits for it."""
+        """Count one step. The loss is shown up to five times per second, on a GPU with a delay, without a wait."""
         self._bar.advance(1, lambda: self._latest(loss))
 
     def _latest(self, loss: torch.Tensor) -> str:
-        """The newest loss that has arrived on the host."""
+        """Return text with the newest loss that has arrived on the host."""
         copy = HostCopy(loss.reshape(1))
         for latest in (self._loss, copy):
             if latest is not None and latest.has_arrived:
@@ -45,17 +45,17 @@ class Progress:
         return self._text
 
     def logged(self, line: Mapping[str, Any]) -> None:
-        """A line of ``metrics.jsonl``."""
+        """Show a line of ``metrics.jsonl``."""
         skipped = "  skipped" if line["skipped"] else ""
         numbers = f"loss {line['loss']:.4f}  grad norm {line['grad_norm']:.4f}  lr {line['lr']:.3g}"
         self._tell(line["step"], f"{numbers}  {line['samples_per_second']:,.1f} samples/s{skipped}")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of an evaluation."""
+        """Show the metrics of an evaluation."""
         self._tell(step, "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
     def saved(self, step: int, path: Path) -> None:
-        """A checkpoint that is whole."""
+        """Show that a checkpoint is complete."""
         self._tell(step, f"saved {path}")
 
     def _tell(self, step: int, text: str) -> None:

@@ -1,6 +1,6 @@
-"""Receipts: what the active switches did, measured on the running model and never copied from flags.
+"""Receipts: the effects of the active switches, measured on the running model and never copied from flags.
 
-After the first step each active switch looks at them, and one that did nothing ends the run.
+Each active switch checks them after the first step. A switch without an effect ends the run.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ INTERNAL = frozenset(
         "chosen_shapes",
     }
 )
-"""What switches look at, and the summary does not show."""
+"""Values that switches check but the summary does not show."""
 
 HELD = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "bucket_bytes")
 
 
 class Receipts:
-    """Watches the first step of a run and measures the engine after it.
+    """Observes the first step of a run, and then measures the engine.
 
     Args:
-        engine: what trains.
-        template: with the plan that it should follow.
-        order: of the training samples, where the library chooses it.
+        engine: the engine that trains.
+        template: the template, with the plan that the engine should follow.
+        order: order of the training samples, if the library chooses it.
     """
 
     def __init__(self, engine: Engine, template: Template, order: Order | None = None) -> None:
@@ -78,14 +78,14 @@ class Receipts:
         self._gradient_elements = 0
 
     def count(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Note the shapes and the padding of a step's batches; called in every step."""
+        """Record the shapes and the padding of a step's batches. This is called in every step."""
         if "fill" in self.wanted:
             self._shapes |= {microbatch.shape for microbatch in microbatches}
             self._tokens[0] += sum(microbatch.tokens for microbatch in microbatches if not microbatch.idle)
             self._tokens[1] += sum(microbatch.padded_tokens for microbatch in microbatches)
 
     def _padding(self) -> dict[str, Any]:
-        """What :meth:`count` saw on all ranks: ``batch_shapes`` as (rows, tokens), ``fill`` and what it is made of."""
+        """Combine :meth:`count` of all ranks: ``batch_shapes`` as (rows, tokens), and ``fill`` with its two counts."""
         workers = self.engine.workers
         useful, padded = workers.sum(*self._tokens)
         shapes = sorted(set().union(*workers.gather(self._shapes)))
@@ -98,13 +98,13 @@ class Receipts:
 
     @contextmanager
     def watch(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
-        """Around the first step: what its forward puts out, and what the switches measure of it."""
+        """Context for the first step. It records the outputs of the forward and the measurements of the switches."""
         probe = Probe(self.engine, microbatches[0])
         for receipt in self._of_switches:
             self._early |= receipt.before_step(probe)
         compiles = any(receipt.compiles for receipt in self._of_switches)
         if compiles:
-            # Hooks inside of the blocks would become part of their graphs, which are compiled again without them.
+            # Hooks inside blocks would become part of their compiled graphs, which are recompiled without the hooks.
             with self._watched_leaves(), torch.compiler.set_stance("force_eager"), torch.no_grad():
                 probe.forward()
         before = self.engine.micro_steps
@@ -122,7 +122,7 @@ class Receipts:
 
     @contextmanager
     def _watched_leaves(self) -> Iterator[None]:
-        """Note the types that modules put out: leaves, since sums between them (a residual stream) keep the wider."""
+        """Record the output types of leaf modules only. Sums between them (a residual stream) keep the wider type."""
         hooks = [leaf.register_forward_hook(self._see_output) for leaf in self._leaves(self.engine.model)]
         try:
             yield
@@ -131,7 +131,7 @@ class Receipts:
                 hook.remove()
 
     def _leaves(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The modules that are called and call none."""
+        """Yield the called modules that call no other modules."""
         hidden = any(receipt.hides_parts(module) for receipt in self._of_switches)
         children = [] if hidden else list(module.children())
         if not children:
@@ -150,9 +150,9 @@ class Receipts:
         self._activations |= set(_types([t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]))
 
     def measured(self) -> dict[str, Any]:
-        """All that was wanted, after the first step."""
+        """Return all requested measurements, after the first step."""
         engine, rule = self.engine, self.engine.update_rule
-        tensors = engine.held()  # first: FSDP shards again what an evaluation has left whole
+        tensors = engine.held()  # must come first: it makes FSDP reshard parameters after an evaluation
         parameters = list(engine.model.parameters())
         held = bytes_held(tensors)
         measures: dict[str, Callable[[], Any]] = {
@@ -177,11 +177,11 @@ class Receipts:
         return values | self._early | dict(self.engine.receipts)
 
     def _elements(self) -> dict[str, Any]:
-        """How many elements of parameters this rank trains, updates and has only a part of."""
+        """Return how many parameter elements this rank trains, updates and holds only in part."""
         engine = self.engine
         whole = {p: math.prod(shape_of(p)) for p in engine.model.parameters()}
         here = {p: c if lies_in_codes(p) else min(local_part(p).numel(), c) for p, c in whole.items()}
-        # Of matrices that tensor parallelism divides, this rank would train its part also without any other switch.
+        # Under tensor parallelism, this rank trains only its part of the sharded matrices, even without other switches.
         mine = {p: here[p] * divided_over(p, "experts") for p in whole} if engine.workers.tensor > 1 else whole
         return {
             "trained_elements": sum(count for p, count in mine.items() if p.requires_grad),
@@ -198,10 +198,10 @@ class Receipts:
         return self.engine.workers.gather(values | (self._padding() if "fill" in self.wanted else {}))
 
     def check(self) -> None:
-        """After the first step: let each active switch look whether it acted; every rank must call it.
+        """Check after the first step that each active switch has acted. Call it on every rank.
 
         Raises:
-            SwitchDidNothing: one did nothing; all such are named.
+            SwitchDidNothing: names all switches without an effect.
         """
         template = self.template
         hooks = frozenset(own_hooks(type(template)))
@@ -213,7 +213,7 @@ class Receipts:
             raise SwitchDidNothing(missing, where=", ".join(asked))
 
     def measured_by_rank(self) -> dict[str, Any]:
-        """What was measured, each by the first rank that has it, and the bytes of each; every rank must call it."""
+        """Return each measurement from the first rank that has it, and the bytes per rank. Call it on every rank."""
         ranks = self._by_rank()
         values: dict[str, Any] = {}
         for of_rank in reversed(ranks):

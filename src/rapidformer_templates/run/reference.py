@@ -1,7 +1,7 @@
-"""The model that a preference is measured against: without its adapters, as a frozen copy, or computed once.
+"""The reference model of a preference: the model without adapters, a frozen copy, or precomputed outputs.
 
-Log-probabilities that are computed once lie in the run folder, and a run that goes on takes them from there: by then
-its model is another one.
+Precomputed log-probabilities are stored in the run folder. A resumed run reads them from there, because its model has
+changed by then.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 def compared_task(template: Template) -> Preference | None:
-    """The run's task, if its losses compare the model with a reference."""
+    """Return the run's task if its losses compare the model with a reference."""
     task = template.task if template.uses_task else None
     return task if isinstance(task, Preference) and task.needs_reference else None
 
 
 @contextmanager
 def loss_is_tried(template: Template) -> Iterator[None]:
-    """In the body transforms may try the loss of a preference, before there is a reference."""
+    """Allow transforms inside the context to try the loss of a preference before there is a reference."""
     task = compared_task(template)
     if task is None:
         yield
@@ -57,10 +57,10 @@ def loss_is_tried(template: Template) -> Iterator[None]:
 
 
 def provide_reference(template: Template, engine: Engine, build: Callable[[], nn.Module]) -> None:
-    """Give the task the model that it compares with.
+    """Give the task its reference model.
 
     Args:
-        build: makes the model of the run once more, with the same weights and the transforms of its switches.
+        build: builds the model of the run again, with the same weights and the transforms of its switches.
     """
     task = compared_task(template)
     if task is None:
@@ -75,10 +75,10 @@ def provide_reference(template: Template, engine: Engine, build: Callable[[], nn
 
 
 class Precomputed:
-    """Log-probabilities of the reference, one set a sample, in the data of the run.
+    """Adds log-probabilities of the reference to the samples of the run.
 
     Args:
-        identity: of the model that they are computed with, as it was built.
+        identity: identity of the reference model, as it was built.
     """
 
     def __init__(self, template: Template, engine: Engine, identity: str, workers: Workers) -> None:
@@ -94,14 +94,14 @@ class Precomputed:
         }
 
     def attach(self, folder: RunFolder | None, *, kept: RunFolder | None) -> None:
-        """Put them beside the samples: computed now, or read where a run continues.
+        """Add the log-probabilities to the samples. They are computed now, or read if a run continues.
 
         Args:
-            folder: of this run, in which they are kept.
-            kept: of the run that continues, which is another one with ``--load``. None: compute them.
+            folder: folder of this run, in which they are stored.
+            kept: folder of the run that continues, a different one with ``--load``. None computes them.
 
         Raises:
-            CheckpointError: they are not there, or were computed for another model or other data.
+            CheckpointError: they are missing, or were computed for another model or other data.
         """
         if kept is not None:
             is_own = folder is not None and kept.path == folder.path
@@ -143,7 +143,7 @@ class Precomputed:
         return values
 
     def _computed(self, samples: TokenizedSamples) -> list[list[float]]:
-        """For each sample the log-probabilities of its two rows."""
+        """Return the log-probabilities of the two rows of each sample."""
         task, sizes = self.template.task, self.template.plan.sizes
         assert isinstance(task, Preference)
         requests = eval_requests(
@@ -161,14 +161,14 @@ class Precomputed:
 
 
 def precomputed_reference(template: Template, engine: Engine, workers: Workers) -> Precomputed | None:
-    """Return the keeper of the reference's log-probabilities; None if they are not computed once."""
+    """Return the precomputed reference of a run, or None if the flags do not ask for one."""
     if not (template.config.training.precompute_reference and compared_task(template)):
         return None
     return Precomputed(template, engine, identity_of_model(engine, workers), workers)
 
 
 def _refuse_other_data(model: nn.Module) -> AbstractContextManager[nn.Module]:
-    """Take the place of the reference once it was computed: the model is trained by then and has changed."""
+    """Replace the reference after it was precomputed. The model has been trained and changed by then."""
     raise DataError(
         "the reference was computed once, for the data of the run, and these are others",
         where="--precompute-reference",
@@ -184,7 +184,7 @@ def _fields(samples: TokenizedSamples) -> tuple[str, str]:
 
 
 def _digest(samples: TokenizedSamples) -> str:
-    """Of all tokens and labels."""
+    """Return a digest of all tokens and labels."""
     digest = hashlib.sha256()
     for name, field in sorted(samples.fields.items()):
         digest.update(name.encode())
@@ -194,7 +194,7 @@ def _digest(samples: TokenizedSamples) -> str:
 
 
 def identity_of_model(engine: Engine, workers: Workers) -> str:
-    """A digest of the weights; every worker must call it."""
+    """Return a digest of the weights. Call it on every worker."""
     base = frozen_base_of(engine.model)
     weights = engine.full_weights() if base is None else None
     mine = identity_of({name: fingerprint(tensor) for name, tensor in weights.items()}) if weights else ""

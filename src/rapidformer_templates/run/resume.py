@@ -1,4 +1,4 @@
-"""Where a run starts: at the beginning, or where a checkpoint left it."""
+"""The start position of a run: the beginning, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def take_up(template: Template, engine: Engine, folder: RunFolder | None, order: Order, workers: Workers) -> Position:
-    """Put engine and random states where ``--resume`` or ``--load`` say; the run's position.
+    """Restore engine and random state for ``--resume`` or ``--load``, and return the run's position.
 
     Raises:
-        CheckpointError: no checkpoint is whole, or it does not fit this run.
+        CheckpointError: no checkpoint is complete, or it does not fit this run.
     """
     training = template.config.training
     base = frozen_base_of(engine.model)
@@ -51,7 +51,7 @@ def take_up(template: Template, engine: Engine, folder: RunFolder | None, order:
         seed_all(training.seed + 1 + workers.stream)
         return fresh
     reader = Reader(path)
-    known = Position.__dataclass_fields__.keys() & reader.state.keys()  # an older version knew fewer
+    known = Position.__dataclass_fields__.keys() & reader.state.keys()  # an older version saved fewer fields
     saved = Position(**{name: reader.state[name] for name in known})
     _check_fit(reader, saved, fresh, path)
     saved.best = _own_best(saved, path, folder, workers)
@@ -62,10 +62,10 @@ def take_up(template: Template, engine: Engine, folder: RunFolder | None, order:
 
 
 def put_back(reader: Reader, engine: Engine, training: TrainingFlags, workers: Workers) -> None:
-    """Put engine and random states where a checkpoint left them.
+    """Restore engine and random state from a checkpoint.
 
     Raises:
-        CheckpointError: the optimizer or a tensor differs; nothing was changed.
+        CheckpointError: the optimizer or a tensor differs. Nothing has been changed.
     """
     _check_optimizer(reader, engine)
     engine.load(reader if training.ema_decay is not None else WithoutAverages(reader), optimizer=True)
@@ -74,14 +74,14 @@ def put_back(reader: Reader, engine: Engine, training: TrainingFlags, workers: W
 
 
 HOW_IT_STARTS = {"template", "--resume", "--save", "--load", "--overwrite", "--config", "--user-script"}
-"""Values that change nothing of a run that goes on."""
+"""Values that do not affect a resumed run."""
 
 
 def say_changes(folder: RunFolder, values: Mapping[str, Mapping[str, Any]], workers: Workers) -> None:
-    """Name the flags whose values are not those with which the run was last started.
+    """Report the flags whose values have changed since the run was last started.
 
     Args:
-        values: those of the plan, which is about to be written in place of the last one's.
+        values: the values of the new plan, which will replace the last one.
     """
     if not workers.is_main or not folder.plan.exists():
         return
@@ -103,10 +103,10 @@ def say_changes(folder: RunFolder, values: Mapping[str, Mapping[str, Any]], work
 
 
 def _newest(root: Path, workers: Workers) -> Path | None:
-    """The newest whole checkpoint of a run, or None where there is none at all.
+    """Return the newest complete checkpoint of a run, or None if it has no checkpoints.
 
     Raises:
-        CheckpointError: there are some, and none is whole.
+        CheckpointError: there are checkpoints, but none is complete.
     """
     newest, passed_over = newest_whole(root, workers)
     for line in passed_over:
@@ -122,10 +122,10 @@ def _newest(root: Path, workers: Workers) -> Path | None:
 
 
 def checkpoint_to_load(path: Path, workers: Workers) -> Path:
-    """The checkpoint that a path names: itself, or the newest whole one of a run folder.
+    """Return the checkpoint at a path: the path itself, or the newest complete one of a run folder.
 
     Raises:
-        CheckpointError: it is neither, or not whole.
+        CheckpointError: the path is neither, or the checkpoint is not complete.
     """
     if workers.broadcast(is_checkpoint(path)):
         problem = problem_together(path, workers)
@@ -139,7 +139,7 @@ def checkpoint_to_load(path: Path, workers: Workers) -> Path:
 
 
 def _own_best(saved: Position, path: Path, folder: RunFolder | None, workers: Workers) -> dict[str, Any] | None:
-    """The best evaluation so far, if its checkpoint is in this run's folder."""
+    """Return the best evaluation so far, if its checkpoint is in this run's folder."""
     best = saved.best
     if best is None or folder is None:
         return None
@@ -163,7 +163,7 @@ def _own_best(saved: Position, path: Path, folder: RunFolder | None, workers: Wo
 
 
 def _check_fit(reader: Reader, saved: Position, fresh: Position, path: Path) -> None:
-    """Refuse a checkpoint whose run would go on otherwise than it began."""
+    """Raise an error for a checkpoint with which the run would continue differently."""
     check_base(reader, fresh.base)
     changed = [
         f"{name} was {saved.data.get(name)}, is {fresh.data.get(name)}"
@@ -189,7 +189,7 @@ def _check_optimizer(reader: Reader, engine: Engine) -> None:
 
 
 def check_base(reader: Reader, identity: str | None) -> None:
-    """Refuse adapters that were trained beside other weights than those of this identity."""
+    """Raise an error if a checkpoint's adapters belong to another base, or if only one side has adapters."""
     base = reader.state.get("base")
     if base == identity:
         return
@@ -208,7 +208,7 @@ def _restore_random_state(reader: Reader, seed: int, step: int, workers: Workers
     if saved == workers.dimensions:
         restore(*reader.random_state(workers.rank))
         return
-    # Other workers have other streams of random numbers; seeded by the step, they repeat no earlier ones.
+    # Other workers have other random streams. Seeding them with the step avoids repeating earlier numbers.
     seed_all(seed + 1 + workers.stream + step * workers.world)
     by = f"{' × '.join(map(str, saved))} workers" if math.prod(saved) > saved[1] else f"{saved[1]} workers"
     say(workers, f"random states were saved by {by}: seeded anew for {workers.world}")

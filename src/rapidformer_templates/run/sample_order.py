@@ -1,4 +1,4 @@
-"""The order of a run's training samples, from its flags and its data."""
+"""Builds the order of a run's training samples from its flags and its data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def build_order(template: Template, samples: Any, workers: Workers) -> Order:
-    """The order of the training samples.
+    """Return the order of the training samples.
 
     Raises:
-        ConfigError: a flag asks for an order where the samples have one of their own.
+        ConfigError: a flag requests an order, but the samples have a fixed one.
         DataError: the samples cannot be batched by length.
     """
     training, group = template.config.training, template.config.data.group_by_length
@@ -42,7 +42,7 @@ def build_order(template: Template, samples: Any, workers: Workers) -> Order:
     if isinstance(samples, Endless):
         return StreamOrder(samples, template.plan.sizes.global_batch, training.seed)
     if group is None:
-        group = training.fine_tunes and not template.config.data.pack_sequences  # packed rows have one length
+        group = training.fine_tunes and not template.config.data.pack_sequences  # packed rows all have the same length
     return SampleOrder(
         len(samples),
         template.plan.sizes.global_batch,

@@ -1,4 +1,4 @@
-"""The model of a run, or of a folder of transformers, with the task that it was trained for.
+"""The model of a run, or of a transformers folder, with the task that it was trained for.
 
 Functions that only inspect the folder import no torch.
 """
@@ -29,10 +29,10 @@ OF_THE_SAMPLES = (
     "pair_column",
     "label_column",
 )
-"""Fields of a run by which its model is fed after it, too."""
+"""Fields of a run that also determine how its model reads inputs after training."""
 
 DESCRIPTION = "task.json"
-"""Of ``model/`` in a run folder: see :meth:`Saved.described`."""
+"""File in ``model/`` of a run folder, see :meth:`Saved.described`."""
 
 TASK_OF_CLASS = {
     "ForSequenceClassification": "sequence_classification",
@@ -44,17 +44,17 @@ TASK_OF_CLASS = {
     "ForConditionalGeneration": "seq2seq_lm",
     "ForSeq2SeqLM": "seq2seq_lm",
 }
-"""What the names of transformers' classes end with, by which a folder tells what its model is for."""
+"""Suffixes of transformers class names, from which the task of a model folder is inferred."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Where a saved model lies, and how it was trained.
+    """The location of a saved model, and how it was trained.
 
     Attributes:
-        folder: with the weights, as ``from_pretrained`` reads it.
-        run: the run folder that it is of; None of a folder that comes from elsewhere.
-        values: of the run: each flag that was given, by field name, with where it came from.
+        folder: folder with the weights, in the format of ``from_pretrained``.
+        run: the run folder that contains it. None if the folder does not belong to a run.
+        values: each flag that was given to the run, by field name, with its origin.
     """
 
     folder: Path
@@ -62,13 +62,13 @@ class Saved:
     values: Mapping[str, tuple[Any, str]]
 
     def config(self, names: Sequence[str] = OF_THE_SAMPLES, user: type | None = None, **given: Any) -> RunConfig:
-        """The flags with which it is used: those of the run of these names, and what is given now.
+        """Return the flags for using the model: those of the run with these names, and the given ones.
 
         Args:
-            user: a dataclass of flags that a command declares besides.
+            user: a dataclass of additional flags that a command declares.
 
         Raises:
-            ConfigError: nobody says what the model is for, or a value cannot be used.
+            ConfigError: the task of the model is unknown, or a value is invalid.
         """
         kept = {name: value for name, value in self.values.items() if name in names}
         kept["pretrained_model_name_or_path"] = (str(self.folder), "RUN")
@@ -78,13 +78,13 @@ class Saved:
         return REGISTRY.adopt(parse([], REGISTRY.options(), user=user, in_code={**kept, **now}))
 
     def decisions(self, task: str | None) -> dict[str, Any]:
-        """What the data of the run have decided; nothing where the model is used for another task than the run's."""
+        """Return what the data of the run has decided. Empty if the model is used for another task."""
         is_of_task = self.values.get("task", (None, ""))[0] == task
         told: dict[str, Any] = self.described().get("decisions", {}) if is_of_task else {}
         return told
 
     def described(self) -> dict[str, Any]:
-        """What the run has written of its task: ``hooks`` that its script has of its own, ``decisions`` of its data."""
+        """Return the run's description of its task: ``hooks`` that its script overrides, ``decisions`` of its data."""
         file = RunFolder(self.run).model / DESCRIPTION if self.run else None
         if file is None or not file.is_file():
             return {}
@@ -97,10 +97,10 @@ class Saved:
 
 
 def find_saved(path: str | Path) -> Saved:
-    """The exported model of a run folder, or a folder of transformers.
+    """Find the exported model of a run folder, or a transformers folder.
 
     Raises:
-        ConfigError: nothing is there, or nothing was exported yet.
+        ConfigError: the folder does not exist, or nothing was exported yet.
     """
     given = Path(path)
     if not given.is_dir():
@@ -118,17 +118,17 @@ def find_saved(path: str | Path) -> Saved:
         hint = "name the --save folder of a run, or a folder of transformers with config.json and its weights"
         raise ConfigError(f"{given} is neither a run folder nor a model", where="RUN", hint=hint)
     beside = given.resolve().parent
-    run_of = beside if (beside / "plan.json").is_file() else None  # RUN/export and RUN/merged are the run's, too
+    run_of = beside if (beside / "plan.json").is_file() else None  # RUN/export and RUN/merged also belong to the run
     return Saved(given, run_of, values_of(run_of) if run_of else {})
 
 
 def values_of(run: Path) -> dict[str, tuple[Any, str]]:
-    """The flags of a run by field name, each with where it came from; those of the user's own are left out.
+    """Return the flags of a run by field name, each with its origin, but not those that the user's script declares.
 
-    What only the command line may grant is left out too: anyone can have written the file.
+    Flags that only the command line may set are also left out, because anyone can have written the file.
 
     Raises:
-        ConfigError: its plan cannot be read.
+        ConfigError: the plan of the run cannot be read.
     """
     try:
         values = json.loads((run / "plan.json").read_text(encoding="utf-8"))["values"]
@@ -156,8 +156,8 @@ class Opened:
     """A saved model in memory.
 
     Attributes:
-        task: with the labels of the model.
-        model: in its evaluation mode, float32, on the CPU.
+        task: the task, with the labels of the model.
+        model: the model in evaluation mode, in float32 on the CPU.
     """
 
     config: RunConfig
@@ -166,12 +166,12 @@ class Opened:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The model's own."""
+        """The tokenizer of the model."""
         return self.task.tokenizer
 
 
 def load_saved_task(config: RunConfig, saved: Saved) -> Task:
-    """The task of a saved model, with what its data have decided; the weights are not read.
+    """Load the task of a saved model with the decisions of its data. This does not read the weights.
 
     Raises:
         RapidformerError: the folder cannot be used for the task.
@@ -184,14 +184,14 @@ def load_saved_task(config: RunConfig, saved: Saved) -> Task:
 
 
 def open_saved(path: str | Path, task: str | None = None) -> Opened:
-    """The model of a run folder or of a folder of transformers.
+    """Load the model of a run folder or of a transformers folder.
 
     Args:
-        path: of it.
-        task: what it is for, where neither the run nor the folder says so, or for another one.
+        path: the folder.
+        task: the task, if the run or the folder does not specify it or if you want another one.
 
     Raises:
-        RapidformerError: it is not there, or cannot be read.
+        RapidformerError: the folder does not exist or cannot be read.
     """
     saved = find_saved(path)
     config = saved.config(task=task)

@@ -1,7 +1,7 @@
-"""``fit(workers=N)``: the template itself is sent to the workers, and the program around it is not run again.
+"""``fit(workers=N)``: the template itself is sent to the workers. The surrounding program does not run again.
 
-cloudpickle takes classes and functions of a cell, a prompt or a script with what they close over; those of modules are
-imported by the workers, which look for them where this process does.
+cloudpickle sends classes and functions of a notebook cell, a prompt or a script, with their closures. The workers
+import classes and functions of modules, with the module search path of this process.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ MADE_BY_A_RUN = (
     "_groups",
     "_depths",
 )
-"""Attributes of a template that each run makes anew."""
+"""Attributes of a template that each run creates again."""
 
 TEMPLATE, OUTCOME, WEIGHTS = "template.pickle", "outcome.json", "weights.pt"
 
 
 def fit(template: Template) -> tuple[Summary, Weights]:
-    """Train a template in new workers; the summary, and the whole weights. Its callbacks get the state of rank 0.
+    """Train a template in new workers. Returns the summary and the full weights. Callbacks get the state of rank 0.
 
     Raises:
-        ConfigError: something in it cannot be sent; it is named.
-        Exception: what a worker has raised, with its stack as a note.
+        ConfigError: something in the template cannot be sent. The error names it.
+        Exception: the exception of a worker, with its stack as a note.
     """
     trained: list[Weights] = []
 
@@ -93,7 +93,7 @@ def _train_in_workers(
 
 
 def _pickled(template: Template) -> bytes:
-    """A template without what a run makes of it.
+    """Pickle a template without the attributes that a run adds.
 
     Raises:
         ConfigError: something in it cannot be pickled.
@@ -113,7 +113,7 @@ def _pickled(template: Template) -> bytes:
 
 
 def _culprit(value: Any, name: str, seen: set[int]) -> tuple[str, Any]:
-    """The innermost part of a value that cannot be pickled, with how it is come by."""
+    """Return the path and value of the innermost part of a value that cannot be pickled."""
     seen.add(id(value))
     for part_name, part in _parts(value, name):
         if id(part) not in seen and not _goes(part):
@@ -151,11 +151,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _own_error(folder: Path, told: ReportedError) -> Exception:
-    """The exception that a worker has raised, or, where it cannot be sent, its text."""
+    """Return the exception of a worker, or its text if it could not be sent."""
     file = folder / f"error-{told.rank}.pickle"
     try:
         error = pickle.loads(file.read_bytes())
-    except Exception:  # any class may fail to be made again
+    except Exception:  # unpickling may fail for any class
         return told
     if not isinstance(error, Exception):
         return told
@@ -168,7 +168,7 @@ def _own_error(folder: Path, told: ReportedError) -> Exception:
 
 
 def main(folder: Path) -> None:
-    """Train the template that lies in a folder, as one of its workers."""
+    """Train the template that is stored in a folder, as one of its workers."""
     rank = os.environ["RANK"]
 
     def train() -> None:
@@ -188,7 +188,7 @@ def main(folder: Path) -> None:
 def _leave(error: Exception, file: Path) -> None:
     try:
         file.write_bytes(cloudpickle.dumps(error))
-    except Exception:  # its text is told in any case
+    except Exception:  # its text is reported in any case
         file.unlink(missing_ok=True)
 
 

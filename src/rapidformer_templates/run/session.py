@@ -1,4 +1,4 @@
-"""A session: the plan, the engine and the checkpoints of a run, for a loop that is the user's own."""
+"""A session: the plan, the engine and the checkpoints of a run, for a training loop that the user writes."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ OF_A_SESSION = frozenset(
         "ema_decay", "clip_grad", "train_iters", "seed", "lr", *OF_SCHEDULES,
     }
 )  # fmt: skip
-"""Flags beside those of the switches that act without the library's loop, its data and its run folder."""
+"""Flags, apart from those of the switches, that work without the library's loop, data and run folder."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What :meth:`Session.evaluate` has seen.
+    """The result of :meth:`Session.evaluate`.
 
     Attributes:
         loss: mean over the targets of all workers' batches.
-        targets: their number: a mean over several calls weighs each loss by it.
-        output: what the model put out for this worker's batch; None where another worker has the end of a pipeline.
+        targets: number of these targets. Use it as the weight of each loss when you average several calls.
+        output: the model output for this worker's batch. None if another worker has the last pipeline stage.
     """
 
     loss: float
@@ -79,15 +79,15 @@ class Evaluation:
 def open_session(
     template: Template, schedule: Schedule | None, example: Batch | None, *, reads_flags: bool = False
 ) -> Session:
-    """The session of this worker; a process that starts workers waits for them, and ends with them.
+    """Open the session of this worker. A process that starts workers waits for them, and exits with them.
 
     Args:
-        reads_flags: the script reads by itself the flags that act on nothing here.
+        reads_flags: the script itself reads the flags that have no effect in a session.
 
     Raises:
-        ConfigError: a flag acts on nothing here.
+        ConfigError: a flag has no effect in a session.
         Refused: the flags break rules.
-        SystemExit: the workers that this process has started are done.
+        SystemExit: the workers that this process started have finished.
     """
     if not reads_flags:
         _check_flags(template, schedule)
@@ -107,7 +107,7 @@ def open_session(
 
 
 def _check_flags(template: Template, schedule: Schedule | None) -> None:
-    """Refuse flags that nothing here would act on."""
+    """Raise an error for flags that have no effect in a session."""
     config, plan = template.config, template.plan
     of_a_run = {f.name for section in SECTIONS.values() for f in fields(section)} - OF_A_SESSION
     ordering = {name for s in (REGISTRY[name] for name in plan.switches) if s.order for name in s.on}
@@ -134,16 +134,16 @@ def _show(template: Template) -> None:
 
 
 class Session:
-    """An engine with its model, to be stepped by a loop of one's own; made by :func:`rapidformer_templates.compose`.
+    """An engine with its model, for your own training loop. Create it with :func:`rapidformer_templates.compose`.
 
-    All workers make the same calls in the same order, each with its own batches. Those of one replica (tensor and
-    pipeline parallelism) bring the same ones: take the share ``session.workers.data_rank`` of
+    All workers make the same calls in the same order, each with its own batches. Workers of one replica (tensor and
+    pipeline parallelism) must pass the same batches: take the share ``session.workers.data_rank`` of
     ``session.workers.data``.
 
     Attributes:
-        model: as the engine left it.
-        plan: what the switches do.
-        workers: this process among its peers.
+        model: the model as prepared by the engine.
+        plan: the effect of the switches.
+        workers: this process and its peers.
     """
 
     def __init__(self, template: Template, schedule: Schedule | None, example: Batch | None) -> None:
@@ -169,33 +169,34 @@ class Session:
         self._position = Position(base=base.identity if base else None)
         self._meter = Meter(self.workers.device)
         self._receipts = Receipts(self._engine, template)
-        self._stand_in: Batch | None = None  # the last batch of a step that was made, before it of an evaluation
+        self._stand_in: Batch | None = None  # last batch of a step, or of an evaluation before the first step
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that are done, with those before :meth:`load`."""
+        """Number of completed optimizer steps, including those before :meth:`load`."""
         return self._position.step
 
     @property
     def share(self) -> float:
-        """Of the peak rate, in the next step, as the schedule says."""
+        """Fraction of the peak learning rate in the next step."""
         return self._schedule(self.steps)
 
     def step(self, batches: Sequence[Batch], share: float | Callable[[], float] | None = None) -> StepResult:
-        """One optimizer step: forward and backward of the micro batches, clipping, update.
+        """Run one optimizer step: forward and backward of the micro batches, clipping, update.
 
-        The gradient is that of the mean loss over the targets of all workers' micro batches, as in one process.
+        The gradient is that of the mean loss over the targets of all workers' micro batches, as in a single process.
 
         Args:
-            batches: the micro batches of this worker, at most as many as ``plan.sizes.accumulation``; a worker that has
-                fewer samples than others brings fewer, or none.
-            share: of the peak learning rate, or a function that is asked for it right before the update; by default
-                what the schedule says.
+            batches: the micro batches of this worker, at most ``plan.sizes.accumulation``. A worker with fewer samples
+                than others passes fewer, or none.
+            share: fraction of the peak learning rate, or a function that returns it right before the update. By
+                default it follows the schedule.
 
         Raises:
-            DataError: a worker brings too many, or nothing that it could stand in with; none has made the step.
-            NonFiniteLoss: loss or gradient is infinite or NaN; the weights are as before the step.
-            SwitchDidNothing: after the first step; names the switches.
+            DataError: a worker passes too many batches, or none although it has no earlier batch as a placeholder. No
+                worker has made the step.
+            NonFiniteLoss: loss or gradient is infinite or NaN. The weights are as before the step.
+            SwitchDidNothing: raised after the first step. Names the switches.
         """
         microbatches, problem = self._taken(list(batches), self.plan.sizes.accumulation)
         targets, samples, tokens = self._agreed(microbatches, problem)
@@ -216,13 +217,13 @@ class Session:
         return result
 
     def evaluate(self, batch: Batch | None) -> Evaluation:
-        """The loss of the workers' batches, without gradients; training is not disturbed.
+        """Compute the loss of the workers' batches without gradients. Training is not affected.
 
         Args:
-            batch: that of this worker; None where it has none left.
+            batch: the batch of this worker, or None if it has none left.
 
         Raises:
-            DataError: as :meth:`step`.
+            DataError: see :meth:`step`.
         """
         microbatches, problem = self._taken([] if batch is None else [batch], 1)
         targets, _, _ = self._agreed(microbatches, problem)
@@ -235,16 +236,17 @@ class Session:
         return Evaluation(total / max(targets, 1.0), targets, output if self.workers.ends_pipeline else None)
 
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint, ``checkpoints/step-N`` in the folder, which any layout can load.
+        """Write a checkpoint to ``checkpoints/step-N`` in the folder. Any layout can load it.
 
         Args:
-            state: what your loop must know to go on, such as its epoch: plain values for JSON.
+            state: values that your loop needs to resume, such as its epoch. They must be plain values for JSON.
 
         Returns:
-            The checkpoint.
+            The path of the checkpoint.
 
         Raises:
-            CheckpointError: it cannot be written, or not what a worker gives for ``state``; earlier ones are untouched.
+            CheckpointError: the checkpoint cannot be written, or ``state`` of a worker cannot be stored. Earlier
+                checkpoints are unchanged.
         """
         told = next(filter(None, self.workers.gather(_not_kept({} if state is None else state, "state"))), None)
         if told:
@@ -262,9 +264,9 @@ class Session:
             return checkpoint.save(root, self.steps, self._engine, progress, self.workers)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint, or from the newest whole one of a folder, of this or of any other layout.
+        """Load a checkpoint, or the newest complete one in a folder. Any layout may have written it.
 
-        That of a run gives weights, optimizer and step; the order of its data is not yours.
+        A checkpoint of ``fit()`` restores weights, optimizer and step, but not the order of its data.
 
         Returns:
             The ``state`` that was saved with it.
@@ -280,36 +282,36 @@ class Session:
         return dict(reader.state.get("own", {}))
 
     def export(self, folder: str | Path, tokenizer: Any = None) -> None:
-        """Write a folder that transformers' ``from_pretrained`` loads."""
+        """Write a folder that ``from_pretrained`` of transformers can load."""
         self._hear_all()
         self._template.tokenizer = tokenizer
         export_model(self._engine, self._template, Path(folder), self.workers)
         self.workers.barrier()
 
     def summary(self) -> dict[str, Any]:
-        """What ``summary.json`` of a run holds of its steps, with the receipts of the switches."""
+        """Return the part of a run's ``summary.json`` about its steps, with the receipts of the switches."""
         self._hear_all()
         receipts = self._receipts.measured_by_rank() if self._meter.steps else {}
         return what_was_done(self.plan, self._engine, self._position, self._meter, receipts)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """What the model puts out, without gradients and without a trace; every worker must call it alike."""
+        """Return the model output, without gradients or side effects. Call it alike on every worker."""
         nothing = MicroBatch((arguments, named), [], idle=True)
         return self._engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
 
     def precision(self) -> AbstractContextManager[Any]:
-        """What a loss is computed in; ``compute_loss`` is called in it, a loss of your own loop's may be."""
+        """Return the autocast context in which ``compute_loss`` runs. Use it for a loss in your own loop."""
         return self._engine.precision()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer that makes the updates, to be read."""
+        """The parameter groups of the underlying optimizer, for reading only."""
         return self._engine.optimizer.param_groups
 
     def close(self) -> None:
-        """Leave the other workers, once all are done; a ``with`` block does so at its end."""
+        """Disconnect once all workers are done. A ``with`` block does so when it ends."""
         atexit.unregister(self.close)
-        self.workers.barrier()  # the last exchange is done everywhere
+        self.workers.barrier()  # wait until the last exchange is done everywhere
         self._stack.close()
 
     def __enter__(self) -> Session:
@@ -323,17 +325,17 @@ class Session:
             return
         atexit.unregister(self.close)
         if self.workers.world == 1:
-            self._stack.close()  # else the peers may be waiting, and hear of the error from who started us
+            self._stack.close()  # otherwise the launcher reports the error to peers, which may be waiting
         try:
             with self._explained():
                 raise error
         except OutOfMemory:
             raise
         except BaseException:
-            return  # it goes on by itself
+            return  # the original error propagates
 
     def _taken(self, batches: list[Batch], count: int) -> tuple[list[MicroBatch], str | None]:
-        """(as many micro batches as every worker has, None), or why there are none."""
+        """Return (the micro batches, as many as on every worker, None), or ([], the reason why there are none)."""
         if len(batches) > count:
             return [], (
                 f"{len(batches)} micro batches where a step has {count}: --global-batch-size is "
@@ -348,10 +350,10 @@ class Session:
         return [counted(self._template, microbatch) for microbatch in (*mine, *idle)], None
 
     def _agreed(self, microbatches: list[MicroBatch], problem: str | None) -> tuple[float, float, float]:
-        """Targets, samples and tokens of all workers' micro batches.
+        """Return targets, samples and tokens of all workers' micro batches.
 
         Raises:
-            DataError: some worker has a problem; on all of them.
+            DataError: a worker has a problem. Raised on all workers.
         """
         here = [m for m in microbatches if not m.idle and self.workers.speaks]
         targets, samples, tokens, problems = self.workers.sum(
@@ -366,10 +368,10 @@ class Session:
         return targets, samples, tokens
 
     def _check_replicas(self, microbatches: list[MicroBatch]) -> None:
-        """Refuse workers of one replica that bring different batches: each would train a part of another model.
+        """Check that the workers of one replica have the same batches. Otherwise they would train different models.
 
         Raises:
-            DataError: they do.
+            DataError: the batches differ.
         """
         if self.workers.mesh is None:
             return
@@ -396,7 +398,7 @@ class Session:
 
     @contextmanager
     def _located(self, newest: int) -> Iterator[None]:
-        """Tell the step of a loss that is not finite, and of a device that fails; ``newest``: the last step begun."""
+        """Add the step to a :class:`NonFiniteLoss` or a device failure. ``newest`` is the last started step."""
         try:
             with device_failure.located(lambda: newest):
                 yield
@@ -409,7 +411,7 @@ class Session:
 
 
 def _not_kept(value: Any, name: str) -> str | None:
-    """The first part of a value that JSON does not give back as it is, by its place; a tuple becomes a list."""
+    """Return the path of the first part of a value that JSON does not preserve. A tuple may become a list."""
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)
         if odd is not None:
@@ -425,7 +427,7 @@ def _not_kept(value: Any, name: str) -> str | None:
 
 
 def same_weights(model: nn.Module) -> nn.Module:
-    """A model that each worker has made by itself, with the weights and buffers of rank 0."""
+    """Copy weights and buffers of rank 0 to a model that each worker has built separately."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.data, src=0)

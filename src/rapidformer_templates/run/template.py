@@ -1,4 +1,4 @@
-"""What a run asks of a template: its flags, and the hooks with what a script has made of them."""
+"""The interface of a template for a run: its flags, and its hooks with the overrides of a script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rapidformer_templates.run.callbacks import Callback
 
 
 class Template(Protocol):
-    """A :class:`rapidformer_templates.Trainer`, which lies above the run and says what each of these means."""
+    """A :class:`rapidformer_templates.Trainer`, which is defined above this package and documents each member."""
 
     Flags: ClassVar[type | None]
     config: RunConfig

@@ -1,6 +1,6 @@
-"""The trackers of ``--report-to``: how accelerate opens each, how a run is found again, and what it was told.
+"""The trackers of ``--report-to``: how accelerate opens them, and how a resumed run finds its earlier values.
 
-What a tracker was told is asked of the tracker's own store: a process that is killed does not know what of it arrived.
+Logged values are looked up in the tracker's own store, because a killed process does not know what arrived there.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import torch
 from rapidformer_templates.run.wandb_file import rows
 
 PROJECT = "rapidformer"
-"""The project of a run that names none."""
+"""The default project."""
 
 WasTold = Callable[[str, int], bool]
-"""Whether a value of this name was told for this step."""
+"""Returns whether a value with this name was logged for this step."""
 
 
 @dataclass(frozen=True)
 class Called:
-    """What a run is called in its trackers.
+    """The names of a run in its trackers.
 
     Attributes:
-        run: its name.
-        project: what several runs share; None leaves it to the tracker's environment.
+        run: name of the run.
+        project: name that several runs share. None uses the tracker's environment variable.
     """
 
     run: str
@@ -44,9 +44,9 @@ class Curve(ABC):
     """One run in one tracker.
 
     Args:
-        folder: for its files, in the run folder.
+        folder: directory for its files, inside the run folder.
         called: names for a run that is new to the tracker.
-        known: the identity of one that goes on; empty of a new one.
+        known: identity of a run that is resumed. Empty for a new run.
     """
 
     name: ClassVar[str]
@@ -58,25 +58,25 @@ class Curve(ABC):
         self.identity: dict[str, str] = {"project": project, "name": called.run, **known}
         _prepare_accelerate()
         self.tracker = self._open()
-        self.tracker.main_process_only = False  # there is none on other workers, and nobody is to be asked
+        self.tracker.main_process_only = False  # other workers have no tracker, so there is nothing to synchronize
         self.tracker.start()
         self._started()
 
     @abstractmethod
     def _open(self) -> Any:
-        """accelerate's tracker of this run, before it is started."""
+        """Return accelerate's tracker of this run, not yet started."""
 
     def _started(self) -> None:  # noqa: B027 - some have nothing to add
-        """Note what the tracker has called the run, and where it is."""
+        """Store the name and location that the tracker has chosen for the run."""
 
     @abstractmethod
     def told(self) -> WasTold:
-        """What it was told so far, by its own store."""
+        """Return a function that looks up logged values in the tracker's own store."""
 
     @property
     @abstractmethod
     def where(self) -> str:
-        """Where the curves are, for people."""
+        """Where users find the curves."""
 
     def configure(self, values: Mapping[str, Any]) -> None:
         self.tracker.store_init_configuration(dict(values))
@@ -85,7 +85,7 @@ class Curve(ABC):
         self.tracker.log(dict(values), step=step)
 
     def summarise(self, values: Mapping[str, float], step: int) -> None:
-        """Tell what is known at the end; where a tracker has no place for that, as values of the last step."""
+        """Log final values. Trackers without a summary log them as values of the last step."""
         self.log(values, step)
 
     def finish(self) -> None:
@@ -99,13 +99,13 @@ def _tracker(name: str, /, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _prepare_accelerate() -> None:
-    """Let accelerate look at the worker that it runs in, which it insists on, and change nothing of it."""
+    """Initialize accelerate's state, which its trackers require, without any change to this worker."""
     from accelerate.state import PartialState
 
     threads = torch.get_num_threads()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it sets the threads of workers on CPUs, and says so
-        PartialState(cpu=True)  # a GPU is no business of a tracker
+        warnings.simplefilter("ignore")  # it sets the threads of CPU workers, and warns about it
+        PartialState(cpu=True)  # a tracker must not use a GPU
     torch.set_num_threads(threads)
 
 
@@ -117,7 +117,7 @@ def _by_name(told: Iterable[tuple[str, int]]) -> WasTold:
 
 
 class TensorBoard(Curve):
-    """Files of events."""
+    """TensorBoard event files."""
 
     name = "tensorboard"
 
@@ -141,7 +141,7 @@ class TensorBoard(Curve):
 
 
 class WandB(Curve):
-    """Files, which wandb sends where it is online."""
+    """Weights & Biases: local files, which wandb uploads if it is online."""
 
     name = "wandb"
     project_variable = "WANDB_PROJECT"
@@ -152,7 +152,7 @@ class WandB(Curve):
         return _tracker("wandb", self.identity["project"], resume="allow", **asked)
 
     def told(self) -> WasTold:
-        """A server knows its newest step; without one it is what the files hold."""
+        """Look up logged values. A server only knows its newest step. Offline, the local files list all values."""
         run = self.tracker.tracker
         if not run.offline:
             newest = run.step
@@ -162,7 +162,7 @@ class WandB(Curve):
         return _by_name((name, row["_step"]) for row in told if "_step" in row for name in row)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self.tracker.log(dict(values), step=step, commit=True)  # or it would wait for the next step
+        self.tracker.log(dict(values), step=step, commit=True)  # otherwise it would wait for the next step
 
     def summarise(self, values: Mapping[str, float], step: int) -> None:
         self.tracker.tracker.summary.update(dict(values))
@@ -174,7 +174,7 @@ class WandB(Curve):
 
 
 class MLflow(Curve):
-    """A store of mlflow: that of ``MLFLOW_TRACKING_URI``, else the one that mlflow makes in the working folder."""
+    """An mlflow store: that of ``MLFLOW_TRACKING_URI``, or the default in the working directory."""
 
     name = "mlflow"
     project_variable = "MLFLOW_EXPERIMENT_NAME"
@@ -185,7 +185,7 @@ class MLflow(Curve):
         if "uri" in self.identity:
             mlflow.set_tracking_uri(self.identity["uri"])
         tracker = _tracker("mlflow", run_name=self.identity["name"])
-        # Set here, because accelerate prefers what stands in the environment.
+        # Set here because accelerate gives precedence to the environment.
         tracker.experiment_name, tracker.run_id = self.identity["project"], self.identity.get("id")
         return tracker
 
@@ -211,12 +211,12 @@ class MLflow(Curve):
 
 
 def _allowed(name: str) -> str:
-    """A name as mlflow takes it."""
+    """Replace characters that mlflow does not allow in a name."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 class Trackio(Curve):
-    """A store of trackio, in ``TRACKIO_DIR`` or the user's cache. It knows runs by their names alone."""
+    """A trackio store, in ``TRACKIO_DIR`` or the user's cache. It identifies runs only by their names."""
 
     name = "trackio"
     project_variable = "TRACKIO_PROJECT"

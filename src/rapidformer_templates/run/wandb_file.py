@@ -1,7 +1,7 @@
-"""Reading of what wandb has written of a run on this machine.
+"""Reads the local files that wandb has written for a run.
 
-wandb's files are logs of LevelDB with a head of their own; each entry is a ``Record`` of its protocol. In the
-package only its own program reads them, which tells no other.
+Wandb's files are LevelDB logs with a different header. Each entry is a ``Record`` of its protocol. In the wandb package
+only its own program can read them, and it offers no interface.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 HEAD = 7
-"""Bytes before the first block, and those before each piece of an entry."""
+"""Bytes before the first block, and before each piece of an entry."""
 
 BLOCK = 32768
 WHOLE, FIRST, LAST = 1, 2, 4
 
 
 def entries(path: Path) -> Iterator[bytes]:
-    """The entries that were written to their end; those of a run that was killed stop somewhere."""
+    """Yield the complete entries. The file of a killed run may end anywhere."""
     data = path.read_bytes()
     position, entry = HEAD, b""
     while position + HEAD <= len(data):
         left = BLOCK - position % BLOCK
         if left < HEAD:
-            position += left  # a block's rest that has no room for a head
+            position += left  # the rest of a block has no room for a header
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
         piece = data[position + HEAD : position + HEAD + length]
@@ -39,7 +39,7 @@ def entries(path: Path) -> Iterator[bytes]:
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """What was told of each step, in the order in which it was told; ``_step`` is the step."""
+    """Yield the logged values of each step, in the order in which they were logged. ``_step`` is the step."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     for entry in entries(path):

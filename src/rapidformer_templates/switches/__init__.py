@@ -1,1 +1,1 @@
-"""Accelerations: ``ls`` of this folder is the catalogue. One folder or file each; declarations import no torch."""
+"""Accelerations. Each has one folder or file here, so ``ls`` lists them all. Declarations do not import torch."""

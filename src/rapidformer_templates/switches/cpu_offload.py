@@ -1,4 +1,4 @@
-"""CPU offload: optimizer state, and under ZeRO-3 parameters, in host memory."""
+"""CPU offload: optimizer state, and with ZeRO-3 also parameters, in host memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _notes(request: Request) -> Sequence[str]:
 
 
 def _acted(measured: Measured) -> str | None:
-    """On a CPU only DeepSpeed has something to do: its own class makes the updates of an offloaded Adam."""
+    """Check the device of the optimizer state and, with DeepSpeed's CPU Adam, the class of the optimizer."""
     devices = {device for of_worker in measured.all("optimizer_state_device") for device in of_worker}
     rule = "optimizer_class"
     if devices - {"cpu"}:

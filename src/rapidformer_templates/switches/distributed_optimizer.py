@@ -1,4 +1,4 @@
-"""The distributed optimizer: optimizer state over the data-parallel workers of a 3D layout."""
+"""The distributed optimizer: shards optimizer state over the data-parallel workers of a 3D layout."""
 
 from __future__ import annotations
 

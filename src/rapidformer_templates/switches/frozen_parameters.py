@@ -1,4 +1,4 @@
-"""Parameters that are left as they are: by their names, or all but some."""
+"""The frozen-parameters switch: freeze parameters by name, or all except some."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def _adapters_decide(request: Request) -> list[Finding]:
 
 
 def freeze(model: nn.Module, building: Building) -> nn.Module:
-    """Take the gradient from parameters, by their names.
+    """Freeze parameters by name.
 
     Raises:
-        ModelError: the expression finds no parameter, or leaves none to train.
+        ModelError: the expression matches no parameter, or leaves none to train.
     """
     from rapidformer_templates.errors import ModelError
     from rapidformer_templates.models.blocks import canonical_name
@@ -83,7 +83,7 @@ def freeze(model: nn.Module, building: Building) -> nn.Module:
     expression = re.compile(getattr(options, field))
     whole_name = placement_of(model).whole_name
     named = {whole_name(canonical_name(name)): parameter for name, parameter in model.named_parameters()}
-    everywhere = sorted(set().union(*building.workers.gather(list(named))))  # a stage of a pipeline has only some
+    everywhere = sorted(set().union(*building.workers.gather(list(named))))  # a pipeline stage has only some of them
     found = {name for name in everywhere if expression.search(name)}
     hint = f"names begin with {', '.join(sorted({name.partition('.')[0] for name in everywhere}))}"
     if not found:

@@ -1,4 +1,4 @@
-"""Gradient accumulation: several micro batches an optimizer step, computed from the two batch sizes."""
+"""Gradient accumulation: several micro batches per optimizer step, computed from the two batch sizes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from rapidformer_templates.planning.switch import (
 
 @dataclass(frozen=True)
 class GradientAccumulationFlags:
-    """Acceleration"""  # it has no flag of its own
+    """Acceleration"""  # it has no flag itself
 
 
 ANY_NUMBER = 10**9
-"""Stands for a number of steps that is not known here."""
+"""A placeholder for an unknown number of steps."""
 
 
 def _same_length(config: RunConfig, batch: int) -> Change:
-    """As many iterations as the asked epochs are; where only the data tell, how to compute them."""
+    """Suggest --train-iters for the requested epochs.
+
+    If the number of samples is unknown, explain how to compute it.
+    """
     epochs, samples = config.training.epochs or 1, training_samples(config)
     if samples is None:
         note = f"in place of --epochs; N = {epochs} × the training samples / {batch}"

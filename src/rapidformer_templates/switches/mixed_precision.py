@@ -1,4 +1,4 @@
-"""Mixed precision: matrix products and the weights that they take in 16 bits, fp32 masters and optimizer state."""
+"""Mixed precision: matrix products and their weights in 16 bits, fp32 masters and optimizer state."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ OF_GRADIENTS = ("grad_accum_dtype", "grad_reduce_dtype")
 
 
 def _gradients_of_wide_weights(request: Request) -> list[Finding]:
-    """These flags speak of the gradients of weights of 16 bits."""
+    """Refuse gradient types if the weights are not 16-bit weights with masters."""
     given = [name for name in OF_GRADIENTS if request.config.get(name) != "fp32"]
     why = wide_weights(request)
     if not given or not why:

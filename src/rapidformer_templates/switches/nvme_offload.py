@@ -52,12 +52,15 @@ def _moves_moments_alone(request: Request) -> list[Finding]:
 
 
 SWAPPED = 2**20
-"""Bytes of a share of a group of parameters that DeepSpeed swaps; smaller ones stay in memory."""
+"""DeepSpeed swaps a worker's share of a parameter group if it has at least this many bytes.
+
+Smaller ones stay in memory.
+"""
 
 
 def _acted(measured: Measured) -> str | None:
     share = 4 * (measured["trained_elements"] or 0) / measured.plan.sizes.data
-    if share < 2 * SWAPPED:  # of two groups, one of which has nearly everything
+    if share < 2 * SWAPPED:  # there may be two groups, one with nearly all elements
         return None
     if any(measured.all("swapped_bytes")):
         return None

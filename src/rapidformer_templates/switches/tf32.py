@@ -35,14 +35,14 @@ class Tf32Flags:
 def _needs_ampere(request: Request) -> list[Finding]:
     capability = request.environment.compute_capability
     if request.environment.device == "cuda" and (capability is None or capability >= AMPERE):
-        return []  # a plan may be made where the GPU cannot be seen; training looks again
+        return []  # a plan may be made on a machine without the GPU; training checks again
     has = "this run is on a CPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
     message = f"tf32 needs a GPU of compute capability 8.0 or newer; {has}"
     return [Finding(message, request.asked_for("tf32"), switches=("tf32",))]
 
 
 def allow_tf32(model: nn.Module, building: Building) -> nn.Module:
-    """Let fp32 matrix products round their inputs to TF32 (10 bits of mantissa); cuDNN does so by default."""
+    """Let fp32 matrix products round their inputs to TF32, with a 10-bit mantissa. cuDNN does so by default."""
     import torch
 
     torch.set_float32_matmul_precision("high")

@@ -1,7 +1,7 @@
-"""Durable files: flushed to the disk, and either whole or not there.
+"""Durable files: flushed to the disk, and either complete or absent.
 
-Small files are written under a temporary name and then renamed. Large ones go past the page cache, and
-belong into a folder that is renamed when all is in it.
+Small files are written under a temporary name and then renamed. Large files bypass the page cache. They belong in a
+folder that is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 from rapidformer_templates.errors import RapidformerError
 
 PAGE = 4096
-"""What goes past the page cache begins, in memory and in the file, at a multiple of this, bytes."""
+"""Alignment in bytes, in memory and in the file, of data that bypasses the page cache."""
 
 DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -42,18 +42,18 @@ REASONS = {
     errno.ELOOP: ("its links lead in a circle", "mend the links"),
     errno.ENOMEM: ("there is not enough memory", "leave more memory free"),
 }
-"""What an error of the operating system means to a user, and what to do about it."""
+"""Meaning of errors of the operating system for a user, and what to do about them."""
 
 
 def explain(error: OSError) -> tuple[str, str]:
-    """(what is wrong, what to do about it) of a file or folder that cannot be written or read."""
+    """Return (what is wrong, what to do) for a file or folder that cannot be read or written."""
     what, to_do = REASONS.get(error.errno or 0, ("it failed", "mend what the system reports"))
     return (what if error.errno == errno.ENOSPC else f"{what} ({error})"), to_do
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Tell the user what is wrong, if the body cannot write a file or a folder.
+    """Explain to the user why the code inside the context cannot write a file or a folder.
 
     Raises:
         RapidformerError: an error of the operating system, in words.
@@ -66,14 +66,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class Seal(TypedDict):
-    """By which a file is known to be whole: its size in bytes, and their CRC-32."""
+    """Size in bytes and CRC-32 of a file, which show that it is complete."""
 
     bytes: int
     crc32: int
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder's list of names to the disk."""
+    """Flush a file, or the directory entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,7 +82,7 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file so that it is there whole or not at all."""
+    """Write a text file so that it is either complete or absent."""
     temporary = path.with_name(path.name + ".tmp")
     write_synced(temporary, text)
     temporary.rename(path)
@@ -90,7 +90,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_synced(path: Path, text: str) -> Seal:
-    """Write a text file and flush it, in a folder that nobody reads yet: the folder is not flushed."""
+    """Write and flush a text file in a folder that is not in use yet. The folder is not flushed."""
     content = text.encode()
     with path.open("wb") as file:
         file.write(content)
@@ -116,16 +116,16 @@ def try_writing(folder: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder under a temporary name for the body to fill; then it is flushed and takes the place of ``folder``.
+    """Yield a folder with a temporary name. After the context it is flushed and replaces ``folder``.
 
-    Nothing of it is left where the body ends with an error.
+    If the context raises an error, the temporary folder is removed.
     """
     temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a process that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        readable = temporary.stat().st_mode & 0o666  # as the umask has it; safetensors hides its files from others
+        readable = temporary.stat().st_mode & 0o666  # as in the umask, because safetensors makes its files private
         for path in temporary.iterdir():
             if path.is_file():
                 path.chmod(readable)
@@ -147,7 +147,7 @@ def to_json(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Plain values as JSON knows them: numbers that are infinite or NaN become None."""
+    """Convert values for JSON. Infinite numbers and NaN become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -156,12 +156,12 @@ def finite(value: Any) -> Any:
 
 
 def key_of(facts: Any) -> str:
-    """A short name that changes when a fact does."""
+    """Return a short hash that changes if a fact changes."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def crc32(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
+    """Return the CRC-32 of a file's bytes."""
     value = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
@@ -171,10 +171,10 @@ def crc32(path: Path) -> int:
 
 @contextmanager
 def unbuffered(path: Path) -> Iterator[int]:
-    """The descriptor of a new file whose writes go past the page cache; it is flushed at the end of the body.
+    """Yield the descriptor of a new file whose writes bypass the page cache. It is flushed after the context.
 
-    A copy in the page cache would cost time and memory, and nobody reads it. Where a file system has
-    no other way, the writes go through it.
+    A copy in the page cache would cost time and memory, and nobody reads it. If a file system does not support this,
+    the writes go through the cache.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
@@ -191,7 +191,7 @@ def unbuffered(path: Path) -> Iterator[int]:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data`` at ``offset``; pages of a file from :func:`unbuffered`, any bytes of another.
+    """Write all of ``data`` at ``offset``. A file from :func:`unbuffered` needs whole pages, other files any bytes.
 
     Raises:
         OSError: it cannot be written.
@@ -203,7 +203,7 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL or through_cache:
                 raise
-            # Larger pages than ours, or what a write that was cut short left over.
+            # The file system has larger pages, or this is the rest of a partial write.
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
             through_cache = True

@@ -1,4 +1,4 @@
-"""Values of the device on their way to the host, without waiting for them."""
+"""Copies values from the device to the host without waiting for them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rapidformer_templates.system import accelerator
 
 
 class HostCopy:
-    """A copy of a tensor in host memory, made behind what the device has to do before it.
+    """An asynchronous copy of a tensor in host memory. The device makes it after its queued work.
 
-    Making one waits for nothing. On a CPU it is there at once.
+    Creating it does not wait. On a CPU it is available at once.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -22,11 +22,11 @@ class HostCopy:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether it can be read without waiting."""
+        """Whether the copy can be read without waiting."""
         return self._event is None or self._event.query()
 
     def values(self) -> list[float]:
-        """The values of a one-dimensional tensor; waits until they have arrived."""
+        """Return the values of a one-dimensional tensor. Waits until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         values: list[float] = self._copy.tolist()

@@ -1,4 +1,4 @@
-"""Start local workers and tell their first error, once: what ``--nproc-per-node N`` does. Imports no torch."""
+"""Starts local workers for ``--nproc-per-node N`` and reports their first error once. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ CHOSEN = "RAPIDFORMER_CHOSEN_LAYOUT"
 """Set for our own workers: the fields that the automatic strategy has chosen, as JSON."""
 
 SEEN_AFTER = 5
-"""Seconds within which peers of a killed worker have failed, too, and told so."""
+"""Seconds within which the peers of a killed worker fail, too, and report it."""
 
 TOLD = "told_at"
-"""In a worker's error file: that :func:`report_errors` wrote it, and when."""
+"""Key in a worker's error file: the time at which :func:`report_errors` wrote it."""
 
 INTERRUPTED = "interrupted"
-"""In a worker's error file: what an :class:`Interrupted` says."""
+"""Key in a worker's error file: the fields of an :class:`Interrupted`."""
 
 
 def is_worker() -> bool:
-    """Whether torchrun or :func:`run_workers` started this process."""
+    """Return whether torchrun or :func:`run_workers` started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -54,22 +54,22 @@ def run_workers(
 ) -> None:
     """Run ``command`` in ``count`` local workers and wait for all of them.
 
-    SIGTERM, SIGINT and SIGHUP are passed on, and the workers get all the time they need to save; a second one
-    ends them at once. When one worker fails the others are ended and the first error is raised, once. When this
-    process is killed they save and end.
+    SIGTERM, SIGINT and SIGHUP are passed on, and the workers get all the time they need to save. A second signal ends
+    them at once. If one worker fails, the others are ended and the first error is raised once. If this process is
+    killed, the workers save and end.
 
     Args:
         command: program and arguments.
         count: number of workers.
-        port: where they meet; by default a free one.
-        more: variables of their environment.
-        resumes: whether there is a checkpoint to go on from.
-        shown: what they print goes through ``sys.stdout`` and ``sys.stderr`` of this process, as a notebook needs it.
+        port: their rendezvous port. The default is a free one.
+        more: additional environment variables.
+        resumes: whether there is a checkpoint to resume from.
+        shown: print their output through ``sys.stdout`` and ``sys.stderr`` of this process, as notebooks need.
 
     Raises:
-        ConfigError: nobody can meet on the port.
+        ConfigError: the port cannot be used.
         Interrupted: the workers were asked to end.
-        WorkerFailed: a worker failed; the text is that of the first error.
+        WorkerFailed: a worker failed. The message is that of the first error.
     """
     problem = port and why_not(port)
     if problem:
@@ -110,15 +110,15 @@ def _raise_first(
     insisted: bool = False,
     resumes: Callable[[], bool] = lambda: False,
 ) -> NoReturn:
-    """Raise what went wrong first; workers that failed because a peer was gone are not the cause.
+    """Raise the first error. Workers that failed because a peer was gone are not the cause.
 
     Args:
-        failures: of all workers that failed.
-        started: when they were started, s.
-        asked: whether we were asked to end. If not, a worker that was asked to end may have been so by
-            the launcher, because another one had failed.
-        insisted: whether we were asked twice, and have killed the workers.
-        resumes: whether there is a checkpoint to go on from.
+        failures: all workers that failed.
+        started: start time of the workers, in seconds.
+        asked: whether this launcher was asked to end. If not, the launcher itself may have asked a worker to end,
+            because another one had failed.
+        insisted: whether the launcher was asked twice and has killed the workers.
+        resumes: whether there is a checkpoint to resume from.
     """
     told = [f.told[INTERRUPTED] for f in failures if INTERRUPTED in f.told]
     passed_on = [-signal.SIGTERM, -signal.SIGHUP] + ([-signal.SIGKILL] if insisted else [])
@@ -143,7 +143,7 @@ def _raise_first(
 
 
 def _when(failure: Failure) -> float:
-    """When a worker failed, s; a killed one is only seen some time after its peers lost it."""
+    """Return the time of a failure in seconds. A killed worker is only noticed some time after its peers lost it."""
     if TOLD in failure.told:
         return float(failure.told[TOLD])
     ended_by_us = failure.status == -signal.SIGTERM
@@ -151,9 +151,9 @@ def _when(failure: Failure) -> float:
 
 
 def report_errors(body: Callable[[], T]) -> T:
-    """Run a worker's body; on an error tell the launcher, or say it once on standard error, and exit.
+    """Run a worker's body. On an error, report it to the launcher or print it once on standard error, and exit.
 
-    A user's mistake is shown without a stack trace, anything else with one.
+    A user's mistake is shown without a stack trace, any other error with one.
     """
     try:
         return body()
@@ -163,21 +163,21 @@ def report_errors(body: Callable[[], T]) -> T:
         else:
             text, status = traceback.format_exc().rstrip(), 1
         path = os.environ.get(ERROR_FILE)
-        if path and Path(path).parent.exists():  # a launcher that was killed has nobody to read it
+        if path and Path(path).parent.exists():  # if the launcher was killed, nobody reads the file
             record: dict[str, Any] = {"message": text, "timestamp": int(time.time()), TOLD: time.time()}
             if isinstance(error, Interrupted):
                 record[INTERRUPTED] = {"message": error.message, "hint": error.hint, "saved": error.saved}
             Path(path).write_text(json.dumps(record), encoding="utf-8")
         else:
             print(text, file=sys.stderr)
-        # Peers may be waiting for this process in a collective: do not wait for them in turn.
+        # Peers may be waiting for this process in a collective, so do not wait for them.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
 def report_uncaught() -> None:
-    """From now on, tell an error that ends this worker as :func:`report_errors` does: nobody stands around its body."""
+    """Report errors that end this worker as :func:`report_errors` does, for workers whose body is not wrapped."""
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         def again() -> NoReturn:

@@ -1,4 +1,4 @@
-"""Ports of this machine, on which local workers meet. Imports no torch."""
+"""Ports of this machine for the rendezvous of local workers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import socket
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def why_not(port: int) -> str | None:
-    """What is in the way of listening on a port, or None."""
+    """Return why this process cannot listen on a port, or None if it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""What a training changes in a process that goes on after it."""
+"""Restores the state of a process after a training."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rapidformer_templates.system.host_memory import allocate_as_usual
 from rapidformer_templates.system.random_state import capture, restore
 
 ENVIRONMENT = ("TOKENIZERS_PARALLELISM",)
-"""Variables that are set for a training."""
+"""Environment variables that a training sets."""
 
 
 @contextmanager
 def kept_process_state() -> Iterator[None]:
-    """After the body random numbers, the precision of matrix products, the environment and the allocator are as before.
+    """Restore random states, matmul precision, environment and allocator after the context.
 
-    Of the allocator: as they are in a fresh process.
+    The allocator gets the settings of a fresh process.
     """
     random_state, precision = capture(), torch.get_float32_matmul_precision()
     environment = {name: os.environ.get(name) for name in ENVIRONMENT}

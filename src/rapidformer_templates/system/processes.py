@@ -1,7 +1,7 @@
 """Local worker processes that end together, and with the process that started them. Imports no torch.
 
-Torch's launcher is not used: it kills workers 30 seconds after a SIGTERM, and a checkpoint of a large model takes
-longer than that; it knows no second Ctrl-C; and what nohup ignores it handles.
+Torch's launcher is not used for three reasons. It kills workers 30 seconds after a SIGTERM, but a checkpoint of a large
+model takes longer. It does not support a second Ctrl-C. It handles signals that nohup ignores.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from rapidformer_templates.errors import Interrupted
 from rapidformer_templates.system.signals import Asked
 
 LAUNCHER = "RAPIDFORMER_LAUNCHER"
-"""Set for our own workers: the process that started them."""
+"""Set for our own workers: the process id of the process that started them."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Set for each worker, by torchrun as well: where it tells its error."""
+"""Set for each worker, also by torchrun: the file to which it reports its error."""
 
 GRACE = 30.0
-"""Seconds that a worker has to end by itself when a peer has failed, or when its launcher is gone."""
+"""Seconds that a worker has to exit after a peer has failed or its launcher is gone."""
 
 POLL = 0.05
-"""Seconds between two looks at the workers."""
+"""Seconds between two checks of the workers."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that ended with another status than 0.
+    """A worker that ended with a status other than 0.
 
     Attributes:
-        rank: of the worker.
-        status: its exit status; negative: the signal that killed it.
-        seen: when that was noticed, s.
-        told: what it left in its error file.
+        rank: rank of the worker.
+        status: its exit status. A negative one is the signal that killed it.
+        seen: time at which that was noticed, in seconds.
+        told: contents of its error file.
     """
 
     rank: int
@@ -55,20 +55,20 @@ class Failure:
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """How the worker ended, in words."""
         if self.status >= 0:
             return f"ended with status {self.status}"
         return f"was killed by {signal.Signals(-self.status).name}"
 
 
 class Group:
-    """Processes of one command, one a worker, each the head of a session of its own.
+    """Processes of one command, one per worker, each in its own session.
 
     Args:
         command: program and arguments.
-        environments: what the environment of each worker has besides this process's.
-        folder: for their error files.
-        shown: whether what they print is read, and printed by this process while it waits.
+        environments: additional environment variables of each worker.
+        folder: folder for their error files.
+        shown: whether this process reads their output and prints it while it waits.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Group:
             for environment, file in zip(environments, self._files, strict=True):
                 own = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
                 if self._printed:
-                    own["PYTHONUNBUFFERED"] = "1"  # into a file Python would print by the page
+                    own["PYTHONUNBUFFERED"] = "1"  # Python would buffer output to a file
                 self._processes.append(
                     subprocess.Popen(
                         command,
@@ -91,22 +91,23 @@ class Group:
                         **(self._printed.files if self._printed else {}),
                     )
                 )
-        except OSError:  # no memory or no number for one more process
+        except OSError:  # not enough memory or process ids for one more process
             self.kill()
             raise
 
     def wait(self, asked: Asked) -> None:
-        """Wait for all of them. Signals that came are passed on; one who insists has them killed.
+        """Wait for all workers. Signals are passed on, and a repeated request kills the workers.
 
-        When a worker has failed the others are asked to end, and killed after :data:`GRACE`. A worker that was
-        asked to end and has saved is no failure: the others are given the time that they need.
+        If a worker fails, the others are asked to end, and killed after :data:`GRACE`. A worker that was asked to end
+        and has saved is not a failure. The others then get the time that they need.
         """
         passed_on, deadline = 0, math.inf
-        while self._running() and time.monotonic() < deadline + GRACE:  # the dead may be stuck in the kernel
+        while self._running() and time.monotonic() < deadline + GRACE:  # killed processes may be stuck in the kernel
             for number in asked.signals[passed_on:]:
                 if not passed_on:
                     print("asked to end: the workers save; asked again, they are ended at once", file=sys.stderr)
-                # To a worker that still imports, SIGINT would be an exception at any place, told by all.
+                # In a worker that is still importing, SIGINT would raise an exception anywhere, and all would report
+                # it.
                 self._send(signal.SIGTERM if number == signal.SIGINT else number)
                 passed_on += 1
             ended = [p.returncode for p in self._processes if p.returncode]
@@ -127,15 +128,15 @@ class Group:
             self._printed.show()
 
     def kill(self) -> None:
-        """End those that are left at once, with the processes that they have started."""
+        """Kill the remaining workers, with the processes that they have started."""
         for process in self._running():
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
-                continue  # it has ended by itself
+                continue  # it has already ended
 
     def failures(self) -> list[Failure]:
-        """The workers that ended with another status than 0."""
+        """Return the workers that ended with a status other than 0."""
         self._running()
         statuses = [-signal.SIGKILL if p.returncode is None else p.returncode for p in self._processes]
         return [
@@ -156,28 +157,28 @@ class Group:
 
 
 class Printed:
-    """What processes print, in two files that this process reads on.
+    """The output of processes, in two files that this process keeps reading.
 
     Args:
-        folder: for the files.
+        folder: folder for the files.
     """
 
     def __init__(self, folder: Path) -> None:
         paths = (folder / "stdout", folder / "stderr")
         out, err = (path.open("ab") for path in paths)
-        self.files: dict[str, Any] = {"stdout": out, "stderr": err}  # arguments of a Popen whose process prints there
-        # What has come may end in the middle of a character.
+        self.files: dict[str, Any] = {"stdout": out, "stderr": err}  # arguments for the Popen of such a process
+        # The output so far may end in the middle of a character.
         self._readers = [(path.open("rb"), codecs.getincrementaldecoder("utf-8")(errors="replace")) for path in paths]
 
     def show(self) -> None:
-        """Print what has come since the last time."""
+        """Print the output since the last call."""
         for (reader, decoder), stream in zip(self._readers, (sys.stdout, sys.stderr), strict=True):
             if text := decoder.decode(reader.read()):
                 stream.write(text)
                 stream.flush()
 
     def close(self) -> None:
-        """Read no more of it."""
+        """Close the files."""
         for file in (*self.files.values(), *(reader for reader, _ in self._readers)):
             file.close()
 
@@ -185,24 +186,24 @@ class Printed:
 def _read(file: Path) -> dict[str, Any]:
     try:
         told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # it told nothing, or was killed while it did
+    except (OSError, ValueError):  # it wrote nothing, or was killed while writing
         return {}
     return told
 
 
 @cache
 def end_with_launcher(grace: float = GRACE) -> None:
-    """End this worker when the process that started it is gone: it is asked to save and end, and then killed.
+    """End this worker if the process that started it is gone. It is asked to save and end, and then killed.
 
     Args:
-        grace: seconds between the two; a hung worker cannot save.
+        grace: seconds between the two, for hung workers that cannot save.
     """
     if LAUNCHER in os.environ:
         launcher = int(os.environ[LAUNCHER])
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = os.getppid()  # torchrun's agent
     else:
-        return  # started by hand or by a scheduler, whose shell may go before it
+        return  # started by hand or by a scheduler, whose shell may exit first
     threading.Thread(target=_follow, args=(launcher, grace), daemon=True, name="end with launcher").start()
 
 

@@ -1,4 +1,4 @@
-"""The program that this process runs: whether it is a script, its arguments, and what starts it again."""
+"""The program of this process: whether it is a script, its arguments, and the command that starts it again."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rapidformer_templates.errors import ConfigError, Interrupted
 
 
 def is_script() -> bool:
-    """Whether a file or a module is run, and not what is typed in, piped in, or a cell of a notebook."""
+    """Return whether a file or a module is run, instead of an interactive session, piped code or a notebook cell."""
     program = sys.modules["__main__"]
     shell = sys.modules.get("IPython")
     if shell is not None and shell.get_ipython() is not None:
         return False
-    file = getattr(program, "__file__", None)  # of a program on standard input it is "<stdin>"
+    file = getattr(program, "__file__", None)  # "<stdin>" for a program on standard input
     return getattr(program, "__spec__", None) is not None or (file is not None and Path(file).is_file())
 
 
 def line_of(frame: FrameType) -> str:
-    """Where the code of a frame stands: ``train.py:8``, or ``In[3]:8`` of the third cell that a notebook has run."""
+    """Return the location of a frame: ``train.py:8``, or ``In[3]:8`` for the third cell that a notebook has run."""
     shell = sys.modules.get("IPython")
     cell = shell.get_ipython() if shell is not None else None
     if cell is not None and frame.f_globals.get("__name__") == "__main__":
@@ -30,16 +30,16 @@ def line_of(frame: FrameType) -> str:
 
 
 def arguments() -> list[str]:
-    """The command line of the program; what stands behind the name of a notebook's kernel is not ours to read."""
-    piped_in = sys.argv[:1] in (["-"], ["-c"])  # as Python names what is in no file
+    """Return the command line of the program. Arguments of a notebook's kernel are not included."""
+    piped_in = sys.argv[:1] in (["-"], ["-c"])  # Python's names for code without a file
     return sys.argv[1:] if is_script() or piped_in else []
 
 
 def command() -> list[str]:
-    """The words that start this very program again.
+    """Return the command that starts this program again.
 
     Raises:
-        ConfigError: there is no program to start, in a notebook, an interactive session or on standard input.
+        ConfigError: there is no program to start, as in a notebook, an interactive session or on standard input.
     """
     if not is_script():
         raise ConfigError(
@@ -52,10 +52,10 @@ def command() -> list[str]:
 
 
 def interrupted_while_importing() -> NoReturn:
-    """End a script whose imports, which take seconds, were ended by Ctrl-C: a line, and no stack trace of ours.
+    """End a script with one line and no stack trace if Ctrl-C interrupted its imports, which take seconds.
 
     Raises:
-        KeyboardInterrupt: at a prompt or in a notebook, which goes on.
+        KeyboardInterrupt: at a prompt or in a notebook, which continues.
     """
     if not is_script():
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""A progress bar on standard error, on a terminal only."""
+"""A progress bar on standard error, only on a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ REFRESH_SECONDS = 0.2
 
 
 class ProgressBar:
-    """How much of some work is done, with a text beside it. Where nobody is looking it does nothing.
+    """Shows the progress of some work, followed by a text. Without a terminal it does nothing.
 
     Args:
-        name: of the work.
-        total: steps or bytes in all.
-        done: of them when it begins.
-        counted: whether people see the numbers, and not their share in percent.
-        show: whether this process is the one that shows it.
+        name: name of the work.
+        total: total steps or bytes.
+        done: steps or bytes that are already done.
+        counted: show numbers instead of per cent.
+        show: whether this process shows the bar.
     """
 
     def __init__(self, name: str, total: int, done: int = 0, *, counted: bool = True, show: bool = True) -> None:
@@ -39,7 +39,7 @@ class ProgressBar:
             self._bar.stop()
 
     def advance(self, count: int, text: Callable[[], str]) -> None:
-        """So much more is done. The text is asked for when it is shown, at most five times a second."""
+        """Advance by ``count``. ``text`` is called only for display, at most five times per second."""
         if self._bar is None:
             return
         self._pending += count

@@ -21,7 +21,7 @@ def seed_all(seed: int) -> None:
 
 
 def capture() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """(tensors, text) that :func:`restore` takes back."""
+    """Return the state as (tensors, text) for :func:`restore`."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -40,7 +40,7 @@ def capture() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def restore(tensors: dict[str, torch.Tensor], text: dict[str, str]) -> None:
-    """Put back what :func:`capture` has found, of the devices that are here."""
+    """Restore a state from :func:`capture`, for the devices of this machine."""
     version, gauss = json.loads(text["python"])
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))
     kind, position, has_gauss, cached = json.loads(text["numpy"])
@@ -53,7 +53,7 @@ def restore(tensors: dict[str, torch.Tensor], text: dict[str, str]) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """All generators seeded anew in the body; after it they are as before."""
+    """Seed all generators inside the context and restore their previous states after it."""
     before = capture()
     seed_all(seed)
     try:

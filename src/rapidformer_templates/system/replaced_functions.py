@@ -1,7 +1,7 @@
-"""Functions of another library that answer otherwise in a part of our own calls.
+"""Patches functions of other libraries for some of the calls that this library makes.
 
-A stand-in is put in once and stays; whether it acts is a context variable's to say, so that threads do not
-see each other's, and nothing is to be put back.
+A patch is installed once and stays. A context variable decides whether it acts. So threads do not affect each other,
+and nothing must be restored.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from functools import wraps
 from typing import Any
 
 Answer = Callable[..., Any]
-"""Takes the function that it stands in for, and that function's own arguments."""
+"""Takes the original function and the arguments of the call."""
 
 
 def install(owner: Any, name: str, answer: Answer) -> None:
-    """Have ``answer`` called instead of ``owner.name``; a name that this version does not have is left out."""
+    """Patch ``owner.name`` to call ``answer``. A name that this version does not have is skipped."""
     original = getattr(owner, name, None)
     if not callable(original) or hasattr(original, "_rapidformer_stand_in"):
         return

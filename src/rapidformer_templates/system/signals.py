@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP as requests to save and end."""
+"""Handles SIGTERM, SIGINT and SIGHUP as requests to save and end."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rapidformer_templates.errors import Interrupted
 Handler = Callable[[int, FrameType | None], None]
 
 ASKING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
-"""Of a scheduler, of Ctrl-C, and of a terminal that is closed."""
+"""Signals from a scheduler, from Ctrl-C, and from a terminal that is closed."""
 
 INSISTS_AFTER = 1.0
-"""Seconds: what comes sooner is the same request, sent to the process and to its group, or by shell and terminal."""
+"""Seconds. An earlier signal is the same request, sent to both the process and its group, or by shell and terminal."""
 
 
 class Asked:
-    """Who asked a process to end: the signals that came."""
+    """Records the signals that asked a process to end."""
 
     def __init__(self) -> None:
         self.signals: list[int] = []
@@ -40,21 +40,21 @@ class Asked:
         self.signals.append(number)
 
     def _leave_terminals(self) -> None:
-        """A line to a closed terminal is an error: it goes nowhere from now on."""
+        """Redirect output from a closed terminal to the null device. Writing to it would raise an error."""
         for fd in self._terminals:
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), fd)
 
 
 class StopRequest:
-    """Whether somebody asked the run to end.
+    """A request to end the run.
 
-    Outside the loop there is nothing to save that is not saved, and the request ends the run at once. In it,
-    whoever asks again, as by a second Ctrl-C, does not want to wait for the save.
+    Outside of the loop there is nothing left to save, so the request ends the run at once. Inside the loop a second
+    request, such as a second Ctrl-C, means: do not wait for the save.
 
     Args:
-        resumes: whether there is a checkpoint that the same command goes on from.
-        alone: no launcher watches over this process, so that a second request ends it.
+        resumes: whether there is a checkpoint from which the same command would resume.
+        alone: there is no launcher for this process, so a second request must end it here.
     """
 
     def __init__(self, resumes: Callable[[], bool] = lambda: False, *, alone: bool = True) -> None:
@@ -62,7 +62,7 @@ class StopRequest:
         self._resumes = resumes
         self._alone = alone
         self._in_loop = self._raised = False
-        self._saves: bool | None = None  # after the loop: whether it has saved what it did
+        self._saves: bool | None = None  # after the loop: whether it has saved its work
 
     @property
     def asked(self) -> bool:
@@ -71,19 +71,19 @@ class StopRequest:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self._asked(number, frame)
         if self._asked.insisted and self._alone:
-            os.write(2, b"ended at once, as asked twice\n")  # print may just be writing
+            os.write(2, b"ended at once, as asked twice\n")  # print is not safe here because it may be running
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         if not self._in_loop and not self._raised:
-            self._raised = True  # once: the second of two would come in the midst of cleaning up
+            self._raised = True  # only once, because a second exception would interrupt the cleanup
             raise self._outside_the_loop()
 
     @contextmanager
     def loop(self, *, saves: bool) -> Iterator[StopRequest]:
-        """In the body a request is kept until the loop looks at it.
+        """Inside the context, store a request until the loop checks for it.
 
         Args:
-            saves: whether the body leaves a checkpoint.
+            saves: whether the code inside leaves a checkpoint.
         """
         self._in_loop = True
         try:
@@ -104,7 +104,7 @@ class StopRequest:
 
 @contextmanager
 def stop_request(resumes: Callable[[], bool] = lambda: False, *, alone: bool = True) -> Iterator[StopRequest]:
-    """Handle what asks to end in the body (in the main thread; elsewhere Python allows no handlers)."""
+    """Handle requests to end inside the context. Only in the main thread, because Python requires it."""
     request = StopRequest(resumes, alone=alone)
     with _handled(request):
         yield request
@@ -112,7 +112,7 @@ def stop_request(resumes: Callable[[], bool] = lambda: False, *, alone: bool = T
 
 @contextmanager
 def asked_to_end() -> Iterator[Asked]:
-    """Keep what asks to end for the body to look at (in the main thread)."""
+    """Record requests to end inside the context (in the main thread)."""
     asked = Asked()
     with _handled(asked):
         yield asked
@@ -120,7 +120,7 @@ def asked_to_end() -> Iterator[Asked]:
 
 @contextmanager
 def interruptible(message: str, hint: str) -> Iterator[None]:
-    """End the body with :class:`Interrupted` when it is asked to end (in the main thread)."""
+    """Raise :class:`Interrupted` inside the context on a request to end (in the main thread)."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted(message, hint=hint)
@@ -138,7 +138,7 @@ def _handled(handler: Handler) -> Iterator[None]:
                 continue  # nohup
             previous[number] = signal.signal(number, handler)
     except ValueError:
-        previous = {}  # not the main thread: whoever owns the process owns its signals
+        previous = {}  # not the main thread: the owner of the process handles its signals
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Workers: this process among its peers. The only place that opens and closes the process group."""
+"""Workers: this process and its peers. Only this module opens and closes the process group."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.gloo_threads import let_go_at_exit
 from rapidformer_templates.system.processes import end_with_launcher
 
-# Newer names first: the older ones warn where both are there.
+# Newer names first: the older ones warn if both exist.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""From (whole, share): fills the whole tensor with the shares of all workers of a group."""
+"""Takes (whole, share) and fills the whole tensor with the shards of all workers of a group."""
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""From (share, partial): fills the share of this worker with the sum of all workers' partial tensors."""
+"""Takes (share, partial) and fills this worker's shard with the sum of all workers' partial tensors."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """One process's view of all the workers.
+    """One process's view of all workers.
 
     Attributes:
-        rank: of this process, from 0.
-        local_rank: on this node.
+        rank: rank of this process, from 0.
+        local_rank: its rank on this node.
         world: number of workers.
-        device: where this process computes.
-        tensor: workers that share the matrices of each block.
-        pipeline: stages that the blocks are cut into.
-        mesh: the groups of workers, with the dimensions ``pipeline``, ``copies`` (data × context) and ``tensor``; None
-            where each worker has the whole model and whole sequences.
-        context: workers that share each sequence; each has all weights of its stage.
+        device: the device of this process.
+        tensor: number of workers that share the matrices of each block.
+        pipeline: number of stages that the blocks are divided into.
+        mesh: the groups of workers, with the dimensions ``pipeline``, ``copies`` (data × context) and ``tensor``. None
+            if each worker has the whole model and whole sequences.
+        context: number of workers that share each sequence. Each has all weights of its stage.
     """
 
     rank: int
@@ -52,16 +52,16 @@ class Workers:
     mesh: DeviceMesh | None = None
     context: int = 1
 
-    # Ranks that exchange most lie closest: tensor fastest, then context, then data, then pipeline [M].
+    # Ranks that communicate most are closest: tensor varies fastest, then context, data and pipeline [M].
 
     @property
     def data(self) -> int:
-        """Replicas of the model, each of ``tensor × context × pipeline`` workers."""
+        """Number of replicas of the model, each on ``tensor × context × pipeline`` workers."""
         return self.world // (self.tensor * self.context * self.pipeline)
 
     @property
     def copies(self) -> int:
-        """Workers that have the same parameters: those of one place in all replicas, and in a context group."""
+        """Number of workers with the same parameters, over all replicas and inside a context group."""
         return self.data * self.context
 
     @property
@@ -70,17 +70,17 @@ class Workers:
 
     @property
     def data_rank(self) -> int:
-        """The replica that this worker is of; its workers are given the same samples."""
+        """Index of this worker's replica. All workers of a replica get the same samples."""
         return self.rank // (self.tensor * self.context) % self.data
 
     @property
     def context_rank(self) -> int:
-        """The stretch of each sequence that this worker has."""
+        """Index of this worker's part of each sequence."""
         return self.rank // self.tensor % self.context
 
     @property
     def copy_rank(self) -> int:
-        """This worker's place among those with the same parameters."""
+        """Rank among the workers with the same parameters."""
         return self.rank // self.tensor % self.copies
 
     @property
@@ -89,12 +89,12 @@ class Workers:
 
     @property
     def stream(self) -> int:
-        """Of random numbers: one for each stage of each replica, whose other workers draw alike."""
+        """Id of the RNG stream. Each stage of each replica has one, which its tensor and context peers share."""
         return self.rank // (self.tensor * self.context)
 
     @property
     def dimensions(self) -> list[int]:
-        """[stages, replicas, workers that share matrices], and those that share sequences, if there are any."""
+        """[pipeline stages, replicas, tensor-parallel workers], then context-parallel workers if there are several."""
         return [self.pipeline, self.data, self.tensor, *([self.context] if self.context > 1 else [])]
 
     @property
@@ -104,16 +104,16 @@ class Workers:
 
     @property
     def speaks(self) -> bool:
-        """Whether this worker is the one that counts for its replica."""
+        """Whether this worker counts for its replica."""
         return self.ends_pipeline and self.tensor_rank == 0 and self.context_rank == 0
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the run folder and talks to people."""
+        """Whether this process writes the run folder and prints."""
         return self.rank == 0
 
     def sum(self, *values: float) -> list[float]:
-        """The sums of ``values`` over the workers, on the host, without touching the device."""
+        """Sum ``values`` over the workers, on the host, without using the device."""
         if self.world == 1:
             return list(values)
         totals = torch.tensor(values, dtype=torch.float64)
@@ -121,18 +121,18 @@ class Workers:
         return totals.tolist()
 
     def agree(self, number: int) -> bool:
-        """Whether all workers have the same number, which is below 2^20."""
+        """Return whether all workers have the same number, which must be below 2^20."""
         total, squares = self.sum(number, number**2)
-        return squares * self.world == total**2  # as the variance is zero; exact in fp64
+        return squares * self.world == total**2  # the variance is zero, computed exactly in fp64
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the workers, on its device, without waiting for it there."""
+        """Sum a tensor over the workers, on its device, without waiting for the result."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every worker, by rank."""
+        """Gather ``value`` from every worker, by rank."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -140,7 +140,7 @@ class Workers:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """The value of rank 0."""
+        """Return the value of rank 0."""
         if self.world == 1:
             return value
         box = [value]
@@ -154,14 +154,14 @@ class Workers:
 
 @contextmanager
 def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
-    """Join the other workers that torchrun or our launcher started; alone, there is nobody to join.
+    """Join the other workers that torchrun or our launcher started. A single process has nothing to join.
 
     Args:
-        device_type: ``cpu``, or what torch calls the accelerator.
-        sizes: how the workers divide; None for copies of the whole model.
+        device_type: ``cpu``, or torch's name of the accelerator.
+        sizes: how the workers are divided. None for copies of the whole model.
 
     Raises:
-        WorkerFailed: the meeting point cannot be reached or its port is taken.
+        WorkerFailed: the rendezvous address cannot be reached or its port is in use.
     """
     sizes = sizes or Sizes()
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -169,8 +169,8 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = accelerator.device_of(device_type, local_rank)
     accelerator.make_current(device)
-    # torchrun with one worker also sets RANK; without it there is no meeting point to join.
-    is_first = not dist.is_initialized()  # or whoever has opened the group closes it
+    # torchrun with one worker also sets RANK. Without it there is no rendezvous to join.
+    is_first = not dist.is_initialized()  # otherwise the code that opened the group closes it
     in_group = "RANK" in os.environ and is_first
     end_with_launcher()
     if in_group:
@@ -179,7 +179,7 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
         mesh = _mesh(device, sizes)
         yield Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, mesh, sizes.context)
     finally:
-        if is_first and dist.is_initialized():  # engines that cannot do without open one alone
+        if is_first and dist.is_initialized():  # some engines open a group for a single process
             _close_group()
 
 
@@ -194,7 +194,7 @@ PATIENCE = timedelta(minutes=30)
 """How long workers wait for each other."""
 
 OPENED_AT_ONCE = ("cuda", "xpu")
-"""Kinds whose backend connects when it is told its device, and not at the first exchange."""
+"""Kinds of devices whose backend connects when it gets its device, not at the first collective."""
 
 
 def _open_group(device: torch.device) -> None:
@@ -202,7 +202,7 @@ def _open_group(device: torch.device) -> None:
     named = device if device.type in OPENED_AT_ONCE else None
     try:
         store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
-        # That of torchrun outlives a group: the next one must not meet what the last one wrote there.
+        # torchrun's store outlives a group. The next group must not find the entries of the last one.
         turn = store.add(f"rapidformer/groups/{rank}", 1)
         store = torch._C._distributed_c10d.PrefixStore(f"rapidformer/{turn}", store)
         backend = accelerator.backend_of(device)
@@ -216,11 +216,11 @@ def _open_group(device: torch.device) -> None:
 
 
 _closing: list[Callable[[], None]] = []
-"""What closes the group in the place of torch."""
+"""Function that closes the group instead of torch."""
 
 
 def close_group_by(close: Callable[[], None]) -> None:
-    """Have a library close the process group that keeps parts of it: the next group would meet them."""
+    """Let a library that caches parts of the process group close it, so that the next group does not reuse them."""
     _closing[:] = [close]
 
 
@@ -230,7 +230,7 @@ def _close_group() -> None:
 
 
 def open_group_alone(device: torch.device) -> None:
-    """A process group of one for engines that cannot do without; where there is a group, nothing happens."""
+    """Open a process group of one, for engines that need one. Does nothing if there is a group."""
     if not dist.is_initialized():
         let_go_at_exit()
         backend = accelerator.backend_of(device).rpartition(":")[2]

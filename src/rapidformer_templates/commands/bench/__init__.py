@@ -1,1 +1,1 @@
-"""``rapidformer bench NAME``: what a user asks about his own machine; docs/bench.md. Peers: ``benchmarks/``."""
+"""``rapidformer bench NAME``: measures the user's machine (docs/bench.md). More peers are in ``benchmarks/``."""

@@ -1,4 +1,4 @@
-"""The command line of the benchmarks. Imports no torch until a benchmark starts."""
+"""The command line of the benchmarks. torch is imported only when a benchmark starts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark.
 
     Args:
-        argv: the words after ``rapidformer bench``; by default those of this process.
+        argv: words after ``rapidformer bench``. The default is the command line of this process.
 
     Returns:
-        The exit status: 0; 1 if a solution of a table failed; 2 for a mistake in the command. A missed
+        The exit status: 0 for success, 1 if a solution of a table failed, 2 for a mistake in the command. A missed
         speed goal is a result, not an error.
     """
     words = _command_first(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     try:
         _refuse_evidence(words)
-        # What `run` does not know are the flags of the training command that it measures.
+        # Flags that `run` does not know belong to the training command that it measures.
         options, unknown = parser.parse_known_args(words)
         if unknown and options.module != "run":
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command_first(words: Sequence[str]) -> list[str]:
-    """``--table NAME …`` and ``--table=NAME …`` as ``NAME …``: a table is a command."""
+    """Rewrite ``--table NAME …`` and ``--table=NAME …`` as ``NAME …``, because a table is a command."""
     rest, table = [], None
     remaining = iter(words)
     for word in remaining:
@@ -59,10 +59,10 @@ def _command_first(words: Sequence[str]) -> list[str]:
 
 
 def _refuse_evidence(words: Sequence[str]) -> None:
-    """Questions of the checkout are no part of the package.
+    """Refuse benchmarks that only a checkout of the repository has.
 
     Raises:
-        ConfigError: it is such a question that is asked.
+        ConfigError: the command names such a benchmark.
     """
     if words and words[0] in EVIDENCE:
         raise ConfigError(
@@ -73,7 +73,7 @@ def _refuse_evidence(words: Sequence[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of its words."""
+    """Return the parser of ``rapidformer bench``."""
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure on this machine.")
     parser.add_argument("--table", dest="named", metavar="TABLE", help="the same as naming the table alone")
     output = argparse.ArgumentParser(add_help=False)

@@ -1,11 +1,15 @@
-"""Model FLOPs, and what a machine can do of them at most.
+"""Model FLOPs, and the highest rate that a machine can reach.
 
-The convention: FLOPs are those of the matrix products and attention of one forward and its backward, as torch's
-flop counter counts them for the plain model: 2 a multiply-add, the backward twice the forward, attention as the
-whole square (a causal mask is not discounted), nothing for what is computed again, for norms, for activations or
-for the optimizer. For a decoder this is 6 × parameters + 12 × layers × hidden × length a token (Chowdhery et al.,
-2022, appendix B), without the tables that are only looked up. Utilisation is that rate over the rate of a large
-matrix product of the same type on the same machine, measured in the same run.
+The convention: model FLOPs are those of the matrix products and the attention in one forward and its backward, as
+torch's flop counter counts them for the plain model.
+
+- A multiply-add counts as 2 FLOPs, and the backward as twice the forward.
+- Attention counts as the whole square. A causal mask is not discounted.
+- Recomputation, norms, activations and the optimizer do not count.
+
+For a decoder this is 6 × parameters + 12 × layers × hidden × length per token (Chowdhery et al., 2022, appendix B),
+without embedding tables that are only looked up. Utilisation is the rate of model FLOPs divided by the rate of a large
+matrix product in the same type on the same machine, measured in the same run.
 """
 
 from __future__ import annotations
@@ -22,17 +26,17 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.mask_checks import answered, watch_positions
 
 SIZES = {"cpu": 2048, "accelerator": 8192}
-"""Rows and columns of the matrices: large enough that more is not faster."""
+"""Rows and columns of the matrices. Larger ones are not faster."""
 
 AT_LEAST_SECONDS = 0.1
 
 
 def training_flops(build: Callable[[], nn.Module], example: Mapping[str, torch.Tensor]) -> int:
-    """FLOPs of a forward and a backward of a model over one batch; no memory is taken for it.
+    """Return the FLOPs of a model's forward and backward over one batch, without allocating memory for it.
 
     Args:
-        build: makes the model, whose output has a ``loss``.
-        example: the batch; only its shapes matter.
+        build: function that creates the model. The model's output must have a ``loss``.
+        example: the batch. Only its shapes matter.
     """
     with torch.device("meta"):
         model = build().train()
@@ -49,16 +53,16 @@ def training_flops(build: Callable[[], nn.Module], example: Mapping[str, torch.T
 
 
 def training_flops_of(kind: type[nn.Module], settings: Any, batch: Any) -> int:
-    """As :func:`training_flops`, of a transformers class with its configuration; 0 for any other module."""
+    """Return :func:`training_flops` for a transformers class and its configuration, or 0 for any other module."""
     if settings is None or not isinstance(batch, Mapping):
         return 0
     shapes = {name: tensor for name, tensor in batch.items() if isinstance(tensor, torch.Tensor)}
-    shapes.pop("attention_mask", None)  # what a mask leaves out is counted all the same
+    shapes.pop("attention_mask", None)  # masked positions count as well
     return training_flops(lambda: kind(settings), shapes)
 
 
 class MatrixProduct:
-    """A large matrix product in a type; its rate is the most that a model can hope for."""
+    """A large matrix product in a given type. Its rate is the upper limit for a model."""
 
     def __init__(self, device: str, precision: str, size: int | None = None) -> None:
         self.is_apart = device != "cpu"
@@ -67,10 +71,10 @@ class MatrixProduct:
         draw = torch.Generator(device).manual_seed(0)
         self._a, self._b = (torch.randn(self.size, self.size, generator=draw, device=device).to(kind) for _ in "ab")
         self._out = torch.empty_like(self._a)
-        self.rate()  # caches, clocks and the library's own choice of a kernel
+        self.rate()  # warm up caches, clocks and the library's choice of a kernel
 
     def rate(self) -> float:
-        """FLOP/s now, over about a tenth of a second."""
+        """Measure the current rate in FLOP/s, over about a tenth of a second."""
         self.wait()
         began, count = time.perf_counter(), 0
         while time.perf_counter() - began < AT_LEAST_SECONDS:
@@ -81,6 +85,6 @@ class MatrixProduct:
         return 2 * self.size**3 * count / (time.perf_counter() - began)
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished its work."""
         if self.is_apart:
             torch.accelerator.synchronize()

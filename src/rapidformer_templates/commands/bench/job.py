@@ -1,8 +1,8 @@
-"""One run of a table: a solution of ours or of a peer, in worker processes of its own.
+"""One run of a table: a solution of this library or of a peer, in separate worker processes.
 
-``python -m rapidformer_templates.commands.bench.job JSON`` starts the workers. Each of them connects to the
-benchmark, waits for its word before every turn of steps, and tells how many seconds a step took; at the end it
-tells what it held and its peak memory.
+``python -m rapidformer_templates.commands.bench.job JSON`` starts the workers. Each worker connects to the benchmark
+and waits for a message before every turn of steps. After a turn it reports the seconds per step. At the end it reports
+the bytes that it held and its peak memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rapidformer_templates.system.gloo_threads import let_go_at_exit
 
 
 def ours(job: Job, line: Line) -> None:
-    """The solution's flags, as a user gives them; what is added only looks on."""
+    """Run a solution of this library with its flags, as a user would give them. The added hooks only measure."""
     from rapidformer_templates.data.types import Data
     from rapidformer_templates.trainer import Trainer
 
@@ -56,7 +56,7 @@ def ours(job: Job, line: Line) -> None:
 
 
 def flags_of(job: Job) -> list[str]:
-    """The command line of a run of ours."""
+    """Return the command line for a run of this library."""
     own = list(TABLES[job.table].solutions[job.solution].flags)
     if own[-1:] == ["--nvme-path"]:
         own.append(job.nvme)
@@ -72,9 +72,9 @@ def flags_of(job: Job) -> list[str]:
 
 
 def as_asked(job: Job, line: Line) -> None:
-    """A training command of the user's, with its own model and data, for as many steps as are measured.
+    """Run the user's training command with its model and data, for the number of steps that are measured.
 
-    Its model FLOPs are counted for the shapes of its first batch.
+    Its model FLOPs are counted for the shapes of the first batch.
     """
     from rapidformer_templates.commands.bench.flops import training_flops_of
     from rapidformer_templates.commands.train import template_of
@@ -93,7 +93,7 @@ def as_asked(job: Job, line: Line) -> None:
 
         def compute_loss(self, model: Any, batch: Any) -> Any:
             if self.flops is None:
-                # Before the forward of the first, warming step; of an architecture of transformers.
+                # Counted before the forward of the first warm-up step, for architectures of transformers only.
                 self.flops = training_flops_of(self.kind, self.settings, batch) / max(samples_in(batch), 1)
             return super().compute_loss(model, batch)
 
@@ -120,7 +120,7 @@ def as_asked(job: Job, line: Line) -> None:
 
 
 def work(job: Job) -> None:
-    """One worker's part."""
+    """Run the job in one worker."""
     line = Line(job)
     try:
         (PEERS[job.peer] if job.peer else as_asked if job.table == RUN else ours)(job, line)
@@ -131,7 +131,7 @@ def work(job: Job) -> None:
 def main() -> int:
     job = Job(**json.loads(sys.argv[1]))
     if launch.is_worker():
-        let_go_at_exit()  # also where a peer opens the group
+        let_go_at_exit()  # a peer may create the process group itself
         launch.report_errors(lambda: work(job))
         return 0
     try:
@@ -143,7 +143,7 @@ def main() -> int:
 
 
 def command(job: Job) -> list[str]:
-    """What starts a run."""
+    """Return the command that starts a run."""
     return [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job))]
 
 

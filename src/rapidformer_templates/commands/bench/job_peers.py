@@ -1,4 +1,4 @@
-"""The peers of the tables: the loops of their own documentation, with everything else as in ours."""
+"""The peers of the tables. Each uses the loop from its documentation. Everything else is as in this library."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def accelerate_ddp(job: Job, line: Line) -> None:
 
 
 def accelerate_fsdp(job: Job, line: Line) -> None:
-    """FSDP2, a block at a time.
+    """Run accelerate's FSDP2, which shards each block separately.
 
     Raises:
-        Absent: on a CPU.
+        Absent: the device is a CPU.
     """
     from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
@@ -52,13 +52,13 @@ def accelerate_zero(job: Job, line: Line, zero_stage: int) -> None:
     from rapidformer_templates.switches.zero.compiled_parts import leave_out_shm_comm
 
     if job.device == "cpu":
-        leave_out_shm_comm()  # half a minute of compiling for what training does not use, here as in ours
+        leave_out_shm_comm()  # training does not use it, and it takes half a minute to compile
     plugin = DeepSpeedPlugin(
         zero_stage=zero_stage, gradient_accumulation_steps=job.accumulation, gradient_clipping=CLIP
     )
     options = _options(job)
     if job.device == "cpu":
-        # With cpu=True it would leave DeepSpeed out, and without a backend the other workers.
+        # With cpu=True, accelerate would ignore DeepSpeed. Without a backend, it would ignore the other workers.
         options |= {"cpu": False, "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
     _accelerate(job, line, Accelerator(deepspeed_plugin=plugin, **options))
 
@@ -101,10 +101,10 @@ def _accelerate(job: Job, line: Line, accelerator: Any) -> None:
 
 
 def torch_fully_shard(job: Job, line: Line) -> None:
-    """A plain loop around torch's ``fully_shard``, as its tutorial has it.
+    """Run a plain loop around torch's ``fully_shard``, as in its tutorial.
 
     Raises:
-        Absent: in fp16, for which the tutorial has no loss scale.
+        Absent: the precision is fp16, for which the tutorial has no loss scale.
     """
     import torch
     import torch.distributed as dist
@@ -141,10 +141,10 @@ def torch_fully_shard(job: Job, line: Line) -> None:
 
 
 def plain_pytorch(job: Job, line: Line, *, compiled: bool = False) -> None:
-    """A loop written by hand for one device, with everything that torch's tuning guide says.
+    """Run a hand-written loop for one device, which follows all of torch's tuning guide.
 
     Raises:
-        Absent: in fp16, for which it has no loss scale; or for several workers.
+        Absent: the precision is fp16, for which the loop has no loss scale, or there are several workers.
     """
     import torch
 
@@ -173,10 +173,10 @@ def plain_pytorch(job: Job, line: Line, *, compiled: bool = False) -> None:
 
 
 def transformers_trainer(job: Job, line: Line, *, compiled: bool = False) -> None:
-    """transformers' Trainer with its best switches: the narrow type, a fused optimizer, loaders ahead.
+    """Run transformers' Trainer with its best options: a 16-bit type, a fused optimizer, prefetching loaders.
 
     Raises:
-        Absent: for several workers.
+        Absent: there are several workers.
     """
     import tempfile
 
@@ -235,14 +235,14 @@ def transformers_trainer(job: Job, line: Line, *, compiled: bool = False) -> Non
 
 
 def _steps(job: Job, rank: int) -> Iterator[list[dict[str, Any]]]:
-    """The micro batches of one rank, step by step."""
+    """Yield the micro batches of one rank for each step."""
     batches = iter(_loader(job, rank))
     while parts := list(islice(batches, job.accumulation)):
         yield parts
 
 
 def _adamw(model: Any) -> Any:
-    """Fused AdamW with the groups of this library: biases and norms do not decay."""
+    """Return a fused AdamW with this library's parameter groups: no weight decay for biases and norms."""
     import torch
 
     groups: dict[bool, list[Any]] = {True: [], False: []}
@@ -253,7 +253,7 @@ def _adamw(model: Any) -> Any:
 
 
 def _loader(job: Job, rank: int | None = None) -> Any:
-    """Micro batches in the order of this library, of all ranks one after another or of one of them."""
+    """Return a loader of micro batches in the order of this library, for one rank or for all ranks in turn."""
     from torch.utils.data import DataLoader, Subset
 
     from rapidformer_templates.data.order import SampleOrder
@@ -262,7 +262,7 @@ def _loader(job: Job, rank: int | None = None) -> Any:
     order = SampleOrder(len(tokens), job.global_batch, SEED, by_epochs=False)
     samples = [sample for step in range(job.total_steps) for sample in order.step(step)[0].tolist()]
     mine = samples if rank is None else samples[rank :: job.workers]
-    # On a GPU two processes draw the samples, as in ours, into page-locked memory.
+    # On a GPU, two processes draw the samples into pinned memory, as in this library.
     ahead: dict[str, Any] = {} if job.device == "cpu" else {"num_workers": 2, "pin_memory": True}
     return DataLoader(Subset(tokens, mine), batch_size=job.sizes.micro_batch, **ahead)  # type: ignore[arg-type]
 

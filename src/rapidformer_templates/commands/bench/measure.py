@@ -1,7 +1,7 @@
-"""Measure a table: what each of its solutions costs in speed and memory, beside its peers.
+"""Measure the speed and memory of each solution in a table and of its peers.
 
-Every solution trains the same model on the same random tokens, in worker processes of its own. A solution and its
-peers step in turns, and the solutions follow one another in each repeat, so that a busy moment hits all of them.
+Every solution trains the same model on the same random tokens, in separate worker processes. A solution and its peers
+make their steps in turns, and every repeat runs all solutions, so that a busy moment affects all of them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 SAME_LOSS = {"fp32": 1e-3, "mixed": 2e-2}
-"""How far the losses of the last step may be apart, as a share, by what was computed in."""
+"""Largest relative difference between the losses of the last step, by precision."""
 
 
 def facts_of(scale: Scale) -> list[Facts]:
-    """The parameters of a scale's model, without their data."""
+    """Return the facts of all parameters of a scale's model, without allocating their data."""
     import torch
 
     from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters
@@ -50,7 +50,7 @@ def facts_of(scale: Scale) -> list[Facts]:
 
 
 def flops_of(job: Job) -> float:
-    """Model FLOPs of a sample of a job's model."""
+    """Return the model FLOPs per sample of a job's model."""
     from rapidformer_templates.commands.bench.flops import training_flops
 
     sample = {name: tensor[None] for name, tensor in RandomTokens(job)[0].items()}
@@ -59,19 +59,19 @@ def flops_of(job: Job) -> float:
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure.
+    """A request to measure a table.
 
     Attributes:
-        table, scale: what.
-        workers: processes.
-        device: ``cpu``, or what torch calls the accelerator.
+        table, scale: the table, and a key of its scales.
+        workers: number of worker processes.
+        device: ``cpu``, or torch's name of the accelerator.
         chosen: keys of the table's solutions.
         repeats: runs of each solution.
-        turns: measured ones of each run.
-        steps: optimizer steps a turn.
-        everything: also what the device is known to be slow at.
-        peers: whether they take part.
-        disk: folder for what is offloaded to NVMe; by default a temporary one.
+        turns: measured turns per run.
+        steps: optimizer steps per turn.
+        everything: also measure solutions that are known to be slow on the device.
+        peers: also measure the peers.
+        disk: folder for offloading to NVMe. The default is a temporary folder.
     """
 
     table: Table
@@ -103,7 +103,7 @@ class Request:
 
 
 def measure(request: Request, advance: Advance = lambda text: None) -> Report:
-    """Run the solutions and their peers; ``advance`` is told of each that is done.
+    """Run the solutions and their peers, and call ``advance`` after each solution of each repeat.
 
     Raises:
         RapidformerError: a part of DeepSpeed cannot be built.
@@ -139,7 +139,7 @@ def measure(request: Request, advance: Advance = lambda text: None) -> Report:
 
 
 def precision_of(solution: Solution, device: str) -> str:
-    """What a solution computes in on a device."""
+    """Return the precision in which a solution computes on a device."""
     fast_on_cpu = solution.precision == "best" and cpu_is_fast_at_bf16()
     if solution.precision == "fp32" or (device == "cpu" and solution.precision != "mixed" and not fast_on_cpu):
         return "fp32"
@@ -149,7 +149,7 @@ def precision_of(solution: Solution, device: str) -> str:
 
 @cache
 def cpu_is_fast_at_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in instructions of its own: AVX512-BF16 or AMX of x86."""
+    """Whether this CPU has instructions for bf16 products: AVX512-BF16 or AMX of x86."""
     import torch
 
     able = torch.cpu.get_capabilities()
@@ -185,7 +185,7 @@ def _why_not(request: Request, name: str) -> str | None:
 
 
 def _build_parts(solutions: list[Solution], device: str) -> None:
-    """What DeepSpeed compiles is compiled before anything is measured."""
+    """Compile the parts of DeepSpeed that the solutions need, before anything is measured."""
     if any(solution.package == "deepspeed" for solution in solutions):
         deepspeed_parts.export(device)
         needed = {part for solution in solutions for part in deepspeed_parts.needed_parts(solution.offload)}
@@ -193,7 +193,10 @@ def _build_parts(solutions: list[Solution], device: str) -> None:
 
 
 def _heats(request: Request, report: Report, name: str, folder: Path) -> Iterator[list[Job]]:
-    """Jobs that take turns: a solution and its peers; on a GPU each alone, because the memory is what is short."""
+    """Yield groups of jobs that run at the same time and take turns.
+
+    On a CPU, a solution and its peers form a group. On a GPU each runs alone, because memory is scarce.
+    """
     others = [peer for peer in request.table.solutions[name].peers if request.peers and peer not in report.absent]
     jobs = [request.job(name, peer, folder, number) for number, peer in enumerate([None, *others])]
     if request.device == "cpu":
@@ -214,7 +217,7 @@ def _add(report: Report, jobs: list[Job], repeat: int) -> None:
 
 
 def _check_losses(report: Report) -> None:
-    """Who computes another loss does other work, and its speed means nothing: it is named and left out."""
+    """Exclude runs with a different loss and report them. They do different work, so their speed means nothing."""
     solutions = report.of.solutions
     for kind, allowed in SAME_LOSS.items():
         losses = {
@@ -232,7 +235,7 @@ def _check_losses(report: Report) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure, print and write; the exit status: 1 if a solution of ours failed."""
+    """Measure, print and write the result. Return 1 if a solution of this library failed, else 0."""
     chosen_table = TABLES[options.table]
     if options.scale not in chosen_table.scales:
         raise ConfigError(
@@ -267,10 +270,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _chosen(text: str | None, of: Table) -> list[str]:
-    """The solutions that were asked for, in the table's order. Some have a comma in their name.
+    """Return the requested solutions in the table's order. Some have a comma in their name.
 
     Raises:
-        ConfigError: one of them does not exist.
+        ConfigError: a solution does not exist.
     """
     if not text:
         return list(of.solutions)
@@ -289,11 +292,11 @@ def _chosen(text: str | None, of: Table) -> list[str]:
 
 
 def _device(options: argparse.Namespace, scale: Scale, workers: int) -> str:
-    """Where the workers compute, each on an accelerator of its own or all on the CPU.
+    """Return the device of the workers. Each worker needs its own accelerator, or all share the CPU.
 
     Raises:
-        ConfigError: no device is called so.
-        RapidformerError: the scale, or what was asked for, needs more devices than there are.
+        ConfigError: there is no device of this name.
+        RapidformerError: the scale or the options need more devices than there are.
     """
     kind, count = kind_of(options.device), 0
     if kind != "cpu":

@@ -1,4 +1,4 @@
-"""What every benchmark puts out: a table for people, JSON and a picture for files, progress meanwhile."""
+"""The output of every benchmark: a printed table, files with JSON and a picture, and a progress bar."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The name of the processor, where the system tells it."""
+    """Return the name of the processor if the system reports it, else the machine type."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
@@ -57,19 +57,19 @@ def _processor() -> str:
 
 
 def spread(values: Sequence[float]) -> float:
-    """The standard deviation; 0 of a single value."""
+    """Return the standard deviation, or 0 for a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def why_absent(module: str, package: str) -> str | None:
-    """Why a peer cannot take part, or None if it can."""
+    """Return the reason why a peer cannot take part, or None if it can."""
     if importlib.util.find_spec(module) is None:
         return f"{package} is not installed (pip install {package})"
     return None
 
 
 def in_short(why: str) -> str:
-    """The line of an error text that says what is wrong; all of it is in the JSON."""
+    """Return the line of an error text that says what is wrong. The JSON has the whole text."""
     lines = why.splitlines()
     return next((line for line in lines if line.startswith("error")), lines[-1])
 
@@ -82,14 +82,14 @@ def put_out(
     notes: list[str],
     draw: Callable[[Axes], None] | None = None,
 ) -> None:
-    """Print the table and the notes, and write the files that were asked for.
+    """Print the table and the notes, and write the requested files.
 
     Args:
-        options: with ``json`` and ``output``, as in the command line.
-        name: of the benchmark and of its files.
-        result: its figures; the machine and the versions are added.
-        notes: lines below the table: goals, and who is absent.
-        draw: draws the picture.
+        options: options of the command line, with ``json`` and ``output``.
+        name: name of the benchmark and of its files.
+        result: figures of the benchmark. The machine and the versions are added to them.
+        notes: lines below the table, such as goals and absent solutions.
+        draw: function that draws the picture.
     """
     console = Console()
     if not console.is_terminal:
@@ -113,14 +113,14 @@ def put_out(
 
 
 Advance = Callable[[str], None]
-"""Tells that one more part is done, and what is next."""
+"""Reports that one more part is done. Its argument is the text next to the bar."""
 
 
 @contextmanager
 def progress(title: str, parts: int) -> Iterator[Advance]:
-    """A progress bar on standard error, only on a terminal.
+    """Show a progress bar on standard error, if that is a terminal.
 
-    It is drawn only when it advances: a thread that redraws it would take time from what is measured.
+    The bar is drawn only when it advances. A thread that redraws it would disturb the measurement.
     """
     if not sys.stderr.isatty():
         yield lambda text: None

@@ -1,4 +1,4 @@
-"""What a measured table holds."""
+"""The measured values of a table."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rapidformer_templates.switches.auto_strategy.state_bytes import Facts, Held
 
 @dataclass
 class Report:
-    """What was measured.
+    """The measured values of a table.
 
     Attributes:
         of: the table.
-        scale, workers, device: of the runs.
-        parameters: of the model.
-        precision: by solution, what it and its peers compute in.
-        flops: of the model, a sample.
-        runs: by solution or peer, one of each repeat.
+        scale, workers, device: scale, number of workers and device of the runs.
+        parameters: facts of the model's parameters.
+        precision: for each solution, the precision of its runs and those of its peers.
+        flops: model FLOPs per sample.
+        runs: for each solution or peer, one run per repeat.
         absent: solutions and peers that could not run here, with the reason.
-        failed: those of ours among them that should have run.
-        expected: by solution, what each worker should hold.
+        failed: solutions of this library among them that should have run.
+        expected: for each solution, the bytes that each worker should hold.
     """
 
     of: Table
@@ -46,7 +46,7 @@ class Report:
         return sum(parameter.count for parameter in self.parameters)
 
     def rates(self, name: str) -> list[float]:
-        """Samples/s of each turn of all repeats."""
+        """Return the samples/s of each turn in all repeats."""
         return [self.global_batch / seconds for run in self.runs[name] for seconds in run.seconds]
 
     def samples_per_second(self, name: str) -> float:
@@ -54,9 +54,10 @@ class Report:
         return self.global_batch * len(seconds) / sum(seconds)
 
     def utilisation(self, name: str) -> float | None:
-        """Model FLOP/s over those of the matrix products around the same turns, the median; None if not measured.
+        """Return the model FLOPs utilisation, or None if it was not measured.
 
-        On a CPU the workers share the machine that the matrix product had; of accelerators each has its own.
+        It is the median over all turns of the model FLOP/s divided by the FLOP/s of the matrix products around the
+        turn. On a CPU, the workers share the machine on which the matrix product ran. Accelerators are not shared.
         """
         machines = 1 if self.device == "cpu" else self.workers
         step = self.flops * self.global_batch
@@ -66,25 +67,28 @@ class Report:
         )
 
     def peak_mb(self, name: str) -> float:
-        """The greatest of the workers and repeats."""
+        """Return the highest peak memory of all workers and repeats, in MB."""
         return max(run.peak_mb for run in self.runs[name])
 
     def memory_mb(self, name: str, when: str) -> float:
-        """The greatest likewise, ``before_mb`` or ``setup_mb``: see :class:`Run`."""
+        """Return the highest ``before_mb`` or ``setup_mb`` of all workers and repeats. See :class:`Run`."""
         return max(float(worker[when]) for run in self.runs[name] for worker in run.figures)
 
     def held(self, name: str) -> list[Held]:
-        """What each worker holds, by the receipts of the first run."""
+        """Return the bytes that each worker holds, according to the receipts of the first run."""
         ranks = self.runs[name][0].figures[0]["held"]
         kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
         return [Held(*(int(rank[kind]) for kind in kinds)) for rank in ranks]
 
     def bucket_bytes(self, name: str) -> int:
-        """Memory in which gradients wait to be sent."""
+        """Return the size of the buckets in which gradients wait to be sent, in bytes."""
         return max(int(rank.get("bucket_bytes", 0)) for rank in self.runs[name][0].figures[0]["held"])
 
     def ratios(self, solution: str, peer: str) -> list[float]:
-        """Our speed over a peer's: the median over the steps, which were made in turns, repeat by repeat."""
+        """Return the ratio of this library's speed to a peer's, for each repeat.
+
+        It is the median over the turns, in which both alternate.
+        """
         return [
             statistics.median(b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True))
             for ours, theirs in zip(self.runs[solution], self.runs[peer], strict=True)

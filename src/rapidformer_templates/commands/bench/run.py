@@ -1,4 +1,4 @@
-"""``bench run``: one configuration, given by the flags of a training command, with its own model and data."""
+"""``bench run``: measures one configuration, given as the flags of a training command, with its model and data."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 REFUSED = ("--train-iters", "--epochs", "--save", "--resume", "--user-script")
-"""Flags that are the benchmark's own affair."""
+"""Flags that the benchmark sets itself."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure, print and write; the exit status.
+    """Measure, print and write the result, and return the exit status.
 
     Raises:
         RapidformerError: the flags are refused, or the run failed.
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
             hint="see --turns and --steps-a-turn",
         )
     template = template_of(words)([*words, "--train-iters", "1", "--no-save"])
-    plan = template.plan  # refused here, before anything starts
+    plan = template.plan  # refuses bad flags before anything starts
     machines = 1 if plan.device == "cpu" else plan.sizes.world
     product = MatrixProduct(plan.device, plan.precision)
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _without_launch(words: list[str]) -> list[str]:
-    """The flags of a worker: the benchmark starts the workers."""
+    """Return the flags without ``--nproc-per-node``, because the benchmark starts the workers."""
     rest, skip = [], False
     for word in words:
         name, equals, _ = word.partition("=")

@@ -1,4 +1,4 @@
-"""Runs of a table: workers in processes of their own that step only when it is their turn."""
+"""Runs of a table: separate worker processes that make steps only when it is their turn."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from rapidformer_templates.commands.bench import job as job_module
 from rapidformer_templates.commands.bench.worker import Job
 
 WARMUP = 2
-"""First turns that do not count: allocations, receipts, buckets that are built anew."""
+"""First turns that do not count, because of allocations, receipts and rebuilt buckets."""
 
 SILENCE_SECONDS = 600.0
-"""Workers that say nothing for so long hang, and are ended."""
+"""Workers that send nothing for this time are treated as hanging and are stopped."""
 
 POLL_SECONDS = 0.1
 
 
 @dataclass
 class Run:
-    """What one run measured.
+    """The measurements of one run.
 
     Attributes:
-        seconds: of a step, in each turn after the warm-up, the slowest worker's.
-        peaks: FLOP/s of a large matrix product around each of these turns; none if nobody measured it.
-        figures: by rank: loss of the last step, ``peak_mb``, ``before_mb`` (without a model),
-            ``setup_mb`` (until the first step), ``held`` (ours).
+        seconds: seconds per step of the slowest worker, for each turn after the warm-up.
+        peaks: FLOP/s of a large matrix product around each of these turns. Empty if it was not measured.
+        figures: for each rank, the loss of the last step, ``peak_mb``, ``before_mb`` (without a model),
+            ``setup_mb`` (until the first step) and ``held`` (this library only).
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -43,16 +43,16 @@ class Run:
 
     @property
     def peak_mb(self) -> float:
-        """The greatest of the workers."""
+        """Highest peak memory of the workers, in MB."""
         return max(float(worker["peak_mb"]) for worker in self.figures)
 
 
 class CannotRun(Exception):
-    """A run ended before its time; the text says why."""
+    """A run ended too early. The text gives the reason."""
 
 
 class Contender:
-    """A run that works only while it has its turn."""
+    """A run that works only during its turns."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -68,20 +68,24 @@ class Contender:
         )
 
     def step(self) -> float:
-        """Let it make a turn of steps; seconds a step of the slowest worker.
+        """Make one turn of steps and return the seconds per step of the slowest worker.
 
         Raises:
-            CannotRun: it has failed, or hangs.
+            CannotRun: the run failed or hangs.
         """
         if not self._lines:
             self._let_in()
         for line in self._lines.values():
-            with suppress(OSError):  # it is dead: listening tells
+            with suppress(OSError):  # the worker is dead, and the next read reports it
                 line.send("go")
         return max(float(answer["seconds"]) for answer in self._answers("seconds"))
 
     def end(self) -> list[dict[str, Any]]:
-        """What the workers tell after the last step, by rank; CannotRun as :meth:`step`."""
+        """Return the figures that the workers report after the last step, by rank.
+
+        Raises:
+            CannotRun: the run failed or hangs.
+        """
         return [answer["figures"] for answer in self._answers("figures")]
 
     def _let_in(self) -> None:
@@ -98,7 +102,7 @@ class Contender:
             self._pids.append(hello["pid"])
 
     def _answers(self, kind: str) -> list[dict[str, Any]]:
-        """One message of each worker, by rank."""
+        """Return one message of each worker, by rank."""
         answers: dict[int, dict[str, Any]] = {}
         until = time.monotonic() + SILENCE_SECONDS
         while len(answers) < len(self._lines):
@@ -107,7 +111,7 @@ class Contender:
                 assert isinstance(line, Connection)
                 try:
                     answer = line.recv()
-                except (EOFError, OSError):  # a worker is dead; the launcher says which and why
+                except (EOFError, OSError):  # a worker is dead, and the launcher reports which one and why
                     self._process.wait(SILENCE_SECONDS)
                     self._check(until)
                     raise CannotRun("a worker left before the end") from None
@@ -118,7 +122,7 @@ class Contender:
         return [answers[rank] for rank in sorted(answers)]
 
     def _check(self, until: float, *, finished: bool = False) -> None:
-        """Raise if the run has failed or says nothing for too long."""
+        """Raise CannotRun if the run has failed or has sent nothing for too long."""
         if time.monotonic() > until:
             raise CannotRun(f"no word for {SILENCE_SECONDS:.0f} s: it hangs\n{self._last_words()}")
         if self._process.poll() is not None and not (finished and self._process.returncode == 0):
@@ -132,11 +136,11 @@ class Contender:
         return text[-1500:] or f"ended with status {self._process.returncode}"
 
     def close(self) -> None:
-        """End whatever still runs of it."""
+        """Stop all processes of the run."""
         for line in self._lines.values():
             line.close()
         with suppress(subprocess.TimeoutExpired):
-            # A run that is complete, or whose workers see that their line is cut, ends by itself.
+            # A complete run exits without help, and so do workers that notice the closed connection.
             self._process.wait(10)
         for pid in self._pids if self._process.poll() is None else []:
             with suppress(ProcessLookupError):
@@ -150,20 +154,20 @@ class Contender:
 def run_together(
     jobs: Sequence[Job], repeat: int, peak: Callable[[], float] | None = None
 ) -> tuple[dict[str, Run], dict[str, str]]:
-    """Let runs step in turns, so that a busy moment of the machine hits all of them.
+    """Let runs make their steps in turns, so that a busy moment of the machine affects all of them.
 
     Args:
-        repeat: decides who begins.
-        peak: measures what the machine can do now, FLOP/s; called before and after each turn.
+        repeat: decides which run begins.
+        peak: measures what the machine can do now, in FLOP/s. It is called before and after each turn.
 
     Returns:
-        The runs, and why those that are not among them could not run; by :func:`name_of`.
+        The runs, and the reasons why the missing ones could not run. Both are keyed by :func:`name_of`.
     """
     runs, reasons = {name_of(job): Run() for job in jobs}, dict[str, str]()
     with ExitStack() as stack:
         contenders = {name_of(job): stack.enter_context(closing(Contender(job))) for job in jobs}
         for step in range(jobs[0].turns):
-            # All have their warm-up before the first step that counts; then they begin in turns.
+            # All runs warm up before the first step that counts. The run that begins changes with every turn.
             names = list(contenders)
             for name in names if (step + repeat) % 2 else reversed(names):
                 before = peak() if peak and step >= WARMUP else 0.0
@@ -186,5 +190,5 @@ def run_together(
 
 
 def name_of(job: Job) -> str:
-    """What a run is called: the solution, or the peer."""
+    """Return the name of a run, which is the peer or else the solution."""
     return job.peer or job.solution

@@ -1,4 +1,4 @@
-"""Tables, notes and picture of a measured table."""
+"""The printed tables, the notes and the picture of a measured table."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from rapidformer_templates.commands.bench.report import Report
 
 GOAL = 1.0
-"""Our samples a second over a peer's."""
+"""Goal for the ratio of this library's samples/s to a peer's."""
 
 ALLOWED = 0.01
-"""Deviation from the formula that needs no explanation, as a share."""
+"""Relative deviation from the formula that needs no explanation."""
 
 WHY_DIFFERENT = {
     "oss": "a parameter lies whole with its owner, so the shares are uneven",
@@ -30,11 +30,11 @@ WHY_DIFFERENT = {
     "zero-3-offload": "gradients are held twice, as they are reduced and as the update on the host takes them",
     "zero-3-nvme": "masters and moments lie on the disk; what is held is what passes through memory",
 }
-"""What the even shares leave out."""
+"""Reasons why the bytes of a solution differ from even shares."""
 
 
 def table(report: Report) -> Any:
-    """Speed and memory; the bytes that are held; the peers. One below the other."""
+    """Return the printed tables, one below the other: speed and memory, bytes held, and the peers."""
     whole = Table.grid()
     for part in (_solutions(report), _bytes(report), _peers(report)):
         if part.row_count:
@@ -115,7 +115,7 @@ def _bytes(report: Report) -> Table:
 
 
 def _most(held: list[Held]) -> Held:
-    """The greatest of each kind over the workers."""
+    """Return the highest value of each kind over all workers."""
     return Held(max(h.parameters for h in held), max(h.gradients for h in held), max(h.optimizer for h in held))
 
 
@@ -124,7 +124,7 @@ def _shares(held: Held, count: int) -> str:
 
 
 def deviation(held: list[Held], expected: list[Held]) -> float:
-    """The greatest difference of any worker and kind from what it should be, as a share."""
+    """Return the largest relative difference from the expected bytes, over all workers and kinds."""
     kinds = ("parameters", "gradients", "optimizer")
     pairs = [
         (getattr(one, kind), getattr(other, kind)) for one, other in zip(held, expected, strict=True) for kind in kinds
@@ -141,7 +141,7 @@ def _peers(report: Report) -> Table:
 
 
 def _compared(report: Report) -> list[tuple[str, str]]:
-    """(solution, peer) of all that ran."""
+    """Return (solution, peer) for all pairs that ran."""
     return [
         (name, peer)
         for name, solution in report.of.solutions.items()
@@ -151,7 +151,7 @@ def _compared(report: Report) -> list[tuple[str, str]]:
 
 
 def notes(report: Report) -> list[str]:
-    """Goals, who is absent, and what explains the differences."""
+    """Return lines about the goals, the absent solutions and peers, and the reasons for differences."""
     lines = []
     for name, peer in _compared(report):
         ratio = statistics.mean(report.ratios(name, peer))
@@ -176,7 +176,7 @@ def notes(report: Report) -> list[str]:
 
 
 def draw(axes: Axes, report: Report) -> None:
-    """Two panels: speed, and memory as it was before the model and on top of that."""
+    """Draw two panels: the speed, and the memory before the model with the rest on top of it."""
     figure: Any = axes.figure
     axes.remove()
     ours = [name for name in report.of.solutions if name in report.runs]

@@ -1,6 +1,6 @@
-"""The tables of ``rapidformer bench``: the solutions that stand in each, on what model, and what was published.
+"""The tables of ``rapidformer bench``: the solutions in each, their models, and the published figures.
 
-Imports no torch. A table is data: :mod:`measure` runs it, :mod:`show` shows it.
+This module does not import torch. A table is data. :mod:`measure` runs it and :mod:`show` shows it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from rapidformer_templates.switches.auto_strategy.state_bytes import (
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the model and its batches are.
+    """The size of the model and its batches.
 
     Attributes:
-        vocabulary: tokens, as padded.
-        length: tokens of a sample.
-        accumulation: micro batches that each worker adds up for a step.
-        cuda_workers: GPUs that it needs, one a worker; 0 runs anywhere with any number of workers.
-        micro_batch: samples of a micro batch.
+        vocabulary: number of tokens in the vocabulary, including padding.
+        length: tokens per sample.
+        accumulation: micro batches that each worker accumulates per step.
+        cuda_workers: number of GPUs that the scale needs, with one worker on each. 0 runs on any device with any
+            number of workers.
+        micro_batch: samples per micro batch.
         kind: ``gpt`` (causal language model) or ``bert`` (masked tokens and sentence order).
-        workers: worker processes, if nobody says how many.
-        global_batch: samples of a step, whatever the number of workers; 0: as many as they have.
+        workers: default number of worker processes.
+        global_batch: samples per step for any number of workers. With 0, it is the sum of the workers' samples.
     """
 
     layers: int
@@ -56,14 +57,14 @@ class Solution:
     """A row of a table.
 
     Attributes:
-        flags: what asks for it.
-        formula: what each worker should hold, where that is known.
-        peers: who has the same, by the names in ``job_peers``.
-        published: samples/s and peak MB on 4 GPUs of 32 GB, or why there are none.
-        offload: as in a plan's ``engine_options``; the folder of NVMe is added.
-        precision: ``fp32``; ``mixed``, the narrow type; ``best``, the narrow type where the device is fast at it; or
-            ``published``, mixed on a GPU as in the published tables, and fp32 on a CPU.
-        divides: workers that one copy of the model needs.
+        flags: flags that turn the solution on.
+        formula: formula for the bytes that each worker should hold, if it is known.
+        peers: names in ``job_peers`` of peers that offer the same.
+        published: samples/s and peak MB on 4 GPUs of 32 GB, or the reason why there are none.
+        offload: as in a plan's ``engine_options``. The folder of NVMe is added later.
+        precision: ``fp32``, ``mixed``, ``best`` or ``published``. ``mixed`` is a 16-bit type. ``best`` is a 16-bit type
+            if the device is fast at it. ``published`` is mixed on a GPU, as in the published tables, and fp32 on a CPU.
+        divides: number of workers that one copy of the model needs.
     """
 
     flags: tuple[str, ...] = ()
@@ -76,7 +77,7 @@ class Solution:
 
     @property
     def package(self) -> str | None:
-        """What must be installed."""
+        """The package that must be installed, or None."""
         words = " ".join(self.flags)
         return "deepspeed" if "--zero" in words else "fairscale" if "--oss" in words else None
 
@@ -86,11 +87,11 @@ class Table:
     """One table.
 
     Attributes:
-        name: of the table and its files.
-        solutions: by name, in the order of the rows.
-        scales: by name; ``paper`` is the published model.
-        utilisation: the goal for this library's model FLOPs utilisation, by device.
-        notes: what stands below it.
+        name: name of the table and its files.
+        solutions: solutions by name, in the order of the rows.
+        scales: scales by name. ``paper`` is the published model.
+        utilisation: goal for this library's model FLOPs utilisation, by device.
+        notes: lines below the table.
     """
 
     name: str
@@ -100,7 +101,7 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def solution_of(self, name: str) -> str:
-        """The solution that a peer stands beside; of a solution, itself."""
+        """Return the solution that a peer is compared with. For a solution, return its own name."""
         return next((own for own, solution in self.solutions.items() if name in solution.peers), name)
 
 
@@ -130,7 +131,7 @@ PARTITIONING = Table(
     },
 )
 """``paper`` is the published GPT: GPT-2's vocabulary of 50,257, padded to a multiple of 128. The published rows
-below ``mixed`` stand on top of mixed precision, and so do these on a GPU."""
+below ``mixed`` use mixed precision, and on a GPU these do as well."""
 
 HAND_WRITTEN, HF_TRAINER = "plain PyTorch", "transformers' Trainer"
 
@@ -201,6 +202,6 @@ UTILISATION = Table(
 """``paper`` is the published GPT of 1.3 billion parameters."""
 
 RUN = "run"
-"""The table of one configuration, whose flags the user gives."""
+"""The table of one configuration with the user's flags."""
 
 TABLES = {table.name: table for table in (PARTITIONING, MIXED_PRECISION, PARALLEL, UTILISATION)}

@@ -1,4 +1,4 @@
-"""What every run of a table shares: the job, the line to the benchmark, the model and its data."""
+"""The parts that all runs of a table share: the job, the connection to the benchmark, the model and its data."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ LR, WEIGHT_DECAY, CLIP, SEED = 1e-4, 0.01, 1.0, 1234
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers of one run are to do.
+    """The work of one run.
 
     Attributes:
-        table: a key of ``TABLES``, or ``run``: what the flags in ``words`` say.
+        table: a key of ``TABLES``, or ``run`` for the flags in ``words``.
         solution: a key of the table's solutions.
         peer: a key of ``PEERS``, or None for this library.
         scale: a key of the table's scales.
-        workers: how many.
-        turns: of optimizer steps, those of the warm-up among them.
-        steps: optimizer steps a turn.
-        device: ``cpu``, or what torch calls the accelerator.
-        precision: ``fp32``, or the narrow type to compute in.
-        address: of the benchmark's socket.
-        nvme: folder for what is offloaded to a disk.
-        words: flags of a training command, for a table of one configuration.
+        workers: number of worker processes.
+        turns: number of turns of optimizer steps, including the warm-up.
+        steps: optimizer steps per turn.
+        device: ``cpu``, or torch's name of the accelerator.
+        precision: ``fp32``, or the 16-bit type of the computation.
+        address: address of the benchmark's socket.
+        nvme: folder for offloading to a disk.
+        words: flags of the training command, if ``table`` is ``run``.
     """
 
     table: str
@@ -54,18 +54,18 @@ class Job:
 
     @property
     def data(self) -> int:
-        """Copies of the model."""
+        """Number of copies of the model."""
         return self.workers // TABLES[self.table].solutions[self.solution].divides
 
     @property
     def accumulation(self) -> int:
-        """Micro batches that a copy adds up for a step."""
+        """Micro batches that each copy of the model accumulates per step."""
         sizes = self.sizes
         return sizes.global_batch // (self.data * sizes.micro_batch) if sizes.global_batch else sizes.accumulation
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step."""
+        """Samples per step."""
         return self.data * self.sizes.micro_batch * self.accumulation
 
     @property
@@ -74,15 +74,17 @@ class Job:
 
 
 class Absent(RapidformerError):
-    """The peer has no such thing here: a fact for the table, and not a failure."""
+    """The peer does not offer this here. The table reports it as a fact, not as a failure."""
 
 
 class Line:
-    """A worker's line to the benchmark; it takes the time from the end of one turn's last step to that of the next.
+    """A worker's connection to the benchmark. It also measures the time of each turn.
+
+    The time begins when the benchmark starts the turn, and ends with the turn's last step.
 
     Attributes:
-        before_mb: memory of the process before it has a model: the interpreter and its libraries.
-        setup_mb: peak memory until the first step.
+        before_mb: memory of the process before it has a model, for the interpreter and its libraries, in MB.
+        setup_mb: peak memory before the first step, in MB.
     """
 
     def __init__(self, job: Job) -> None:
@@ -94,7 +96,7 @@ class Line:
         self.before_mb = self.setup_mb = 0.0
 
     def model_comes(self) -> None:
-        """To be called before the model is built."""
+        """Record the memory without a model. Call it before the model is built."""
         from transformers import GPT2LMHeadModel  # noqa: F401  (a library, and not part of the model's memory)
 
         self.before_mb = resident_mb() if self._job.device == "cpu" else 0.0
@@ -116,7 +118,7 @@ class Line:
             self._wait()
 
     def end(self, loss: float, receipts: dict[str, Any] | None, **more: Any) -> None:
-        """Tell what came of it: the loss of the last step, the receipts of a run of ours, and other figures."""
+        """Report the loss of the last step, the receipts of this library's run, and other figures."""
         memory = {"peak_mb": peak_mb(self._job.device), "before_mb": self.before_mb, "setup_mb": self.setup_mb}
         held = (receipts or {}).get("held_bytes_by_rank")
         self._connection.send({"figures": {"loss": loss, **memory, "held": held, **more}})
@@ -125,12 +127,12 @@ class Line:
         self._connection.send({"absent": why})
 
     def _wait(self) -> None:
-        self._connection.recv()  # EOFError: the benchmark is gone, and so are we
+        self._connection.recv()  # raises EOFError, which ends this worker, if the benchmark is gone
         self._mark = time.perf_counter()
 
 
 def peak_mb(device: str) -> float:
-    """Greatest memory so far, MB (10^6 bytes): allocated on the accelerator, or resident."""
+    """Return the peak memory so far in MB (10^6 bytes): allocated on the accelerator, or resident on a CPU."""
     allocated = None
     if device != "cpu":
         import torch
@@ -140,11 +142,11 @@ def peak_mb(device: str) -> float:
         allocated = accelerator.peak_bytes(torch.device(device, torch.accelerator.current_device_index()))
     if allocated is not None:
         return allocated / 1e6
-    return _of_status("VmHWM")  # ru_maxrss would begin with the size of the process that started this one
+    return _of_status("VmHWM")  # ru_maxrss would include the size of the parent process
 
 
 def resident_mb() -> float:
-    """Memory that this process takes now, MB."""
+    """Return the memory that this process uses now, in MB."""
     return _of_status("VmRSS")
 
 
@@ -162,7 +164,7 @@ def _of_status(field: str) -> float:
 
 
 def build_model(scale: Scale) -> Any:
-    """A GPT-2 or a BERT without dropout, so that all solutions can be seen to compute the same loss."""
+    """Build a GPT-2 or a BERT without dropout, so that the losses of all solutions can be compared."""
     from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
     if scale.kind == "bert":
@@ -181,12 +183,12 @@ def build_model(scale: Scale) -> Any:
     dropouts: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     tokens: dict[str, Any] = {"vocab_size": scale.vocabulary, "bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(n_positions=scale.length, use_cache=False, **sizes, **dropouts, **tokens))
-    model.loss_type = "ForCausalLM"  # or transformers warns that it guesses so
+    model.loss_type = "ForCausalLM"  # otherwise transformers warns that it guesses this
     return model
 
 
 class RandomTokens:
-    """Samples that are drawn when they are asked for; each is the same one every time."""
+    """Random samples that are drawn on access. An index always gives the same sample."""
 
     def __init__(self, job: Job) -> None:
         self._sizes = job.sizes
@@ -204,6 +206,6 @@ class RandomTokens:
         tokens = torch.randint(self._sizes.vocabulary, (self._sizes.length,), generator=draw)
         if self._sizes.kind == "gpt":
             return {"input_ids": tokens, "labels": tokens}
-        # As many targets in each sample: then the mean over the batch is the same in every way to divide it.
+        # Every sample has the same number of targets, so the mean over a batch does not depend on how it is divided.
         labels = torch.where(torch.arange(self._sizes.length) % 7 == 0, tokens, -100)
         return {"input_ids": tokens, "labels": labels, "next_sentence_label": tokens[0] % 2}

@@ -1,1 +1,1 @@
-"""Tables, conversations and labels."""
+"""Fine-tuning data: tables, conversations and labels."""

@@ -1,8 +1,10 @@
-"""Chat and instruction data: which columns hold them, and what a row must be.
+"""Chat and instruction data: which columns hold them, and which forms a row can have.
 
-A row is a list of messages (``messages``, or the older ``conversations``), a prompt with its
-completion (both texts, which are put together as they are, or both lists of messages), or an
-instruction with its input and its answer, which are rendered as a conversation.
+A row is one of these:
+
+- a list of messages (``messages``, or the older ``conversations``)
+- a prompt with its completion: two texts, which are joined without changes, or two lists of messages
+- an instruction with its input and its answer, which are rendered as a conversation
 """
 
 from __future__ import annotations
@@ -20,31 +22,31 @@ from rapidformer_templates.errors import DataError, alike
 from rapidformer_templates.planning.flags import DataFlags
 
 Message = dict[str, Any]
-"""``role`` and ``content``, and what else the chat template may use."""
+"""A message with ``role`` and ``content``, and other keys that the chat template may use."""
 
 CHAT_COLUMNS = ("messages", "conversations")
 PROMPTS = {"prompt": ("completion",), "instruction": ("output", "response")}
-"""Columns of what is asked, with the usual ones of what is answered."""
+"""Prompt columns, mapped to the usual names of their answer columns."""
 
 BESIDE_INSTRUCTIONS = (("input", "context"), ("system",))
-"""Columns that belong to an instruction: what it is about, and a system prompt."""
+"""Columns that belong to an instruction: its input, and a system prompt."""
 
 FLAGS = ("text_column", "label_column")
-"""What names the columns of what is asked and answered."""
+"""Flags that name the prompt column and the answer column."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OLDER_ROLES = {"human": "user", "gpt": "assistant"}
-"""Roles under the key ``from`` of the older form, whose text stands under ``value``; others are called as today."""
+"""Roles of the older form, which has the keys ``from`` and ``value``. Other role names have not changed."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What the data set holds, and where.
+    """The kind of a data set and the columns that hold it.
 
     Attributes:
-        kind: plain text, conversations, prompts with their completions, or instructions with their answers.
-        names: the column, or those of what is asked and what is answered.
-        beside: those of an instruction's input and system prompt; None where there is none.
+        kind: plain text, conversations, prompts with completions, or instructions with answers.
+        names: the only column, or the prompt column and the answer column.
+        beside: the columns of an instruction's input and system prompt. None if there is no such column.
     """
 
     kind: Literal["text", "chat", "prompt", "instruction"]
@@ -52,23 +54,23 @@ class Columns:
     beside: tuple[str | None, ...] = ()
 
     def of(self, part: Part) -> Columns:
-        """The same columns, once it was seen that another part has them.
+        """Check that another part has these columns, and return them.
 
         Raises:
-            DataError: it has not.
+            DataError: a column is missing.
         """
         for flag, name in zip(FLAGS, self.names, strict=False):
             part.check_column(flag, name)
         return self
 
     def told(self) -> dict[str, Any]:
-        """As plain values, for :func:`known_columns`."""
+        """Return the columns as plain values for :func:`known_columns`."""
         beside = dict(zip(("input_column", "system_column"), self.beside, strict=False))
         return {"kind": self.kind, **dict(zip(FLAGS, self.names, strict=False)), **beside}
 
 
 def known_columns(flags: DataFlags, known: Mapping[str, Any]) -> Columns | None:
-    """The columns of which :meth:`Columns.told` has told; None where nothing is known, or the flags name others."""
+    """Restore columns from :meth:`Columns.told`. Returns None if nothing is known or the flags name other columns."""
     if "kind" not in known or any(getattr(flags, flag) not in (None, known.get(flag)) for flag in FLAGS):
         return None
     beside = (known["input_column"], known["system_column"]) if known["kind"] == "instruction" else ()
@@ -76,13 +78,13 @@ def known_columns(flags: DataFlags, known: Mapping[str, Any]) -> Columns | None:
 
 
 def find_columns(part: Part, flags: DataFlags) -> Columns:
-    """The columns that ``--text-column`` and ``--label-column`` name, else those with a usual name.
+    """Return the columns that ``--text-column`` and ``--label-column`` name, else columns with a usual name.
 
-    Of several usual ones conversations win over prompts and instructions, and these over plain text. A column of
-    prompts or instructions brings that of its answers along: alone it would be learned as plain text.
+    If several usual names exist, conversations come before prompts and instructions, and plain text comes last. A
+    column of prompts or instructions is used with its answer column. Alone it would be learned as plain text.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no such column.
     """
     there = set(part.table.column_names)
     for asked, usual in PROMPTS.items():
@@ -106,7 +108,7 @@ def _holds_lists(part: Part, column: str) -> bool:
 
 
 def asked_and_answered(part: Part, asked: str, answer: str | None) -> Columns:
-    """Prompts with completions, or instructions with what belongs to them; None where there are no answers yet."""
+    """Return the columns for prompts or instructions. ``answer`` is None if there are no answers yet."""
     if asked != "instruction":
         return Columns("prompt", (asked, answer) if answer else (asked,))
     there = [name for name in part.table.column_names if name != answer]
@@ -115,15 +117,15 @@ def asked_and_answered(part: Part, asked: str, answer: str | None) -> Columns:
 
 
 def find_asked(part: Part, flags: DataFlags, known: Mapping[str, Any]) -> Columns:
-    """The columns of what is to be answered or continued: as :func:`find_columns`, but for the answers.
+    """Return the columns of texts to continue or answer, like :func:`find_columns` but without answers.
 
-    Those by which the training part was read come first; a model goes on with any text, though.
+    The columns of the training part come first. If they are missing, any text column can be used.
 
     Args:
         known: columns of the training part.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no such column.
     """
     trained, there = known_columns(flags, known), part.table.column_names
     if trained is not None and trained.names[0] in there:
@@ -137,10 +139,10 @@ def find_asked(part: Part, flags: DataFlags, known: Mapping[str, Any]) -> Column
 
 
 def read_asked(columns: Columns, fields: tuple[Any, ...]) -> str | list[Message]:
-    """A text to continue, or the messages to answer; an answer that stands at their end is left out.
+    """Return a text to continue, or the messages to answer. An answer at the end of the messages is removed.
 
     Raises:
-        DataError: it cannot be used; where it stands is left for the caller to say.
+        DataError: the row cannot be used. The caller adds its location.
     """
     if columns.kind == "instruction":
         instruction, given, system = fields
@@ -162,7 +164,7 @@ def read_asked(columns: Columns, fields: tuple[Any, ...]) -> str | list[Message]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, of which the first ``given`` are a prompt: nothing in them is learned."""
+    """Messages. The first ``given`` of them are a prompt and are not learned."""
 
     messages: list[Message]
     given: int = 0
@@ -170,7 +172,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and what follows it, as texts."""
+    """A prompt and its completion, as texts."""
 
     prompt: str
     completion: str
@@ -180,7 +182,7 @@ Example = Conversation | Completion
 
 
 def rows_of(part: Part, columns: Columns) -> Iterator[tuple[Any, ...]]:
-    """For each row what stands in ``columns``, as :func:`read_example` takes it.
+    """Yield the values of ``columns`` for each row, as :func:`read_example` takes them.
 
     Raises:
         DataError: a row describes tools or earlier turns.
@@ -203,10 +205,10 @@ def _refuse(part: Part, column: str, message: str, unless: str) -> None:
 
 
 def read_example(fields: tuple[Any, ...]) -> Example:
-    """The conversation (one field), prompt and completion (two), or instruction (four) of a row.
+    """Return the conversation (one field), prompt and completion (two), or instruction (four) of a row.
 
     Raises:
-        DataError: it cannot be used; where it stands is left for the caller to say.
+        DataError: the row cannot be used. The caller adds its location.
     """
     if len(fields) == 1:
         return Conversation(read_messages(fields[0], "conversation"))
@@ -222,10 +224,10 @@ def _instruction(instruction: Any, answer: Any, given: Any, system: Any) -> Conv
 
 
 def instruction_text(instruction: Any, given: Any) -> str:
-    """An instruction, and after a blank line the input that it is about, if there is one.
+    """Return an instruction. Its input, if there is one, follows after a blank line.
 
     Raises:
-        DataError: the instruction is empty, or one of them is no text.
+        DataError: the instruction is empty, or one of the two is not a text.
     """
     if not _text(instruction, "instruction"):
         raise DataError("the instruction is empty")
@@ -234,17 +236,17 @@ def instruction_text(instruction: Any, given: Any) -> str:
 
 
 def _text(value: Any, what: str) -> bool:
-    """Whether a text holds anything."""
+    """Return whether a text is more than whitespace."""
     if not isinstance(value, str):
         raise DataError(f"the {what} is {_what(value)}")
     return bool(value.strip())
 
 
 def read_completion(prompt: Any, completion: Any) -> Example:
-    """A prompt and what follows it, both texts or both lists of messages.
+    """Return a prompt and its completion. Both are texts, or both are lists of messages.
 
     Raises:
-        DataError: they cannot be used; where they stand is left for the caller to say.
+        DataError: they cannot be used. The caller adds the location.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
@@ -261,10 +263,10 @@ def read_completion(prompt: Any, completion: Any) -> Example:
 
 
 def read_messages(value: Any, what: str) -> list[Message]:
-    """A list of messages, each with a role and a text.
+    """Return a list of messages, each with a role and a text.
 
     Raises:
-        DataError: it is none, or one of them cannot be used; where it stands is left for the caller to say.
+        DataError: the value is not a list of messages, or a message cannot be used. The caller adds the location.
     """
     if not isinstance(value, list):
         raise DataError(f"the {what} is {_what(value)}, not a list of messages")
@@ -274,10 +276,10 @@ def read_messages(value: Any, what: str) -> list[Message]:
 
 
 def _message(value: Any, what: str) -> Message:
-    """One message with the keys of today; those that are None (a table fills them in) are left out.
+    """Return a message in the current form. Keys that are None (tables add them) are left out.
 
     Raises:
-        DataError: it has no role or no text, an unknown role, or an answer that is empty.
+        DataError: the message has no role or no text, an unknown role, or an empty answer.
     """
     if not isinstance(value, dict):
         raise DataError(f"{what} is {_what(value)}", hint='write {"role": …, "content": …}')
@@ -301,7 +303,7 @@ def _message(value: Any, what: str) -> Message:
 
 
 def _refuse_unheard(message: Message, what: str) -> None:
-    """Refuse what a chat template would leave out in silence."""
+    """Refuse fields that a chat template would silently ignore."""
     if message.get("tool_calls") or message.get("function_call"):
         raise DataError(f"{what} calls tools, which is not in this version", hint="take the conversation out")
     if message["role"] == "assistant" and message.get("weight", 1) != 1:

@@ -19,7 +19,7 @@ from rapidformer_templates.errors import DataError
 
 T = TypeVar("T")
 ASKED = "mend the row: each one is answered"
-"""What to do about a row to predict that cannot be used."""
+"""Advice for a row to predict that cannot be used."""
 PLAIN_NOTE = "the tokenizer has no chat template: a plain one is used, and exported with it"
 
 
@@ -28,14 +28,14 @@ class ChatReader:
     """Reads, renders and tokenizes the rows of a data set of conversations or completions.
 
     Attributes:
-        tokenizer: one without a chat template is given the plain one.
-        seq_length: tokens that a sample is truncated to, at its end.
-        answers_only: only answers are learned; else every token is.
-        whole: a part is all of the data; of a block of a stream nothing may be left.
-        skip_bad: leave rows out that cannot be used, instead of ending with an error.
+        tokenizer: a tokenizer without a chat template gets the plain one.
+        seq_length: maximum number of tokens. Longer samples are truncated at the end.
+        answers_only: only answers are learned. Otherwise all tokens are.
+        whole: parts are complete. False for blocks of a stream, which may end up with no rows.
+        skip_bad: leave out rows that cannot be used instead of raising an error.
         advice: what to do about such a row.
-        skipped: ``file:line: reason`` of each that was left out.
-        notes: what people should know of the data.
+        skipped: ``file:line: reason`` of each row that was left out.
+        notes: remarks about the data for the user.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -55,13 +55,13 @@ class ChatReader:
         return template
 
     def samples(self, name: str, part: Part, columns: Columns) -> TokenizedSamples:
-        """``input_ids`` and, where only answers are learned, ``labels``, which are -100 elsewhere.
+        """Return ``input_ids``, and with ``answers_only`` also ``labels``, which are -100 outside of answers.
 
         Args:
-            name: of the part, for the notes.
+            name: name of the part, for the notes.
 
         Raises:
-            DataError: a row that cannot be used, or no row with a token of an answer within the length.
+            DataError: a row cannot be used, or no answer has a token within the length.
         """
         texts = self._texts(part, columns)
         truncated, counts = self._encoded(texts)
@@ -70,7 +70,7 @@ class ChatReader:
         samples = {"input_ids": Ragged(tokens.ids for tokens in kept)}
         if self.answers_only:
             labels = (np.where(tokens.learned, tokens.ids, IGNORED) for tokens in kept)
-            # Nothing predicts a sample's first token.
+            # The first token of a sample has no context to be predicted from.
             samples["labels"] = Ragged(np.append(IGNORED, row[1:]) for row in labels)
         return TokenizedSamples(samples)
 
@@ -78,10 +78,10 @@ class ChatReader:
         return self.read(part, rows_of(part, columns), lambda fields: self.render(read_example(fields)))
 
     def read(self, part: Part, rows: Iterable[Any], read_row: Callable[[Any], T]) -> list[T]:
-        """What a function makes of each row, but for those that cannot be used.
+        """Apply a function to each row. Rows that cannot be used are left out with ``skip_bad``.
 
         Raises:
-            DataError: a row that cannot be used, where such rows are not left out; or none can.
+            DataError: a row cannot be used and ``skip_bad`` is off, or no row can be used.
         """
         made: list[T] = []
         for row, fields in enumerate(rows):
@@ -97,7 +97,7 @@ class ChatReader:
         return made
 
     def encoded(self, texts: Sequence[Rendered]) -> list[Encoded]:
-        """The tokens of texts of one kind, truncated to the length."""
+        """Tokenize texts of one kind, truncated to the length."""
         return self._encoded(texts)[0]
 
     def _encoded(self, texts: Sequence[Rendered]) -> tuple[list[Encoded], _Counts]:
@@ -107,7 +107,7 @@ class ChatReader:
         return [self._truncate(text, tokens, counts) for text, tokens in zip(texts, encoded, strict=True)], counts
 
     def render(self, example: Example) -> Rendered:
-        """The text of a conversation or completion, and where its answers are."""
+        """Return the text of a conversation or completion, and the positions of its answers."""
         if isinstance(example, Completion):
             text = example.prompt + example.completion
             return Rendered(text, [(len(example.prompt), len(text))], bare=True)
@@ -116,11 +116,11 @@ class ChatReader:
         return Rendered(self._template.render(example.messages))
 
     def question(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation up to the answer that it asks for."""
+        """Return the text of a conversation up to the answer that it asks for."""
         return self._template.render(messages, asks=True)
 
     def _truncate(self, text: Rendered, tokens: Encoded, counts: _Counts) -> Encoded:
-        """The tokens with an end token, if the text has no template to give one, truncated to the length."""
+        """Truncate tokens to the length. A text without a chat template gets an end token first."""
         ids, learned, end = tokens.ids, tokens.learned, self.tokenizer.eos_token_id
         if text.bare and end is not None and end not in ids[-1:]:
             ids, learned = np.append(ids, end), np.append(learned, True)
@@ -147,7 +147,7 @@ class ChatReader:
 
 @dataclass
 class _Counts:
-    """Texts of a part; those that are truncated; answers that begin inside a token."""
+    """Counts of a part: texts, truncated texts, and answers that begin inside a token."""
 
     texts: int
     truncated: int = 0

@@ -1,10 +1,10 @@
-"""From conversations to tokens, and which of the tokens are answers.
+"""Tokenizes conversations and finds the tokens of their answers.
 
-Where an answer begins and ends is never searched for in the rendered text. A chat template that
-marks its answers (``{% generation %}``) says so itself. With any other one the conversation is
-rendered up to the answer, with the prompt that asks for it, and again with it; the first must be
-the beginning of the second, and that the beginning of the whole. An answer is thus all that the
-model has to write where it is asked to, the mark of its end included.
+The rendered text is never searched for the start or end of an answer. A chat template can mark its answers with
+``{% generation %}``. With any other template the conversation is rendered twice: up to the answer, with the generation
+prompt that asks for it, and again including the answer. The first text must be a prefix of the second, and the second a
+prefix of the whole conversation. An answer is thus everything that the model must write after its prompt, including the
+end marker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLAIN_TEMPLATE = """\
 {% endfor %}
 {% if add_generation_prompt %}{{ '\\n\\nassistant:\\n' }}{% endif %}
 """
-"""For tokenizers without a template: ``role:``, a line break and the text, with a blank line between messages.
+"""Template for tokenizers without one: ``role:``, a line break and the text, with a blank line between messages.
 
 Answers end with the end token.
 """
@@ -40,11 +40,11 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text with its answers.
+    """A text with the positions of its answers.
 
     Attributes:
-        answers: from which to which character each reaches.
-        bare: the text has none of the tokens yet that the tokenizer puts around one.
+        answers: the first character of each answer, and the character after its last one.
+        bare: the text does not contain special tokens yet, so the tokenizer must add them.
     """
 
     text: str
@@ -53,13 +53,13 @@ class Rendered:
 
 
 class ChatTemplate:
-    """The tokenizer's chat template; a tokenizer without one is given :data:`PLAIN_TEMPLATE`, to be exported with it.
+    """The tokenizer's chat template. A tokenizer without one gets :data:`PLAIN_TEMPLATE`, which is exported with it.
 
     Attributes:
         is_plain: the template is the plain one.
 
     Raises:
-        DataError: the tokenizer has several templates and none by default.
+        DataError: the tokenizer has several templates and no default.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -76,7 +76,7 @@ class ChatTemplate:
         self._is_marked = MARKED.search(self._source) is not None
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """The text of some messages; ``asks`` adds the prompt for an answer."""
+        """Render messages as text. ``asks`` adds the generation prompt."""
         return self._render(messages, asks=asks)[0]
 
     def _render(
@@ -94,13 +94,13 @@ class ChatTemplate:
             raise DataError(f"the chat template does not take the conversation: {error}") from error
         return texts[0], spans[0] if marks else []
 
-    _apply: Any = staticmethod(render_jinja_template)  # its annotations do not say what it returns
+    _apply: Any = staticmethod(render_jinja_template)  # its annotations do not show what it returns
 
     def answers(self, messages: Sequence[Message], given: int = 0) -> Rendered:
-        """The conversation, and where the answers are in it, but for those in the first ``given`` messages.
+        """Render the conversation and find its answers. Answers in the first ``given`` messages do not count.
 
         Raises:
-            DataError: there is no answer, or the template does not tell where one begins.
+            DataError: there is no answer, or the template does not show where an answer begins.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [i for i in turns if i >= given]
@@ -115,7 +115,7 @@ class ChatTemplate:
         return Rendered(text, [self._answer(messages, turn, text) for turn in wanted])
 
     def _answer(self, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
-        # Nothing asks for a conversation's first message: if that is an answer, its header is to be learned, too.
+        # The first message has no prompt. If it is an answer, its header is learned, too.
         asked = self.render(messages[:turn], asks=True) if turn else ""
         through = text if turn == len(messages) - 1 else self.render(messages[: turn + 1])
         if not (text.startswith(through) and through.startswith(asked) and len(asked) < len(through)):
@@ -133,8 +133,8 @@ class Encoded:
 
     Attributes:
         ids: the tokens.
-        learned: whether each is part of an answer.
-        split: answers whose first token begins before them.
+        learned: whether each token is part of an answer.
+        split: number of answers whose first token begins before the answer.
     """
 
     ids: np.ndarray
@@ -143,13 +143,13 @@ class Encoded:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, special: bool) -> Iterator[Encoded]:
-    """Tokenize texts and find the tokens of their answers by the characters that each token stands for.
+    """Tokenize texts, and find the tokens of their answers by character offsets.
 
-    A token belongs to an answer if its last character does. One that also holds characters from
-    before the answer is learned, and counted: asked in this way, the model would not see it begin.
+    A token belongs to an answer if its last character does. A token that also has characters from before the answer is
+    learned and counted in ``split``. At inference such a prompt would end inside that token.
 
     Args:
-        special: add the tokens that the tokenizer puts around a text (rendered conversations have theirs).
+        special: add special tokens around the text. Rendered conversations already have theirs.
     """
     for start in range(0, len(texts), 1000):
         chunk = texts[start : start + 1000]
@@ -166,7 +166,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, spe
 
 def _encoded(rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
     spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-    # Tokens added behind the text claim to end at 0; they end where the text does.
+    # Tokens added after the text have the end offset 0. They end where the text ends.
     ends = np.maximum.accumulate(spans[:, 1])
     learned, split = np.zeros(len(ids), dtype=bool), 0
     for begin, end in rendered.answers:

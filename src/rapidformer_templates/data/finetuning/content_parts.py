@@ -1,7 +1,7 @@
-"""The content of a message as a list of parts, as OpenAI's files have it; those of text are one text.
+"""Message contents that are lists of parts, as in OpenAI's files. Text parts are joined into one text.
 
-A part is ``{"type": "text", "text": …}``; the types of the Responses form, ``input_text`` and ``output_text``,
-mean the same. Source: OpenAI's reference of ``chat/completions`` and ``responses``.
+A part is ``{"type": "text", "text": …}``. The types ``input_text`` and ``output_text`` of the Responses API mean the
+same. Source: OpenAI's reference of ``chat/completions`` and ``responses``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ OF_TEXT = ("text", "input_text", "output_text")
 
 
 def joined_parts(content: list[Any], what: str) -> str:
-    """The text of a list of parts, put together as it stands.
+    """Join the texts of a list of parts without separators.
 
     Args:
         content: the parts.
-        what: whose content it is, for messages.
+        what: the message that has this content, for error messages.
 
     Raises:
-        DataError: a part is of another type, or is none.
+        DataError: a part has another type, or it is not a part.
     """
     texts = []
     for number, part in enumerate(content, start=1):
@@ -42,7 +42,10 @@ def joined_parts(content: list[Any], what: str) -> str:
 
 
 def rows_with_texts(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
-    """(line, row) of each row of a file, in whose messages parts are a text: both may stand in one column."""
+    """Yield (line, row) for each row of a file, with the parts of each message joined to a text.
+
+    A column may mix both forms of content.
+    """
     for number, row in ROW_READERS[path.suffix.lower()](path, bad):
         try:
             yield number, {key: _joined_messages(v, key) if isinstance(v, list) else v for key, v in row.items()}

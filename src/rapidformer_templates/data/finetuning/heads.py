@@ -1,4 +1,4 @@
-"""The labels of data in the order of a pretrained head. Imports no library of tables: every run looks at its head."""
+"""The labels of data in the order of a pretrained head. Every run needs this module, so it imports no table library."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from rapidformer_templates.models.architectures import has_head_of
 
 
 def labels_of_model(model_config: PreTrainedConfig) -> list[str]:
-    """The labels that a model names, in the order of its head."""
+    """Return the labels that a model names, in the order of its head."""
     return [str(name) for _, name in sorted((model_config.id2label or {}).items())]
 
 
 def in_order_of_head(
     names: Sequence[str], model_config: PreTrainedConfig, auto_class: str, *, new_head: bool
 ) -> tuple[list[str], str | None]:
-    """The labels in the order of the outputs of a pretrained model's head, and what people should know of it.
+    """Return the labels in the order of a pretrained head's outputs, and a note for the user or None.
 
-    A name of the data and one of the model are the same label if they differ in upper and lower case only.
+    Labels of the data and of the model match if they differ only in case.
 
     Args:
-        names: labels of the data, in their own order, which a new head takes.
-        new_head: the trained head is left out.
+        names: labels of the data in their own order, which a new head uses.
+        new_head: the trained head is not used.
 
     Raises:
-        DataError: the head was trained for as many labels with other names.
+        DataError: the head was trained for the same number of labels with other names.
     """
     if new_head:
         return list(names), None

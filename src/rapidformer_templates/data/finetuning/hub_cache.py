@@ -1,6 +1,6 @@
-"""Data sets of the hub that lie in the cache of ``datasets``. Nothing is downloaded; imports no torch.
+"""Hub data sets in the cache of ``datasets``. Nothing is downloaded, and torch is not imported.
 
-The cache holds ``OWNER___NAME/CONFIGURATION/VERSION/HASH/`` with Arrow files ``NAME-PART.arrow``, also in shards.
+The cache has ``OWNER___NAME/CONFIGURATION/VERSION/HASH/`` with Arrow files ``NAME-PART.arrow``, which may be sharded.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 from rapidformer_templates.errors import DataError
 
 PART_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "valid")
-"""What the parts of a data set are called, and which of ours each is."""
+"""Names of parts in data sets, mapped to our names."""
 
 HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Cached:
-    """A data set of the hub in the cache of ``datasets``.
+    """A hub data set in the cache of ``datasets``.
 
     Attributes:
-        name: as on the hub.
-        config: its configuration.
-        folder: where its parts are.
+        name: the name on the hub.
+        config: the configuration of the data set.
+        folder: the folder with its parts.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Cached:
 
 
 def cache_root() -> Path:
-    """Where ``datasets`` keeps what it has loaded, as it decides it itself."""
+    """Return the cache folder of ``datasets``. It follows the same environment variables."""
     home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
     return Path(os.environ.get("HF_DATASETS_CACHE", os.path.join(home, "datasets"))).expanduser()
 
@@ -46,22 +46,22 @@ def _cached_folder(name: str) -> Path:
 
 
 def is_cached(name: str) -> bool:
-    """Whether the cache of ``datasets`` has anything of a data set of the hub."""
+    """Return whether the cache of ``datasets`` has a folder for a hub data set."""
     return HUB_NAME.fullmatch(name) is not None and _cached_folder(name).is_dir()
 
 
 def is_owned(name: str) -> bool:
-    """Whether a name can be that of a data set of somebody on the hub, and of no folder: ``owner/name``."""
+    """Return whether a name has the form ``owner/name`` of a hub data set and is not the path of a folder."""
     return HUB_NAME.fullmatch(name) is not None and "/" in name and not Path(name).parent.is_dir()
 
 
 def find_cached(name: str, config: str | None, flag: str) -> Cached:
-    """A data set of the hub in the cache of ``datasets``; its newest version.
+    """Find the newest version of a hub data set in the cache of ``datasets``.
 
     Args:
-        name: as on the hub.
-        config: its configuration; None is the only one, or the one called default.
-        flag: what names it, for messages.
+        name: the name on the hub.
+        config: its configuration. None selects the only one, or the one named default.
+        flag: the flag that names the data set, for messages.
 
     Raises:
         DataError: the cache does not have it, or has several configurations.
@@ -87,7 +87,7 @@ def find_cached(name: str, config: str | None, flag: str) -> Cached:
 
 
 def cached_files(cached: Cached) -> dict[str, list[Path]]:
-    """The Arrow files of each part of a set in the cache, by what the part is called there."""
+    """Return the Arrow files of each part of a cached data set, by the part's name in the cache."""
     parts: dict[str, list[Path]] = {}
     for path in sorted(cached.folder.glob("*.arrow")):
         split = re.fullmatch(r".+-(\w+?)(?:-\d+-of-\d+)?", path.stem)

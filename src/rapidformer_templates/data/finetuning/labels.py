@@ -16,8 +16,8 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def label_text(value: Any) -> str | None:
-    """A label as text, the same from every file format (1, 1.0 and "1" are one label); None if it is empty."""
-    if value is None or value != value:  # NaN is how tables of numbers spell an empty cell
+    """Return a label as text, or None if it is empty. 1, 1.0 and "1" from any file format are the same label."""
+    if value is None or value != value:  # NaN is an empty cell in numeric columns
         return None
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -25,29 +25,29 @@ def label_text(value: Any) -> str | None:
 
 
 def sorted_names(names: Iterable[str]) -> list[str]:
-    """Label names in an order that depends on the set of names only: whole numbers are sorted as numbers."""
+    """Sort label names. The order depends only on the set of names, and integers are sorted as numbers."""
     distinct = set(names)
     numbers = all(name.lstrip("-").isdigit() for name in distinct)
     return sorted(distinct, key=int) if numbers else sorted(distinct)
 
 
 def declared_names(part: Part, column: str) -> list[str] | None:
-    """The names that a saved data set declares for a column of labels or of lists of labels."""
+    """Return the names that a saved data set declares for a column of labels or of lists of labels, or None."""
     feature = part.table.features[column]
     inner = getattr(feature, "feature", feature)
     return list(inner.names) if isinstance(inner, datasets.ClassLabel) else None
 
 
 def stands_for_none(value: Any, declared: Sequence[str] | None) -> bool:
-    """Whether a number stands for no label: -100, which losses leave out; -1, too, where names are declared."""
+    """Return whether a number means "no label": -100, which losses ignore, or -1 if names are declared."""
     return label_text(value) in ((str(IGNORED),) if declared is None else (str(IGNORED), "-1"))
 
 
 def label_name(value: Any, declared: Sequence[str] | None, column: str, part: Part, row: int) -> str | None:
-    """The name of a label, None if it is empty.
+    """Return the name of a label, or None if it is empty.
 
     Raises:
-        DataError: names are declared, and the label is none of theirs.
+        DataError: names are declared, and the label is not among them.
     """
     if declared is None or value is None:
         return label_text(value)
@@ -58,10 +58,10 @@ def label_name(value: Any, declared: Sequence[str] | None, column: str, part: Pa
 
 
 def label_names(parts: Sequence[Part], column: str) -> list[str]:
-    """The labels that the parts hold, in their order.
+    """Return the labels of the parts, in order.
 
     Raises:
-        DataError: a label is empty or stands for none, or the labels are measures.
+        DataError: a label is empty or means "no label", or the labels are measures.
     """
     names_of_parts = [_names(part, column) for part in parts]
     declared = declared_names(parts[0], column)
@@ -73,7 +73,7 @@ def label_names(parts: Sequence[Part], column: str) -> list[str]:
 
 
 def _refuse_measures(part: Part, column: str, names: Sequence[str], of_all: set[str]) -> None:
-    """A column of numbers that are not whole holds measures: each would be a class of its own."""
+    """Refuse a column of non-integer numbers. They are measures, and each would become a separate class."""
     row = _first_measure(names) if all(NUMBER.fullmatch(name) for name in of_all) else None
     if row is not None:
         raise DataError(
@@ -89,7 +89,11 @@ def _first_measure(names: Sequence[str]) -> int | None:
 
 
 def problem_of(parts: Sequence[Part], column: str) -> str:
-    """What labels are, as transformers calls it: numbers that are not all whole, lists, or one of some classes."""
+    """Return the problem type of labels, as transformers names it.
+
+    Labels that are not all integers are a regression. Lists are several labels per row. Anything else is one class per
+    row.
+    """
     first = next((value for part in parts for value in part.table[column][:] if value is not None), None)
     if isinstance(first, list):
         return "multi_label_classification"
@@ -100,10 +104,10 @@ def problem_of(parts: Sequence[Part], column: str) -> str:
 
 
 def measures(part: Part, column: str) -> list[float]:
-    """The number of each row.
+    """Return the number of each row.
 
     Raises:
-        DataError: one is missing, or is no finite number.
+        DataError: a number is missing, or is not finite.
     """
     numbers = []
     for row, value in enumerate(part.table[column][:]):
@@ -116,10 +120,10 @@ def measures(part: Part, column: str) -> list[float]:
 
 
 def label_sets(part: Part, column: str) -> list[list[str]]:
-    """The names of each row's labels, of which there may be none.
+    """Return the names of each row's labels. A row may have none.
 
     Raises:
-        DataError: a row holds no list, or an empty label in it.
+        DataError: a row does not have a list, or its list has an empty label.
     """
     declared = declared_names(part, column)
     sets = []
@@ -136,14 +140,14 @@ def label_sets(part: Part, column: str) -> list[list[str]]:
 
 
 def label_set_names(parts: Sequence[Part], column: str) -> list[str]:
-    """The labels that lists of labels hold, in their order."""
+    """Return all labels that occur in lists of labels, in order."""
     declared = declared_names(parts[0], column)
     held = {name for part in parts for names in label_sets(part, column) for name in names}
     return declared or sorted_names(held)
 
 
 def encode_label_sets(part: Part, column: str, names: Sequence[str]) -> list[list[float]]:
-    """For each row, 1 for each label that it has and 0 for the others, in the order of ``names``.
+    """Return, for each row, 1 for each label that it has and 0 for the others, in the order of ``names``.
 
     Raises:
         DataError: a label is not among ``names``.
@@ -157,7 +161,7 @@ def encode_label_sets(part: Part, column: str, names: Sequence[str]) -> list[lis
 
 
 def encode_labels(part: Part, column: str, names: Sequence[str]) -> list[int]:
-    """The number of each row's label.
+    """Return the index of each row's label in ``names``.
 
     Raises:
         DataError: a label is empty or is not among ``names``.
@@ -171,7 +175,7 @@ def encode_labels(part: Part, column: str, names: Sequence[str]) -> list[int]:
 
 
 def unknown_label(name: str, names: Sequence[str], where: str) -> None:
-    """Raise the error about a label that the training part does not have."""
+    """Raise the error for a label that the training part does not have."""
     hint = did_you_mean(name, names, f"the training part has: {', '.join(names)}")
     raise DataError(f"unknown label '{name}'", where=where, hint=hint)
 

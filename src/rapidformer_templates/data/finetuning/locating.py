@@ -1,21 +1,21 @@
-"""Where a fine-tuning data set is, and how many rows it trains on. Imports no torch: a plan looks, too.
+"""Finds a fine-tuning data set and counts its training rows. Plans use this too, so torch is not imported.
 
-What is looked for, in this order, with EXT one of csv, tsv, json, jsonl, parquet:
+The search order is as follows. EXT is one of csv, tsv, json, jsonl, parquet.
 
-1. ``DIR/NAME/``, or ``DIR`` itself without a name: a folder saved by ``datasets``, else files called
-   ``train.EXT``, ``validation.EXT`` (or valid, val, dev, eval) and ``test.EXT``, also in shards
-   (``train-00000-of-00002.parquet``); else its only file.
+1. ``DIR/NAME/``, or ``DIR`` itself without a name. It is a folder saved by ``datasets``, else it has files called
+   ``train.EXT``, ``validation.EXT`` (or valid, val, dev, eval) and ``test.EXT``, which may be sharded
+   (``train-00000-of-00002.parquet``). Else its only file is used.
 2. ``DIR/NAME`` with its extension, or ``DIR/NAME.EXT``: one file.
-3. ``DIR/NAME-train.EXT``, ``DIR/NAME-valid.EXT`` and so on, with ``-``, ``_`` or ``.`` before the part. The latter also
-   stand beside the file of 2, if they have its extension.
-4. The folders ``train``, ``validation`` … of ``DIR/NAME/``, with any files in them; ``DIR/NAME/data/``, as the hub
-   has it; the configuration NAME that ``DIR/README.md`` describes.
-5. Where ``DIR`` is no folder: the data set of the hub of that name, with NAME as its configuration, in the cache of
-   ``datasets``; without ``--data-dir`` NAME is that data set. Nothing is downloaded.
+3. ``DIR/NAME-train.EXT``, ``DIR/NAME-valid.EXT`` and so on, with ``-``, ``_`` or ``.`` before the part. Validation and
+   test files may also accompany the file of 2 if they have its extension.
+4. The folders ``train``, ``validation`` … of ``DIR/NAME/``, with any files in them. Else ``DIR/NAME/data/``, as on the
+   hub. Else the configuration NAME that ``DIR/README.md`` describes.
+5. If ``DIR`` is not a folder: the hub data set of that name, with NAME as its configuration, in the cache of
+   ``datasets``. Without ``--data-dir`` NAME is that data set. Nothing is downloaded.
 
-A part that is read is one file, or all shards of one, or all files of its folder or of a card's list, in the order of
-their names. Where more fits (``test.csv`` beside ``test.jsonl``, ``dev`` beside ``validation``) it is refused: one may
-be a copy of the other.
+A part is one file, or all shards of one, or all files of its folder or of a card's list, in the order of their names.
+If more than one thing fits (``test.csv`` and ``test.jsonl``, ``dev`` and ``validation``), it is refused, because one
+may be a copy of the other.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ from rapidformer_templates.planning.weights import mixture_of, named_sets
 STEM = re.compile(rf"^(?:(?P<name>.+)[-_.])?(?P<part>{'|'.join(PART_NAMES)})(?:-\d+-of-\d+)?$")
 SHARD = re.compile(r"-(\d+)-of-(\d+)$")
 READ = ("train", "valid")
-"""The parts that a run uses, besides the test part that ``--evaluate-test`` asks for."""
+"""The parts that a run uses. ``--evaluate-test`` adds the test part."""
 
 SPOKEN = {"train": "training", "valid": "validation", TEST: "test"}
-"""What people call the parts."""
+"""Names of the parts in messages."""
 
 SAVED = ("dataset_dict.json", "state.json")
-"""Files by which ``datasets`` marks a folder that it saved."""
+"""Files that mark a folder saved by ``datasets``."""
 
 COUNTED_BYTES = 200_000_000
-"""Files of rows that are larger in sum are not read to count them."""
+"""Text files are counted only if their total size is at most this number of bytes."""
 
 WHOLE_ROWS = ("sequence_classification", "token_classification", "masked_lm", "causal_lm", "seq2seq_lm", "reward")
-"""Tasks of which each row is a sample."""
+"""Tasks in which each row is one sample."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """Where a data set is.
+    """The location of a data set.
 
     Attributes:
         kind: files of rows, folders that ``datasets`` saved, or Arrow files of its cache.
-        name: of the folder or the set, for messages.
-        parts: what each part is made of: ``train``, ``valid`` and ``test``, as far as they are there.
+        name: the folder or the name of the data set, for messages.
+        parts: the files or folders of each existing part: ``train``, ``valid`` and ``test``.
     """
 
     kind: Literal["files", "saved", "cached"]
@@ -79,13 +79,14 @@ class Located:
 
 
 def locate(flags: DataFlags, read: Sequence[str] | None = None) -> Located:
-    """Where the data set is.
+    """Find the data set.
 
     Args:
-        read: the parts that are to be read, of which each must be one; None is those of a run with these flags.
+        read: the parts that will be read. Each of them must be unambiguous. None means the parts of a run with these
+            flags.
 
     Raises:
-        DataError: nothing is there, or more than one thing fits.
+        DataError: nothing was found, or more than one thing fits.
     """
     read = parts_read(flags) if read is None else read
     if flags.data_dir is None:
@@ -108,7 +109,7 @@ def locate(flags: DataFlags, read: Sequence[str] | None = None) -> Located:
 
 
 def parts_read(flags: DataFlags) -> tuple[str, ...]:
-    """The parts that are read."""
+    """Return the parts that a run reads."""
     return (*READ, TEST) if flags.evaluate_test else READ
 
 
@@ -118,7 +119,7 @@ def _cached(name: str, config: str | None, flag: str, read: Sequence[str]) -> Lo
 
 
 def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, list[Path]]:
-    """The files of each part, by the rules at the head of this module."""
+    """Return the files of each part, by the rules in the module docstring."""
     files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in ROW_READERS)
     if name and (named := folder / name) in files:
         return {"train": [named], **(_beside(named, files, read) if "valid" in read else {})}
@@ -142,7 +143,7 @@ def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, li
 
 
 def _called(name: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """The files whose names say that they are parts of the data set of a name."""
+    """Return the files whose names mark them as parts of the data set ``name``."""
     parts: dict[str, list[Path]] = {}
     for path in files:
         match = STEM.match(path.stem)
@@ -152,7 +153,7 @@ def _called(name: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def _beside(named: Path, files: Sequence[Path], read: Sequence[str]) -> dict[str, list[Path]]:
-    """The validation and the test file next to a training file, with the same extension."""
+    """Return the validation and test files next to a training file that have the same extension."""
     match = STEM.match(named.stem)
     name = match["name"] if match and PART_NAMES[match["part"]] == "train" else named.stem
     parts = _called(name, [path for path in files if path.suffix == named.suffix and path != named])
@@ -163,7 +164,7 @@ def _beside(named: Path, files: Sequence[Path], read: Sequence[str]) -> dict[str
 
 
 def _check_one(files: Sequence[Path], folder: Path) -> None:
-    """Files that fit a part are one, or all shards of one."""
+    """Check that the files of a part are a single file, or all shards of one."""
     numbers = [SHARD.search(path.stem) for path in files]
     shards = [
         (path.stem[: of.start()], path.suffix.lower(), of[2]) for path, of in zip(files, numbers, strict=True) if of
@@ -178,7 +179,7 @@ def _check_one(files: Sequence[Path], folder: Path) -> None:
 
 
 def _by_part(found: Mapping[str, list[Path]], read: Sequence[str], place: Path | str) -> dict[str, list[Path]]:
-    """What stands under the names of parts, such as ``dev``, by the part that each is."""
+    """Group what was found under names such as ``dev`` by our names of the parts."""
     names: dict[str, list[str]] = {}
     for name in found:
         names.setdefault(PART_NAMES[name], []).append(name)
@@ -190,7 +191,7 @@ def _by_part(found: Mapping[str, list[Path]], read: Sequence[str], place: Path |
 
 
 def _folders_of_parts(folder: Path, name: str | None) -> dict[str, list[Path]]:
-    """All files of the folders that are called as parts are, by these names."""
+    """Return all files in folders that are named like parts, by folder name."""
     found: dict[str, list[Path]] = {}
     for inner in sorted(folder.iterdir()) if name is None else ():
         files = sorted(p for p in inner.glob("*") if p.suffix.lower() in ROW_READERS)
@@ -200,7 +201,7 @@ def _folders_of_parts(folder: Path, name: str | None) -> dict[str, list[Path]]:
 
 
 def _described(folder: Path, name: str | None) -> dict[str, list[Path]]:
-    """The files of a configuration by the head of ``README.md``, as data sets of the hub describe theirs, by split."""
+    """Return the files of a configuration by split, from the YAML header of ``README.md`` as on the hub."""
     readme = folder / "README.md"
     try:
         head = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8"), re.DOTALL) if readme.is_file() else None
@@ -225,7 +226,7 @@ def _described(folder: Path, name: str | None) -> dict[str, list[Path]]:
 
 
 def _check_inside(name: str, written_in: Path) -> None:
-    """Raise a :class:`DataError` if a file that came with data names one outside of its folder."""
+    """Raise a :class:`DataError` if a file that came with the data refers to data outside of its folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise DataError(
             f"it names data outside of its folder: {name}",
@@ -235,10 +236,10 @@ def _check_inside(name: str, written_in: Path) -> None:
 
 
 def _saved(folder: Path) -> dict[str, list[Path]]:
-    """The folder of each part of what ``datasets`` saved, by its name; of a set without parts, the folder itself.
+    """Return the folder of each part that ``datasets`` saved, by name. Without parts it is the folder itself.
 
     Raises:
-        DataError: its list of parts cannot be read.
+        DataError: the list of parts cannot be read.
     """
     listed = folder / "dataset_dict.json"
     if not listed.is_file():
@@ -255,12 +256,12 @@ def cannot_be_read(folder: Path, error: Exception) -> DataError:
 
 
 def held_out_rows(rows: int, fraction: float) -> int:
-    """How many rows ``--validation-fraction`` holds out: at least one, and not all."""
+    """Return how many rows ``--validation-fraction`` holds out: at least one, and never all."""
     return min(max(1, round(rows * fraction)), rows - 1)
 
 
 def each_of(flags: DataFlags) -> list[DataFlags]:
-    """The flags of each data set of a mixture; of one set, themselves.
+    """Return the flags for each data set of a mixture. A single data set keeps its flags.
 
     Raises:
         DataError: weights and names do not alternate.
@@ -270,9 +271,10 @@ def each_of(flags: DataFlags) -> list[DataFlags]:
 
 
 def evaluated_sets(flags: DataFlags) -> dict[str, DataFlags]:
-    """The flags of each further validation set of ``--eval-data-name``, by its name.
+    """Return the flags for each additional validation set of ``--eval-data-name``, by name.
 
-    A set is a folder or a file, in ``--data-dir`` or where it is run; else what ``--data-name`` may be.
+    A set is a folder or a file, relative to ``--data-dir`` or to the working directory. Else it is anything that
+    ``--data-name`` accepts.
 
     Raises:
         DataError: a name cannot be used.
@@ -291,10 +293,10 @@ def _named(flags: DataFlags, of: str) -> DataFlags:
 
 
 def locate_evaluated(name: str, flags: DataFlags) -> tuple[Located, list[Path]]:
-    """Where a further validation set is, and what it is made of: see :func:`locate_part`.
+    """Find an additional validation set and its files, as in :func:`locate_part`.
 
     Raises:
-        DataError: nothing is there, or it has several parts, and none of them is for validation.
+        DataError: nothing was found, or it has several parts but no validation part.
     """
     try:
         return locate_part(flags, None, "name one of its files")
@@ -305,14 +307,14 @@ def locate_evaluated(name: str, flags: DataFlags) -> tuple[Located, list[Path]]:
 def locate_part(
     flags: DataFlags, part: str | None, advice: str = "choose one with --part"
 ) -> tuple[Located, list[Path]]:
-    """Where a data set is of which one part is read, and what that is made of.
+    """Find a data set of which one part is read, and the files of that part.
 
     Args:
-        part: ``train``, ``valid`` or ``test``; None is the validation part, or the only one.
-        advice: what to do where it is not there.
+        part: ``train``, ``valid`` or ``test``. None is the validation part, or the only part.
+        advice: what to do if the part does not exist.
 
     Raises:
-        DataError: nothing is there, or no such part, or several files are.
+        DataError: there is no data set or no such part, or several files fit.
     """
     there = locate(flags, read=()).parts
     chosen = part or (next(iter(there)) if len(there) == 1 else "valid")
@@ -329,7 +331,7 @@ def check_located(flags: DataFlags) -> None:
     """Check that the data sets of a run exist, with the parts that it evaluates.
 
     Raises:
-        DataError: a data set is missing, or several files could be meant.
+        DataError: a data set is missing, or several files fit.
     """
     check_evaluated(flags)
     for one in each_of(flags):
@@ -337,10 +339,10 @@ def check_located(flags: DataFlags) -> None:
 
 
 def check_evaluated(flags: DataFlags) -> None:
-    """Look at whether the sets are there that are evaluated besides the validation part.
+    """Check that the sets that are evaluated in addition to the validation part exist.
 
     Raises:
-        DataError: a further validation set, or the test part, is not there.
+        DataError: an additional validation set, or the test part, does not exist.
     """
     for name, one in evaluated_sets(flags).items():
         locate_evaluated(name, one)
@@ -350,19 +352,19 @@ def check_evaluated(flags: DataFlags) -> None:
 
 
 def training_samples(config: RunConfig) -> int | None:
-    """The samples of an epoch where they can be counted cheaply; None where only reading the data tells."""
+    """Return the number of samples per epoch if it is cheap to count, else None."""
     flags = config.data
     if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.streaming or flags.data_dir is None:
         return None
     try:
         counts = [_training_rows(one) for one in each_of(flags)]
     except (RapidformerError, OSError, ValueError):
-        return None  # training speaks about it
+        return None  # the training reports the error
     return None if None in counts else sum(count for count in counts if count)
 
 
 def _training_rows(flags: DataFlags) -> int | None:
-    """The rows of one data set that are trained on; None where counting would take long."""
+    """Return the number of training rows of one data set, or None if counting would take too long."""
     located = locate(flags)
     parts = tuple((path, path.stat().st_size) for path in located.parts.get("train", ()))
     rows = None if located.kind == "cached" else _rows(parts, saved=located.kind == "saved")
@@ -375,7 +377,7 @@ def _training_rows(flags: DataFlags) -> int | None:
 
 @cache
 def _rows(files: Sequence[tuple[Path, int]], *, saved: bool) -> int | None:
-    """The rows of files of such sizes, or of a saved folder; None where counting would take long."""
+    """Return the number of rows in files or saved folders, or None if counting would take too long."""
     if saved:
         return sum(_saved_rows(folder) for folder, _ in files)
     text = sum(size for path, size in files if path.suffix.lower() != ".parquet")
@@ -390,7 +392,7 @@ def _rows(files: Sequence[tuple[Path, int]], *, saved: bool) -> int | None:
 
 
 def _saved_rows(folder: Path) -> int:
-    """The rows of a part that ``datasets`` saved, from the heads of its batches."""
+    """Return the number of rows of a part that ``datasets`` saved, read from the headers of its batches."""
     import pyarrow as pa
 
     rows = 0

@@ -1,7 +1,7 @@
 """Weighted mixtures of data sets: ``--data-name '0.7 a 0.3 b'``.
 
-Which set each sample is of is decided as in a blend for pretraining
-(:mod:`rapidformer_templates.data.indexed.blend`): each has had its share to within one sample at any time.
+Samples are assigned to data sets as in a pretraining blend (:mod:`rapidformer_templates.data.indexed.blend`). At any
+time each set has had its share to within one sample.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ KEPT_EPOCHS = 2
 
 
 class ShuffledEpochs(Sequence[Any]):
-    """A set in an order of its own, which goes on over its epochs: each of them is a new permutation.
+    """A data set in its own order, which continues over epochs. Each epoch is a new permutation.
 
-    Item ``p`` is there for every ``p`` from 0 on; ``p // len`` is its epoch.
+    There is an item ``p`` for every ``p`` from 0 on. Its epoch is ``p // len``.
 
     Args:
-        samples: the set.
-        seed: of the permutations.
-        number: of the set among those of a mixture, so that sets of one size have orders of their own.
-        name: of the set, by which a resumed run is told from another.
+        samples: the data set.
+        seed: seed of the permutations.
+        number: index of the set in the mixture, so that sets of equal size get different orders.
+        name: name of the set. It is part of the identity that a resumed run checks.
     """
 
     in_order = True
@@ -50,7 +50,7 @@ class ShuffledEpochs(Sequence[Any]):
 
     @property
     def size_of(self) -> Callable[[list[int]], tuple[int, int]] | None:
-        """(samples, tokens) in some items, where items are rows of several samples."""
+        """Returns (samples, tokens) of some items if items are rows of several samples, else None."""
         return self._size_of if hasattr(self.samples, "size_of") else None
 
     def _size_of(self, positions: list[int]) -> tuple[int, int]:
@@ -68,17 +68,17 @@ class ShuffledEpochs(Sequence[Any]):
 
 
 def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Data:
-    """The data of several sets as one: a weighted mixture to train on; validation and test parts are put together.
+    """Combine several data sets: a weighted mixture for training, and concatenated validation and test parts.
 
-    Further validation sets, by name, are those of the first.
+    Additional named validation sets come from the first data set.
 
     Args:
-        sources: the data of each set by its name; batches of all of them are made alike.
-        weights: as they were written.
-        seed: of the orders of the sets.
+        sources: the data of each set by name. All sets must be collated the same way.
+        weights: the weights as written by the user.
+        seed: seed of the orders of the sets.
 
     Raises:
-        DataError: samples of the sets have different fields, or a weight is no number above 0.
+        DataError: samples of the sets have different fields, or a weight is not a number above 0.
     """
     fields = {name: tuple(data.train[0]) for name, data in sources.items() if data.train is not None}
     if len(set(fields.values())) > 1:

@@ -1,8 +1,10 @@
-"""Answers of which one is preferred, or each is said to be good or bad: rows, tokens and batches.
+"""Preference data: pairs of answers, or single answers labelled good or bad. Rows, tokens and batches.
 
-A row is a prompt with a ``chosen`` and a ``rejected`` answer, all texts or all lists of messages; or two whole
-conversations ``chosen`` and ``rejected``, whose common beginning is the prompt; or, for answers that are judged each by
-itself, a prompt with a ``completion`` and a ``label`` that is true or false.
+A row has one of these forms:
+
+- a prompt with a ``chosen`` and a ``rejected`` answer, all texts or all lists of messages
+- two whole conversations ``chosen`` and ``rejected``, whose common beginning is the prompt
+- for answers with their own label: a prompt with a ``completion`` and a ``label`` that is true or false
 """
 
 from __future__ import annotations
@@ -31,22 +33,22 @@ from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
 
 PROMPT = "prompt"
-"""The column of prompts, where no flag names another one."""
+"""The prompt column if no flag names another one."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """An answer, and whether it is a good one."""
+    """An answer, and whether it is good."""
 
     example: Example
     is_good: bool
 
 
 def pairs_of(part: Part, prompt: str | None, reader: ChatReader) -> list[tuple[Example, Example]]:
-    """The chosen and the rejected answer of each row, with their prompt.
+    """Return the chosen and the rejected answer of each row, each with the prompt.
 
     Args:
-        prompt: its column; None where the answers hold it.
+        prompt: the prompt column. None if the answers contain the prompt.
 
     Raises:
         DataError: a column is missing, or a row cannot be used.
@@ -57,15 +59,15 @@ def pairs_of(part: Part, prompt: str | None, reader: ChatReader) -> list[tuple[E
 
 
 def has_pairs(part: Part) -> bool:
-    """Whether rows hold two answers, of which one is preferred."""
+    """Return whether the rows hold pairs of a chosen and a rejected answer."""
     return {"chosen", "rejected"} <= set(part.table.column_names)
 
 
 def judged_of(part: Part, prompt: str | None, reader: ChatReader) -> list[Judged]:
-    """Answers that are judged each by itself; of pairs first all chosen ones, then all rejected ones.
+    """Return answers with their labels. Pairs give all chosen answers first, then all rejected ones.
 
     Args:
-        prompt: its column; None where pairs hold it.
+        prompt: the prompt column. None if pairs contain the prompt.
 
     Raises:
         DataError: a column is missing, or a row cannot be used.
@@ -81,10 +83,10 @@ def judged_of(part: Part, prompt: str | None, reader: ChatReader) -> list[Judged
 
 
 def _column(part: Part, name: str) -> str:
-    """A column that no flag names.
+    """Check that a column exists that no flag can name.
 
     Raises:
-        DataError: it is not there.
+        DataError: it does not exist.
     """
     if name not in part.table.column_names:
         hint = f"rename the one that holds them; columns: {', '.join(part.table.column_names)}"
@@ -114,7 +116,7 @@ def _pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Example, Example]:
 
 
 def _with_common_prompt(chosen: list[Any], rejected: list[Any]) -> tuple[Example, Example]:
-    """Two conversations that begin alike."""
+    """Return two conversations with a common beginning as their prompt."""
     given = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
     _check_apart(chosen, rejected)
     if not given:
@@ -128,7 +130,7 @@ def _check_apart(chosen: Any, rejected: Any) -> None:
 
 
 class PreferenceSamples(TokenizedSamples):
-    """Samples of two rows each, whose length is that of the longer one."""
+    """Samples of two rows each. The length of a sample is that of its longer row."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -137,13 +139,13 @@ class PreferenceSamples(TokenizedSamples):
 
 
 def pair_samples(name: str, pairs: Sequence[tuple[Example, Example]], reader: ChatReader) -> PreferenceSamples:
-    """Tokens of both answers of each pair, with labels on the answers.
+    """Tokenize both answers of each pair, with labels on the answers.
 
     Args:
-        name: of the part, for the notes.
+        name: name of the part, for the notes.
 
     Raises:
-        DataError: of no pair both answers have a token within the length.
+        DataError: there is no pair in which both answers have a token within the length.
     """
     chosen, rejected = (_encoded([pair[i] for pair in pairs], reader) for i in (0, 1))
     kept = [i for i in range(len(pairs)) if _is_answered(chosen[i]) and _is_answered(rejected[i])]
@@ -152,13 +154,13 @@ def pair_samples(name: str, pairs: Sequence[tuple[Example, Example]], reader: Ch
 
 
 def judged_samples(name: str, answers: Sequence[Judged], reader: ChatReader) -> PreferenceSamples:
-    """Tokens of each answer, and of the same prompt with an answer to another one, by which drift is measured.
+    """Tokenize each answer, and its prompt with an answer to another prompt. KTO measures drift on the latter.
 
-    It is the last answer before the sample that has another prompt. Which one that is depends on the data set alone:
-    so no cut into batches changes anything.
+    The other answer is that of the last earlier sample with a different prompt. It depends only on the data set, so the
+    division into batches changes nothing.
 
     Raises:
-        DataError: no two answers have a token within the length.
+        DataError: no sample has a token of both answers within the length.
     """
     prompts = [_prompt_of(answer.example) for answer in answers]
     if len(set(prompts)) == 1:
@@ -175,7 +177,7 @@ def judged_samples(name: str, answers: Sequence[Judged], reader: ChatReader) -> 
 
 
 def _prompt_of(example: Example) -> str:
-    """The prompt of an answer, as a text that can be compared."""
+    """Return the prompt of an answer as a text that can be compared."""
     if isinstance(example, Completion):
         return json.dumps(example.prompt)
     assert isinstance(example, Conversation)
@@ -183,7 +185,10 @@ def _prompt_of(example: Example) -> str:
 
 
 def _answers_to_other_prompts(prompts: Sequence[str]) -> list[int]:
-    """The last sample before each that has another prompt, around the end; the one before it if there is none."""
+    """Return, for each sample, the last earlier one with another prompt.
+
+    The search wraps around at the start of the data set. If all prompts are equal, it is the previous sample.
+    """
     others: list[int] = []
     for i, prompt in enumerate(prompts):
         if i and prompt == prompts[i - 1]:
@@ -194,7 +199,7 @@ def _answers_to_other_prompts(prompts: Sequence[str]) -> list[int]:
 
 
 def _swapped(example: Example, other: Example) -> Example:
-    """The prompt of the one with the answer of the other; a column holds one kind of value."""
+    """Return the prompt of one example with the answer of another. Both have the same type."""
     if isinstance(example, Completion) and isinstance(other, Completion):
         return Completion(example.prompt, other.completion)
     assert isinstance(example, Conversation)
@@ -207,7 +212,7 @@ def _encoded(examples: Sequence[Example], reader: ChatReader) -> list[Encoded]:
 
 
 def _is_answered(tokens: Encoded) -> bool:
-    return bool(tokens.learned[1:].any())  # nothing predicts a sample's first token
+    return bool(tokens.learned[1:].any())  # the first token has no context to be predicted from
 
 
 def _fields(prefix: str, rows: Sequence[Encoded], kept: Sequence[int]) -> dict[str, Ragged | list[Any]]:
@@ -230,11 +235,11 @@ def _tell(name: str, there: int, kept: int, reader: ChatReader) -> None:
 
 
 class PreferenceCollate:
-    """Batches of samples of two rows, padded on the right.
+    """Collates samples of two rows, padded on the right.
 
-    Of pairs the chosen answers come first and then the rejected ones, in one tensor (2 × samples, tokens), so that
-    one forward serves both; of judged answers the two rows stay apart (``input_ids``, ``kl_input_ids``). ``counted``
-    is 1 for each sample; other fields are single numbers, one a sample.
+    For pairs, the chosen answers come first and then the rejected ones, in one tensor (2 × samples, tokens), so that
+    one forward is enough. For answers with labels the two rows stay separate (``input_ids``, ``kl_input_ids``).
+    ``counted`` is 1 for each sample. Other fields have one number per sample.
     """
 
     def __init__(self, pad_token_id: int) -> None:

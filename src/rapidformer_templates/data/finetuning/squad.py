@@ -1,4 +1,4 @@
-"""Answers of extractive question answering: reading them, finding them in logits, scoring them."""
+"""Extractive question answering: reads answers, finds them in logits and scores them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.errors import DataError
 
 MAX_ANSWER_TOKENS = 30
-"""Longest answer that is looked for, as in BERT's SQuAD setting."""
+"""Maximum length of a predicted answer, as in BERT's SQuAD setting."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A question about a context; ``answers`` are (text, first character), none if it has no answer."""
+    """A question about a context. ``answers`` are (text, first character), empty if the question has no answer."""
 
     question: str
     context: str
@@ -34,9 +34,9 @@ class Feature:
     """A window of an example's context.
 
     Attributes:
-        example: number of the example.
-        offsets: first and last character of each token of the context, -1 for other tokens; shape (tokens, 2).
-            Token 0, which is never of the context, stands for "no answer".
+        example: index of the example.
+        offsets: start and end character of each token of the context, -1 for other tokens. Shape (tokens, 2). Token 0,
+            which is never part of the context, means "no answer".
     """
 
     example: int
@@ -45,7 +45,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The best starts and ends of a feature, by their scores."""
+    """The best starts and ends of a feature, with their scores."""
 
     starts: np.ndarray
     start_scores: np.ndarray
@@ -55,7 +55,7 @@ class Candidates:
 
 
 def flattened(part: Part) -> Part:
-    """SQuAD's own nested file (articles, paragraphs, questions) as one row a question; other parts as they are."""
+    """Flatten SQuAD's nested file (articles, paragraphs, questions) to one row per question. Keep other parts."""
     if "paragraphs" not in part.table.column_names:
         return part
     rows, articles = [], []
@@ -68,10 +68,10 @@ def flattened(part: Part) -> Part:
 
 
 def read_examples(part: Part, question: str, context: str, answers: str) -> list[Example]:
-    """The examples of a part.
+    """Read the examples of a part.
 
     Raises:
-        DataError: a text is missing, or an answer does not stand where it is said to.
+        DataError: a text is missing, or an answer is not at the position that its row gives.
     """
     examples = []
     for row, (asked, text, given) in enumerate(_rows(part, question, context, answers)):
@@ -106,7 +106,7 @@ def _pairs(answers: Any) -> Iterator[tuple[str, int]]:
 
 
 def answer_tokens(feature: Feature, example: Example) -> tuple[int, int]:
-    """First and last token of the first answer; token 0 twice if the window does not hold it whole."""
+    """Return the first and last token of the first answer, or (0, 0) if the window does not contain all of it."""
     tokens = np.flatnonzero(feature.offsets[:, 0] >= 0)
     if not example.answers or not len(tokens) or not example.answers[0][0]:
         return 0, 0
@@ -121,12 +121,12 @@ def answer_tokens(feature: Feature, example: Example) -> tuple[int, int]:
 def best_answers(
     candidates: Sequence[Candidates], features: Sequence[Feature], examples: Sequence[Example], *, may_be_null: bool
 ) -> dict[int, str]:
-    """The best answer of each example that has a feature among the candidates, by its number.
+    """Return the best answer of each example that has a feature among the candidates, by the example's index.
 
     Args:
-        candidates: of the first features.
-        features, examples: all of the data set.
-        may_be_null: an example may have no answer; it has none if token 0 scores best.
+        candidates: candidates of the first features.
+        features, examples: all features and examples of the data set.
+        may_be_null: an example may have no answer. It has none if token 0 scores best.
     """
     best: dict[int, tuple[float, str]] = {}
     null: dict[int, float] = {}
@@ -140,7 +140,7 @@ def best_answers(
 
 
 def _best_span(candidates: Candidates, feature: Feature, context: str) -> tuple[float, str]:
-    """(score, text) of the best span that lies in the context and is not too long."""
+    """Return (score, text) of the best span inside the context that is not too long."""
     first, last = candidates.starts[:, None], candidates.ends[None, :]
     scores = candidates.start_scores[:, None] + candidates.end_scores[None, :]
     inside = (feature.offsets[first, 0] >= 0) & (feature.offsets[last, 0] >= 0)
@@ -154,18 +154,18 @@ def _best_span(candidates: Candidates, feature: Feature, context: str) -> tuple[
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation, articles and extra spaces (SQuAD's evaluation, Rajpurkar et al. 2016)."""
+    """Lower-case a text and remove punctuation, articles and extra spaces (SQuAD evaluation, Rajpurkar et al. 2016)."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def exact_match(prediction: str, references: Sequence[str]) -> float:
-    """1 if the prediction is one of the references after normalisation; no reference means no answer."""
+    """Return 1 if the prediction equals a reference after normalisation. No reference means no answer."""
     return float(any(normalized(prediction) == normalized(truth) for truth in references or [""]))
 
 
 def f1(prediction: str, references: Sequence[str]) -> float:
-    """Greatest F1 over the references, of the words as bags; no reference means no answer."""
+    """Return the highest F1 over the references, on bags of words. No reference means no answer."""
     return max(_f1(normalized(prediction).split(), normalized(truth).split()) for truth in references or [""])
 
 

@@ -1,8 +1,8 @@
-"""Reading of a fine-tuning data set from ``--data-dir`` and ``--data-name``.
+"""Reads a fine-tuning data set from ``--data-dir`` and ``--data-name``.
 
-Where it is looked for stands in :mod:`rapidformer_templates.data.finetuning.locating`.
-Without a validation part, ``--validation-fraction`` of the training part is held out. A test part is read with
-``--evaluate-test``, and the sets of ``--eval-data-name`` beside it.
+:mod:`rapidformer_templates.data.finetuning.locating` describes where it is searched for. Without a validation part,
+``--validation-fraction`` of the training part is held out. ``--evaluate-test`` reads the test part as well, and
+``--eval-data-name`` adds validation sets.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.planning.metrics import TEST
 
 if TYPE_CHECKING:
-    import datasets  # whose import brings pandas: only those who read a table pay for it
+    import datasets  # imports pandas, so only code that reads a table pays for it
 
 EMPTY, FILL = "the data set is empty", "it needs at least one row"
 FIRST = 100
-"""Rows of a stream that are looked at for its columns."""
+"""Number of rows of a stream that are read to find its columns."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Part:
 
     Attributes:
         table: the rows.
-        origins: the file of each row (an index into ``files``) and its line or place there, shape (rows, 2).
+        origins: the file of each row (an index into ``files``) and its line or position there. Shape (rows, 2).
         files: the files, as the user would name them.
     """
 
@@ -60,7 +60,7 @@ class Part:
         return len(self.table)
 
     def where(self, row: int) -> str:
-        """Where a row stands: ``file:line``, or ``file, row N`` in files that have no lines."""
+        """Return the location of a row: ``file:line``, or ``file, row N`` for files without lines."""
         file, number = self.origins[row]
         name = self.files[file]
         return f"{name}:{number}" if Path(name).suffix.lower() in NUMBERED_BY_LINE else f"{name}, row {number}"
@@ -69,10 +69,10 @@ class Part:
         return Part(self.table.select(rows), self.origins[rows], self.files)
 
     def column(self, flag: str, value: str | None, usual: Sequence[str]) -> str:
-        """The column that the flag names, else the first of the usual names that is there.
+        """Return the column that the flag names, else the first of the usual names that exists.
 
         Raises:
-            DataError: there is none; the columns are listed.
+            DataError: there is none. The message lists the columns.
         """
         columns = self.table.column_names
         where = f"{spelling(flag)} {value}" if value else self.files[0]
@@ -88,13 +88,13 @@ class Part:
         raise DataError(message, where=where, hint=did_you_mean(value, columns, f"columns: {', '.join(columns)}"))
 
     def check_column(self, flag: str, name: str) -> None:
-        """See that a column is there that other rows were read by.
+        """Check that a column exists that was used to read other rows.
 
         Args:
-            flag: by which another one is named.
+            flag: the flag that names another column.
 
         Raises:
-            DataError: it is not; the columns are listed.
+            DataError: it does not exist. The message lists the columns.
         """
         columns = self.table.column_names
         if name not in columns:
@@ -105,14 +105,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Raw:
-    """A data set as it was read.
+    """A data set as read from its files.
 
     Attributes:
         train, valid, test: its parts.
-        named: further validation sets, by name.
-        held_out: the validation part was held out of the training part here.
+        named: additional validation sets, by name.
+        held_out: the validation part was held out of the training part.
         skipped: ``file:line: reason`` of the lines that were left out.
-        stream: the rows of the training part where they are streamed; ``train`` is the first of them.
+        stream: the rows of a streamed training part. ``train`` has the first of them.
     """
 
     train: Part
@@ -124,22 +124,22 @@ class Raw:
     skipped: list[str] = field(default_factory=list)
 
     def parts(self) -> dict[str, Part]:
-        """The parts that are there, by name: :func:`part_name` of the sets that are evaluated."""
+        """Return the existing parts by name. Evaluated sets have names from :func:`part_name`."""
         evaluated = {"": self.valid, **self.named, TEST: self.test}
         there = {part_name(name): part for name, part in evaluated.items() if part is not None}
         return {"train": self.train, **there}
 
 
 def part_name(evaluated: str) -> str:
-    """What the part is called that a set is made of; the name of the validation part itself is empty."""
+    """Return the name of the part for an evaluated set. The validation part itself has the name ""."""
     return {"": "valid", TEST: TEST}.get(evaluated, f"valid {evaluated}")
 
 
 def read_dataset(config: RunConfig) -> Raw:
-    """Read, check and cut the data set that the flags name.
+    """Read, check and split the data set that the flags name.
 
     Raises:
-        DataError: a folder, file, line or part that is missing or cannot be read.
+        DataError: a folder, file, line or part is missing or cannot be read.
     """
     if config.data.streaming:
         return _streamed(config)
@@ -161,13 +161,14 @@ def read_dataset(config: RunConfig) -> Raw:
 
 
 def read_part(config: RunConfig, name: str | None) -> Raw:
-    """One part of a data set, to evaluate on: it stands for both parts, as columns are looked for in the first.
+    """Read one part of a data set to evaluate. It is ``train``, too, because columns are searched there.
 
     Args:
         name: see :func:`locate_part`.
 
     Raises:
-        DataError: it is not there, or there are several and none is named; or as :func:`read_dataset`.
+        DataError: it does not exist, or there are several parts and none is named. Also the errors of
+            :func:`read_dataset`.
     """
     bad = BadLines(skip=config.data.skip_bad_lines)
     part = _first(_read_part(*locate_part(config.data, name), bad), config.data.max_eval_samples)
@@ -175,10 +176,10 @@ def read_part(config: RunConfig, name: str | None) -> Raw:
 
 
 def streamed_files(flags: DataFlags) -> Mapping[str, list[Path]]:
-    """The files of each part of a data set that is streamed.
+    """Return the files of each part of a streamed data set.
 
     Raises:
-        DataError: it is one that ``datasets`` saved.
+        DataError: ``datasets`` saved the data set.
     """
     located = locate(flags)
     if located.kind != "files":
@@ -188,7 +189,7 @@ def streamed_files(flags: DataFlags) -> Mapping[str, list[Path]]:
 
 
 def _streamed(config: RunConfig) -> Raw:
-    """The training part as a stream, with its first rows, by which columns are found; the validation part whole."""
+    """Read the training part as a stream, with its first rows to find columns. Read the other parts whole."""
     flags = config.data
     files, bad = streamed_files(flags), BadLines(skip=flags.skip_bad_lines)
     seed = None if flags.shuffle_buffer == 0 else config.training.seed
@@ -215,7 +216,7 @@ def _first(part: Part, count: int | None) -> Part:
 
 
 def _hold_out(part: Part, fraction: float, seed: int) -> tuple[Part, Part]:
-    """(training, validation) rows, each in their order; at least one row is left in both."""
+    """Return (training, validation) rows in their original order. Both have at least one row."""
     if fraction >= 1 or len(part) < 2:
         message = f"nothing is left to train on when {fraction:g} of {len(part)} rows is held out"
         raise DataError(message, where="--validation-fraction", hint="hold out less, or 0 for no validation")
@@ -240,7 +241,7 @@ def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
 
 
 def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
-    """The further validation sets."""
+    """Read the additional validation sets."""
     sets = {}
     for name, one in evaluated_sets(flags).items():
         part = _read_part(*locate_evaluated(name, one), bad)
@@ -249,7 +250,7 @@ def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
 
 
 def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> Part:
-    """The rows of all files of a part, in their order.
+    """Return the rows of all files of a part, in order.
 
     Raises:
         DataError: there is no row, or a file or a line cannot be read.
@@ -289,10 +290,10 @@ def _part_of_table(table: datasets.Dataset, name: str) -> Part:
 
 
 def read_files(files: Sequence[Path], bad: BadLines) -> Part:
-    """The rows of one or more files; a key that some rows lack is None there.
+    """Return the rows of one or more files. A key that a row lacks is None.
 
     Raises:
-        DataError: a file holds no row, or a line cannot be read.
+        DataError: the files have no row, or a line cannot be read.
     """
     rows: list[Row] = []
     origins: list[tuple[int, int]] = []
@@ -308,10 +309,10 @@ def read_files(files: Sequence[Path], bad: BadLines) -> Part:
 
 
 def part_of(rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tuple[str, ...]) -> Part:
-    """Rows as a table; a key that some rows lack is None there. See :class:`Part`.
+    """Build a table from rows. A key that a row lacks is None. For the arguments see :class:`Part`.
 
     Raises:
-        DataError: a column holds values of several kinds.
+        DataError: a column has values of several kinds.
     """
     import datasets
 
@@ -323,14 +324,14 @@ def part_of(rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tupl
 
 
 def part_of_stream(rows: Sequence[StreamedRow]) -> Part:
-    """Some rows of a stream as a table."""
+    """Build a table from rows of a stream."""
     files = {path: number for number, path in enumerate(dict.fromkeys(str(row.path) for row in rows))}
     origins = [(files[str(row.path)], row.number) for row in rows]
     return part_of([row.row or {} for row in rows], origins, tuple(files))
 
 
 def _check_kinds(key: str, values: list[object], part: Part) -> None:
-    """A column holds one kind of value, which a table can hold; name the first row where it does not."""
+    """Check that a table can hold the values of a column, and report the first row that does not fit."""
     if _is_refused(values):
         row = bisect_left(range(len(values) + 1), True, key=lambda count: _is_refused(values[:count])) - 1
         value = f"the column '{key}' holds {str(values[row])[:40]!r}"

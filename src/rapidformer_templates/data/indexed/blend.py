@@ -1,8 +1,8 @@
-"""Weighted blends: which of several sets each sample comes from.
+"""Weighted blends of data sets: which data set each sample comes from.
 
-After any number of samples, each set has had its share to within one sample: the quota method of
-Balinski and Young (1975). At each sample, of the sets that are behind their share, the one whose next
-sample is due first comes. Megatron-LM takes the set that is furthest behind, which keeps no such bound.
+After any number of samples, each set has had its share to within one sample: the quota method of Balinski and Young
+(1975). Each sample comes from a set that is behind its share, namely the one whose next sample is due first.
+Megatron-LM takes the set that is furthest behind, which has no such bound.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rapidformer_templates.errors import DataError
 from rapidformer_templates.system.files import key_of
 
 LONGEST_PERIOD = 2**20
-"""Weights whose order does not repeat within so many samples are rounded to parts of it."""
+"""Maximum period of the order of a blend, in samples. Weights with a longer period are rounded to parts of it."""
 
 
 def whole_weights(weights: Sequence[str | float], flag: str = "--data-path") -> list[int]:
-    """The smallest whole numbers in the proportion of the weights, which are taken as they are written.
+    """Return the smallest integers in the ratio of the weights. Weights are read exactly as written.
 
-    Weights that need a sum above :data:`LONGEST_PERIOD` are rounded to such a sum, each to the nearest.
-    ``flag`` is the one that they stand at, for messages.
+    If the integers would sum to more than :data:`LONGEST_PERIOD`, they are rounded to about that sum. ``flag`` is the
+    flag with the weights, for messages.
 
     Raises:
-        DataError: a weight is no number above 0.
+        DataError: a weight is not a number above 0.
     """
     try:
         shares = [Fraction(str(weight)) for weight in weights]
@@ -50,7 +50,7 @@ def whole_weights(weights: Sequence[str | float], flag: str = "--data-path") -> 
 
 
 def quota_order(weights: Sequence[int]) -> np.ndarray:
-    """The set of each sample of one period, int16 of shape (sum of the weights,)."""
+    """Return the set of each sample in one period, int16 of shape (sum of the weights,)."""
     total, sets = sum(weights), range(len(weights))
     order = np.empty(total, np.int16)
     taken = [0] * len(weights)
@@ -58,7 +58,7 @@ def quota_order(weights: Sequence[int]) -> np.ndarray:
     for sample in range(total):
         best, soonest = -1, total + 1
         for i in sets:
-            # Behind its share of the samples up to and with this one, and due first.
+            # The set is behind its share, including this sample, and due first.
             if due[i] < soonest and taken[i] * total < weights[i] * (sample + 1):
                 best, soonest = i, due[i]
         order[sample] = best
@@ -68,17 +68,17 @@ def quota_order(weights: Sequence[int]) -> np.ndarray:
 
 
 class Blend(Sequence[Any]):
-    """Several sets in their own order as one. Item ``p`` is there for every ``p`` from 0 on.
+    """Several data sets, each in its own order, combined into one. There is an item ``p`` for every ``p`` from 0 on.
 
-    A set that is short for its weight begins its next epoch earlier than the others.
+    A set that is small for its weight begins its next epoch earlier than the others.
 
     Args:
-        sets: each in its own order, none of them empty.
-        weights: their shares of the samples; see :func:`whole_weights`.
-        repeats: ``len`` is the number of samples that the sets have together; otherwise the number that
-            can be had before one of them begins anew, as for an evaluation.
-        cache: keeps the order of a long period.
-        flag: the one that the weights stand at, for messages.
+        sets: the data sets, each in its own order. None of them is empty.
+        weights: their shares of the samples. See :func:`whole_weights`.
+        repeats: ``len`` is the total number of samples of all sets. Otherwise it is the number of samples before one of
+            the sets repeats, as for an evaluation.
+        cache: stores the order of a long period.
+        flag: the flag with the weights, for messages.
     """
 
     in_order = True
@@ -101,7 +101,7 @@ class Blend(Sequence[Any]):
 
     @cached_property
     def _tables(self) -> Tables:
-        """``order``: the set of each sample of a period; ``ranks``: how many of that set come before it."""
+        """``order``: the set of each sample in a period. ``ranks``: how many samples of that set come before it."""
         return self.cache("blend-" + key_of(self.weights), self._make_tables)
 
     def _make_tables(self) -> Tables:
@@ -114,7 +114,7 @@ class Blend(Sequence[Any]):
 
     @property
     def identity(self) -> str:
-        """What the samples depend on beside the seed; a resumed run must have the same."""
+        """Everything except the seed that the samples depend on. A resumed run must have the same."""
         return ", ".join(f"{w} of ({s.identity})" for w, s in zip(self.weights, self.sets, strict=True))
 
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ class Blend(Sequence[Any]):
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Several items at once."""
+        """Return several items at once."""
         sources, within = self.origin(np.asarray(positions, np.int64))
         items: list[Any] = [None] * len(within)
         for source in np.unique(sources):
@@ -147,7 +147,7 @@ class Blend(Sequence[Any]):
 
     @property
     def size_of(self) -> Callable[[list[int]], tuple[int, int]] | None:
-        """(samples, tokens) in some items, where items are rows of several samples."""
+        """Returns (samples, tokens) of some items if items are rows of several samples, else None."""
         return self._size_of if all(getattr(s, "size_of", None) for s in self.sets) else None
 
     def _size_of(self, positions: list[int]) -> tuple[int, int]:
@@ -156,7 +156,7 @@ class Blend(Sequence[Any]):
         return sum(samples for samples, _ in sizes), sum(tokens for _, tokens in sizes)
 
     def origin(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(set, position in that set) of each position."""
+        """Return (set, position in that set) for each position."""
         periods, within = np.divmod(positions, self.period)
         sources = self._tables["order"][within].astype(np.int64)
         return sources, periods * np.asarray(self.weights)[sources] + self._tables["ranks"][within]

@@ -1,4 +1,4 @@
-"""Tables of the sample order: made once, then memory-mapped by every process that needs them."""
+"""Tables of the sample order. They are built once, then memory-mapped by every process that needs them."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ Tables = dict[str, np.ndarray]
 
 
 def cache_root(config: RunConfig) -> Path:
-    """``--data-cache-dir``, else ``rapidformer_templates`` in the user's cache folder (the XDG standard)."""
+    """Return ``--data-cache-dir``, else ``rapidformer_templates`` in the user's cache folder (XDG standard)."""
     if config.data.data_cache_dir:
         return Path(config.data.data_cache_dir)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rapidformer_templates"
 
 
 def identity(prefix: str) -> list[Any]:
-    """What tells one version of an indexed data set from another: place, sizes and times of its files."""
+    """Identify a version of an indexed data set: the location, sizes and modification times of its files."""
     stats = [path.stat() for path in (idx_path(prefix), bin_path(prefix))]
     return [str(Path(prefix).resolve()), *[(s.st_size, s.st_mtime_ns) for s in stats]]
 
 
 def contents(dataset: IndexedDataset) -> str:
-    """A few words that differ for sets of other tokens, where the checksums beside them tell."""
+    """Return a short text that differs for sets with different tokens. Empty if the set has no checksums."""
     sums = read_sums(dataset.prefix)
     return f" ({key_of(sums['bin']['crc32'])[:12]})" if sums else ""
 
 
 class IndexCache:
-    """Groups of tables in a folder. Several processes may ask at once: the first makes them, the others wait.
+    """Groups of tables in a folder. If several processes ask at once, the first builds them and the others wait.
 
     Args:
-        root: the folder; None keeps tables in the memory of each process.
+        root: the folder. None keeps the tables in the memory of each process.
     """
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root
 
     def __call__(self, name: str, make: Callable[[], Tables]) -> Tables:
-        """The tables of the group ``name``, made by ``make`` on first use.
+        """Return the tables of the group ``name``. On first use ``make`` builds them.
 
         Raises:
-            DataError: the folder cannot be written to, or what it holds is damaged.
+            DataError: the folder cannot be written to, or its contents are damaged.
         """
         if self.root is None:
             return make()
@@ -69,9 +69,9 @@ class IndexCache:
 def _read(folder: Path) -> Tables:
     files = sorted(folder.glob("*.npy"))
     try:
-        # Plain views: an item of numpy's memmap class costs several times as much.
+        # Use plain views, because indexing numpy's memmap class is several times slower.
         return {file.stem: np.asarray(np.load(file, mmap_mode="r")) for file in files}
-    except (ValueError, EOFError) as error:  # cut, by a crash of the machine or a full disk
+    except (ValueError, EOFError) as error:  # truncated by a crash of the machine or a full disk
         hint = "delete this folder; it is made anew"
         raise DataError("the cache of the sample index is damaged", where=str(folder), hint=hint) from error
 
@@ -82,11 +82,11 @@ def _write(folder: Path, tables: Tables) -> None:
 
 
 def make_once(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make a folder, unless it is there. Several processes may ask at once: the first makes it, the others wait.
+    """Create a folder unless it exists. If several processes ask at once, the first creates it and the others wait.
 
     Args:
-        folder: what is made; it is whole or not there.
-        write: fills a new folder under a temporary name.
+        folder: the folder, which is either complete or absent.
+        write: fills a new folder that has a temporary name.
     """
     if folder.is_dir():
         return
@@ -99,7 +99,7 @@ def make_once(folder: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Alone among processes; the lock goes with the process, however it ends."""
+    """Hold an exclusive lock among processes. It is released when the process ends in any way."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

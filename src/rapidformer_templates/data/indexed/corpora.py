@@ -1,4 +1,4 @@
-"""The corpora of ``--data-path``: indexed data sets, and raw text that becomes one on first use."""
+"""The corpora of ``--data-path``: indexed data sets, and raw text that is tokenized into one on first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rapidformer_templates.planning.weights import weighted
 from rapidformer_templates.system.files import key_of
 
 CACHE_VERSION = 3
-"""Part of a cache's name: raise it when the files in a cache change their meaning."""
+"""Part of a cache's name. Increase it when the meaning of the cached files changes."""
 
 NAME = "corpus"
 
@@ -37,8 +37,8 @@ class Entry:
 
     Attributes:
         paths: the prefix of an indexed set, or the files, folders and globs of raw text.
-        indexed: which of the two.
-        weight: its weight in a blend, as it was written; None without weights.
+        indexed: whether it is an indexed set.
+        weight: its weight in a blend as written by the user. None without weights.
     """
 
     paths: tuple[str, ...]
@@ -54,7 +54,7 @@ class Corpus:
         dataset: its tokens.
         weight: see :class:`Entry`.
         skipped: ``file:line: reason`` of the lines that were left out when it was tokenized.
-        notes: what people should know of it.
+        notes: remarks for the user.
     """
 
     dataset: IndexedDataset
@@ -64,9 +64,9 @@ class Corpus:
 
 
 def parse_data_path(words: Sequence[str]) -> list[Entry]:
-    """The corpora of ``--data-path``: ``A``, ``A B``, or with weights ``0.3 A 0.7 B``.
+    """Parse ``--data-path``: ``A``, ``A B``, or with weights ``0.3 A 0.7 B``.
 
-    Raw text without weights is one corpus, its files one after another; each indexed set is one.
+    Without weights, all raw text together is one corpus, in the order of the files. Each indexed set is one corpus.
 
     Raises:
         DataError: nothing is named, or weights and paths do not alternate.
@@ -81,11 +81,11 @@ def parse_data_path(words: Sequence[str]) -> list[Entry]:
 
 
 def check_corpora(config: RunConfig) -> None:
-    """Look at what can be seen to be wrong with ``--data-path`` before anything is tokenized.
+    """Check ``--data-path`` before anything is tokenized.
 
     Raises:
-        DataError: a flag about raw text where there is none; or see :func:`parse_data_path`, :func:`text_files`
-            and :class:`IndexedDataset`.
+        DataError: a flag for raw text is set but there is none. Also the errors of :func:`parse_data_path`,
+            :func:`text_files` and :class:`IndexedDataset`.
     """
     entries = parse_data_path(config.data.data_path or ())
     if config.data.streaming:
@@ -109,7 +109,7 @@ def check_corpora(config: RunConfig) -> None:
 
 
 def streamed_corpus(flags: DataFlags) -> list[Path]:
-    """The files of raw text that are streamed.
+    """Return the raw text files of a streamed corpus.
 
     Raises:
         DataError: ``--data-path`` names an indexed set, or a blend.
@@ -123,13 +123,13 @@ def streamed_corpus(flags: DataFlags) -> list[Path]:
 
 
 def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> list[Corpus]:
-    """The corpora of ``--data-path``, open. Raw text is tokenized on first use.
+    """Open the corpora of ``--data-path``. Raw text is tokenized on first use.
 
-    Several processes may call this at once: the first tokenizes, the others wait for it.
+    If several processes call this at once, the first tokenizes and the others wait for it.
 
     Raises:
-        DataError: a file that cannot be read, a corpus without a document, a damaged indexed set, or
-            one with tokens beyond the vocabulary.
+        DataError: a file cannot be read, a corpus has no document, an indexed set is damaged, or one has tokens outside
+            of the vocabulary.
     """
     corpora = []
     for entry in parse_data_path(config.data.data_path or ()):
@@ -144,7 +144,7 @@ def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_toke
 
 
 def _check_vocabulary(dataset: IndexedDataset, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Refuse tokens whose numbers mean other words here; a set that another program made does not tell."""
+    """Refuse tokens of another vocabulary. Sets from other programs do not record their vocabulary."""
     made_with = (read_sums(dataset.prefix) or {}).get("vocabulary")
     if made_with not in (None, vocabulary_id(tokenizer.backend_tokenizer)):
         raise DataError(
@@ -155,7 +155,7 @@ def _check_vocabulary(dataset: IndexedDataset, tokenizer: PreTrainedTokenizerFas
 
 
 def _check_tokens(dataset: IndexedDataset, vocabulary: int, cache: IndexCache) -> None:
-    """Refuse tokens beyond the vocabulary; a set without checksums of its own is read once to see."""
+    """Refuse tokens outside of the vocabulary. A set without checksums is read once for this."""
     sums = read_sums(dataset.prefix)
     if sums is not None and sums["bin"]["bytes"] == bin_path(dataset.prefix).stat().st_size:
         check_vocabulary(dataset, vocabulary, int(sums["largest_token"]))
@@ -166,7 +166,7 @@ def _check_tokens(dataset: IndexedDataset, vocabulary: int, cache: IndexCache) -
 
 
 def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Corpus:
-    """Raw text, from the cache."""
+    """Return raw text as a tokenized corpus from the cache."""
     files = text_files(entry.paths, "--data-path")
     column, skip, unit = config.data.text_column or "text", config.data.skip_bad_lines, config.data.text_unit
     root = cache_root(config)
@@ -192,7 +192,7 @@ def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFa
 
 
 def recipe_of(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Recipe:
-    """How the raw text of ``--data-path`` becomes tokens."""
+    """Return how the raw text of ``--data-path`` is tokenized."""
     return Recipe(
         tokenizer=tokenizer.backend_tokenizer.to_str(),
         dtype=type_for(vocabulary_size(tokenizer)).name,
@@ -212,9 +212,9 @@ def _tokenized_in(seconds: float, files: Sequence[Path], folder: Path) -> str:
 
 
 def _cache_key(files: Sequence[Path], tokenizer: PreTrainedTokenizerFast, options: list[Any]) -> str:
-    """A name that changes when a file, the tokenizer or an option does."""
+    """Return a name that changes if a file, the tokenizer or an option changes."""
     stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    # Truncation and padding are state of the last call on the tokenizer, not part of what it is.
+    # Truncation and padding are state from the last call of the tokenizer, not part of its definition.
     model = {
         k: v for k, v in json.loads(tokenizer.backend_tokenizer.to_str()).items() if k not in ("truncation", "padding")
     }
@@ -222,5 +222,5 @@ def _cache_key(files: Sequence[Path], tokenizer: PreTrainedTokenizerFast, option
 
 
 def _write_corpus(files: Sequence[Path], recipe: Recipe, folder: Path) -> None:
-    """Tokenize, in this process: others would be started from the user's script, which may have no guard for that."""
+    """Tokenize in this process. New processes would run the user's script, which may have no ``__main__`` guard."""
     preprocess(files, str(folder / NAME), recipe, workers=0)

@@ -1,21 +1,20 @@
-"""Megatron's indexed data sets: ``PREFIX.bin`` with tokens, ``PREFIX.idx`` with where each document stands.
+"""Megatron's indexed data sets: ``PREFIX.bin`` with tokens, ``PREFIX.idx`` with the positions of documents.
 
-The format, all little-endian. ``.bin``: the tokens of all sequences, one after another. ``.idx``:
+The format is little-endian. ``.bin`` has the tokens of all sequences, one after another. ``.idx`` has:
 
 ====================  ==================================================================
 9 bytes               ``MMIDIDX\\0\\0``
 uint64                version, 1
-uint8                 type of the tokens, see :data:`TYPES`
+uint8                 dtype of the tokens, see :data:`TYPES`
 uint64, uint64        number of sequences, length of the document table
 int32 per sequence    its length, tokens
 int64 per sequence    where it begins in ``.bin``, bytes
 int64 per entry       document table: the first sequence of each document, and the number of sequences
-int8 per sequence     mode (multimodal sets only; read past)
+int8 per sequence     mode (multimodal sets only, ignored)
 ====================  ==================================================================
 
-A document is one sequence, or several where a corpus was split into sentences. Everything that can be
-wrong with the two files is looked for when a set is opened: a reader that trusts the pointers of a cut
-file would train on other tokens without a word.
+A document is one sequence, or several if a corpus was split into sentences. Both files are fully checked when a set
+is opened. A reader that trusts the pointers of a truncated file would silently train on other tokens.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ TYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype(np.float32),
     8: np.dtype(np.uint16),
 }
-"""Code in the header → type of the tokens."""
+"""Maps the code in the header to the dtype of the tokens."""
 
 CHUNK = 1 << 22
-"""Entries of a table that are checked at a time; it bounds the memory."""
+"""Number of table entries that are checked at a time. It limits the memory."""
 
 Access = Literal["mmap", "lazy", "cached", "infer"]
 
@@ -61,30 +60,30 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def prefix_of(path: str | Path) -> str:
-    """``P`` of ``P``, ``P.bin`` or ``P.idx``."""
+    """Return ``P`` for ``P``, ``P.bin`` or ``P.idx``."""
     text = str(path)
     return text[:-4] if text.endswith((".bin", ".idx")) else text
 
 
 def is_indexed(path: str | Path) -> bool:
-    """Whether one of the two files of a set is there."""
+    """Return whether one of the two files of a set exists."""
     prefix = prefix_of(path)
     return bin_path(prefix).is_file() or idx_path(prefix).is_file()
 
 
 def type_for(vocabulary: int) -> np.dtype[Any]:
-    """The type that Megatron-LM gives to tokens below ``vocabulary``: uint16 below 65,500, else int32."""
+    """Return the dtype that Megatron-LM uses for a vocabulary size: uint16 below 65,500, else int32."""
     return np.dtype(np.uint16 if vocabulary < 65500 else np.int32)
 
 
 class _Tokens(Protocol):
-    """Tokens by slices ``[start:stop]``, counted in tokens."""
+    """Tokens that can be read by slices ``[start:stop]``, counted in tokens."""
 
     def __getitem__(self, span: slice) -> np.ndarray: ...
 
 
 class _FileTokens:
-    """Tokens that are read from the file at each access, for file systems that cannot be mapped."""
+    """Tokens that are read from the file at each access, for file systems that do not support memory maps."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._descriptor = os.open(path, os.O_RDONLY)
@@ -100,24 +99,24 @@ class _FileTokens:
 
 
 class IndexedDataset:
-    """An indexed data set, open for reading. ``len`` is its number of sequences, an item one sequence's tokens.
+    """An indexed data set, open for reading. ``len`` is its number of sequences, and an item is the tokens of one.
 
     Args:
         prefix: the path without ``.bin`` or ``.idx``.
-        access: ``mmap`` maps the tokens into memory; ``cached`` reads them into it; ``lazy`` reads each
-            sequence from the file when it is asked for; ``infer`` maps them, or reads them lazily where
-            the file system cannot map.
+        access: ``mmap`` maps the tokens into memory. ``cached`` reads all of them into memory. ``lazy`` reads each
+            sequence from the file when it is accessed. ``infer`` maps them, or reads them lazily if the file system
+            does not support maps.
 
     Attributes:
         lengths: tokens of each sequence, int32, shape (sequences,).
         pointers: byte at which each begins, int64, shape (sequences,).
         documents: first sequence of each document, and the number of sequences, int64, shape (documents + 1,).
-        dtype: type of the tokens.
+        dtype: dtype of the tokens.
         has_modes: whether each sequence has a mode, as in multimodal sets.
         tokens: the tokens of all sequences, by slices.
 
     Raises:
-        DataError: a file is missing, of another format or version, cut, or the two do not fit together.
+        DataError: a file is missing, has another format or version, is truncated, or the two do not match.
     """
 
     lengths: np.ndarray
@@ -169,13 +168,13 @@ class IndexedDataset:
         self.lengths = np.frombuffer(buffer, "<i4", sequences, begin)
         self.pointers = np.frombuffer(buffer, "<i8", sequences, begin + 4 * sequences)
         self.documents = np.frombuffer(buffer, "<i8", entries, begin + 12 * sequences)
-        # Views that give Python's integers: for single sequences they are several times faster than numpy's.
+        # Views that return Python integers. For single sequences they are several times faster than numpy's.
         tables, split = memoryview(buffer)[begin:], 4 * sequences
         self._sizes, self._starts = tables[:split].cast("i"), tables[split : 3 * split].cast("q")
         self._shift = self.dtype.itemsize.bit_length() - 1
 
     def _check(self) -> None:
-        """Compare the three tables with each other and with the size of the tokens; vectorised, flat in memory."""
+        """Compare the three tables with each other and with the size of the tokens, in constant memory."""
         idx, size = idx_path(self.prefix), bin_path(self.prefix).stat().st_size
         if len(self.documents) < 1 or self.documents[0] != 0 or self.documents[-1] != len(self.lengths):
             raise DataError("the document table does not cover the sequences", where=str(idx), hint=_ANEW)
@@ -198,7 +197,7 @@ class IndexedDataset:
 
     def _open(self) -> None:
         self.tokens = self._open_tokens()
-        # Slicing a memory view and joining bytes take half the time of numpy's slices and its concatenation.
+        # Slicing a memoryview and joining bytes take half the time of numpy's slices and concatenation.
         self._runs: Any = self.tokens.data if isinstance(self.tokens, np.ndarray) else self.tokens
 
     def _open_tokens(self) -> _Tokens:
@@ -227,18 +226,18 @@ class IndexedDataset:
         return self.tokens[start : start + self._sizes[index]]
 
     def gather(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """The tokens of the runs ``[start, stop)``, counted in tokens, one run after another: a copy, 1-D."""
+        """Copy the tokens of the runs ``[start, stop)``, counted in tokens, into one 1-D array."""
         runs = self._runs
         pieces = [runs[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
         return np.frombuffer(bytearray().join(pieces), self.dtype)
 
     @property
     def token_count(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens in all sequences."""
         return bin_path(self.prefix).stat().st_size // self.dtype.itemsize
 
     def __getstate__(self) -> dict[str, Any]:
-        # A memory map would travel to a loader process as a copy of the whole file.
+        # A memory map would be sent to loader processes as a copy of the whole file.
         return {"prefix": self.prefix, "access": self.access}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -256,15 +255,15 @@ def _refuse(wrong: np.ndarray, first: int, message: str, what: str, path: Path) 
 
 
 def check_vocabulary(dataset: IndexedDataset, size: int, largest: int | None = None) -> int:
-    """The largest token of a set, which must be below ``size``.
+    """Return the largest token of a set, after checking that all tokens are below ``size``.
 
     Args:
-        dataset: the set, whose tokens are all read, 2 to 4 GB a second.
-        size: of the vocabulary that the model has.
-        largest: the largest token where it is known, so that nothing is read.
+        dataset: the set. All of its tokens are read, at 2 to 4 GB per second.
+        size: size of the model's vocabulary.
+        largest: the largest token if it is known. Then nothing is read.
 
     Raises:
-        DataError: a token is negative or beyond the vocabulary; the first such sequence is named.
+        DataError: a token is negative or outside of the vocabulary. The message names the first such sequence.
     """
     if largest is not None and 0 <= largest < size:
         return largest

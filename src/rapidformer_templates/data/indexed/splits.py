@@ -1,4 +1,4 @@
-"""``--split``: which sequences are for training, validation and test."""
+"""Splits sequences into training, validation and test parts for ``--split``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rapidformer_templates.errors import DataError
 
 
 def split_shares(split: str) -> list[float]:
-    """The three shares of ``--split``; those that are not given are 0.
+    """Return the three shares of ``--split``. Missing shares are 0.
 
     Raises:
-        DataError: the text is not up to three shares, or they sum to nothing.
+        DataError: the text is not one to three shares, or they sum to 0.
     """
     try:
         shares = [float(share) for share in split.replace("/", ",").split(",")]
@@ -28,9 +28,9 @@ def split_shares(split: str) -> list[float]:
 
 
 def split_sequences(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """The sequences [first, last) of each part; each is in one part.
+    """Return the sequences [first, last) of each part. Each sequence is in one part.
 
-    Shares are cumulated and rounded as Megatron-LM's core does.
+    Shares are accumulated and rounded as in Megatron-LM's core.
     """
     parts = (np.asarray(shares) / np.sum(shares)).tolist()
     sums: list[float] = reduce(lambda done, part: [*done, done[-1] + part], parts, [0.0])

@@ -1,4 +1,4 @@
-"""Joining, checking and summing up indexed data sets, all in flat memory."""
+"""Joins, checks and summarizes indexed data sets, all in constant memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rapidformer_templates.system.files import crc32
 
 
 def prefixes_of(inputs: Sequence[str], leave_out: str | None = None) -> list[str]:
-    """The prefixes of the data sets that the inputs name: prefixes as they are, and all sets of a folder by name.
+    """Return the prefixes of the data sets that the inputs name. A folder gives all of its sets, sorted by name.
 
     Args:
         inputs: folders and prefixes.
-        leave_out: a prefix that is taken from no folder, such as that of the output.
+        leave_out: a prefix that is skipped in folders, such as that of the output.
 
     Raises:
-        DataError: an input is neither, or a folder holds no set.
+        DataError: an input is neither, or a folder has no set.
     """
     found: list[str] = []
     for name in inputs:
@@ -46,7 +46,7 @@ def prefixes_of(inputs: Sequence[str], leave_out: str | None = None) -> list[str
 
 
 def _prefixes_in(folder: Path) -> set[str]:
-    """By their index, or, so that a lost one is not passed over in silence, by their checksums beside tokens."""
+    """Return all prefixes with an index. Tokens with checksums but no index count, too, so that a loss is noticed."""
     lost = [str(path).removesuffix(".sums.json") for path in folder.glob("*.sums.json")]
     return {prefix_of(path) for path in folder.glob("*.idx")} | {name for name in lost if bin_path(name).is_file()}
 
@@ -62,18 +62,18 @@ def _existing(name: str) -> str:
 
 
 def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> IndexedDataset:
-    """Write the documents of several sets, one set after another, as one.
+    """Concatenate the documents of several sets into one set.
 
-    Their types of tokens may differ: numpy's common type holds them all, and is one of the format's.
+    Their dtypes may differ. numpy's common dtype can represent all of them, and the format supports it.
 
     Args:
-        prefixes: of the sets, in order.
-        output: prefix of the new one, which is none of them.
-        overwrite: replace a set that is there.
+        prefixes: the sets, in order.
+        output: prefix of the new set, which must not be one of the inputs.
+        overwrite: replace an existing set.
 
     Raises:
-        DataError: a set is damaged, holds modes or has another vocabulary than one before it; or the output is
-            one of the inputs or there already.
+        DataError: a set is damaged, has modes, or has another vocabulary than an earlier one. Also if the output is one
+            of the inputs or exists.
     """
     if any(Path(prefix).resolve() == Path(prefix_of(output)).resolve() for prefix in prefixes):
         raise DataError("the output is one of the inputs", where="--output-prefix", hint="choose another prefix")
@@ -94,7 +94,7 @@ def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> I
 
 
 def _common_vocabulary(prefixes: Sequence[str]) -> str | None:
-    """The vocabulary of all sets; None where one of them does not tell its own."""
+    """Return the vocabulary of all sets, or None if one of them does not record its vocabulary."""
     known = {prefix: (read_sums(prefix) or {}).get("vocabulary") for prefix in prefixes}
     told = {prefix: name for prefix, name in known.items() if name}
     if len(set(told.values())) > 1:
@@ -105,7 +105,7 @@ def _common_vocabulary(prefixes: Sequence[str]) -> str | None:
 
 
 def _document_spans(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
-    """Spans of documents with up to :data:`CHUNK` tokens each, or one document."""
+    """Yield spans of documents with up to :data:`CHUNK` tokens each, or one document."""
     first, count = 0, len(dataset.documents) - 1
     while first < count:
         start = dataset.pointers[dataset.documents[first]]
@@ -126,10 +126,10 @@ def _copy(dataset: IndexedDataset, first: int, last: int, writer: IndexedWriter)
 
 @dataclass(frozen=True)
 class Damage:
-    """A part of a set whose bytes are not those that were written.
+    """A part of a set whose bytes have changed since it was written.
 
     Attributes:
-        file: where.
+        file: the damaged file.
         what: the part, and the documents in it.
     """
 
@@ -138,15 +138,15 @@ class Damage:
 
 
 def verify(prefix: str) -> list[Damage] | None:
-    """Compare the bytes of a set with the checksums beside it.
+    """Compare the bytes of a set with its checksums.
 
-    The set is opened first, which finds what does not fit together.
+    The set is opened first, which finds inconsistencies between its files.
 
     Returns:
-        What is damaged; None where the set has no checksums, so that its contents cannot be checked.
+        The damaged parts. None if the set has no checksums, so that its contents cannot be checked.
 
     Raises:
-        DataError: the two files do not fit together, or the checksums are damaged or of another set.
+        DataError: the two files do not match, or the checksums are damaged or belong to another set.
     """
     dataset = IndexedDataset(prefix)
     sums = read_sums(prefix)
@@ -174,7 +174,7 @@ def _describe(dataset: IndexedDataset, block: int, size: int) -> str:
 
 
 def add_sums(prefix: str) -> Path:
-    """Write ``PREFIX.sums.json`` for a set that another program made; it reads all tokens.
+    """Write ``PREFIX.sums.json`` for a set from another program. This reads all tokens.
 
     Raises:
         DataError: the set is damaged, or cannot be written to.
@@ -194,15 +194,15 @@ def add_sums(prefix: str) -> Path:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is in a set.
+    """Statistics of a set.
 
     Attributes:
-        documents, sequences, tokens: how many.
-        dtype: type of the tokens.
-        bytes: of both files.
-        mean, longest, shortest: tokens of a document.
+        documents, sequences, tokens: their numbers.
+        dtype: dtype of the tokens.
+        bytes: size of both files.
+        mean, longest, shortest: tokens per document.
         shares: documents below each power of two: (upper bound of the length, documents, tokens).
-        largest: the largest token, where the checksums tell it.
+        largest: the largest token if the checksums record it.
     """
 
     prefix: str
@@ -219,7 +219,7 @@ class Facts:
 
 
 def facts_of(prefix: str) -> Facts:
-    """Sum up a set; only its index is read.
+    """Summarize a set. Only its index is read.
 
     Raises:
         DataError: the set is damaged.

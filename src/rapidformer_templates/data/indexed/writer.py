@@ -1,7 +1,7 @@
-"""Writing Megatron's indexed data sets: streamed, and either whole or not there.
+"""Writes Megatron's indexed data sets. Data are streamed, and a set is either complete or absent.
 
-Beside the two files of Megatron's format stands ``PREFIX.sums.json``: by it a flipped bit is found, and
-the largest token is known without reading them all.
+``PREFIX.sums.json`` accompanies the two files of Megatron's format. It makes flipped bits detectable, and records the
+largest token, so that the tokens need not be read to find it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sums_path(prefix: str | Path) -> Path:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Put what goes wrong with a disk in the body into words."""
+    """Convert errors of the disk inside the context to a readable :class:`DataError`."""
     try:
         yield
     except OSError as error:
@@ -55,22 +55,22 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 class IndexedWriter:
-    """Writes one set. Use it as a context: what is left without an error is renamed to its final names.
+    """Writes one set. Use it as a context manager: without an error, the files get their final names at the end.
 
-    The memory is flat: the tables of the index wait in temporary files without a name.
+    The memory is constant, because the tables of the index are kept in unnamed temporary files.
 
     Args:
         prefix: the path without ``.bin`` or ``.idx``.
-        dtype: type of the tokens; see :func:`~rapidformer_templates.data.indexed.dataset.type_for`.
-        overwrite: replace a set that is there.
-        vocabulary: name of what the tokens mean; see :func:`~rapidformer_templates.models.tokenizers.vocabulary_id`.
+        dtype: dtype of the tokens. See :func:`~rapidformer_templates.data.indexed.dataset.type_for`.
+        overwrite: replace an existing set.
+        vocabulary: id of the vocabulary. See :func:`~rapidformer_templates.models.tokenizers.vocabulary_id`.
 
     Attributes:
-        sequences, documents, tokens: how many were added.
+        sequences, documents, tokens: numbers of those that were added.
         largest: the largest token, -1 before the first.
 
     Raises:
-        DataError: a set is there already, somebody else is writing it, or it cannot be written.
+        DataError: the set exists, another process is writing it, or it cannot be written.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class IndexedWriter:
         """Add documents.
 
         Args:
-            tokens: all their tokens, one after another; every one must fit the type.
-            lengths: tokens of each sequence, none of them 0; shape (sequences,).
-            sequences: sequences of each document; None means one each.
+            tokens: all their tokens, one after another. All must fit the dtype.
+            lengths: tokens of each sequence, never 0. Shape (sequences,).
+            sequences: number of sequences in each document. None means one each.
 
         Raises:
             DataError: the disk is full, or cannot be written to.
@@ -140,9 +140,9 @@ class IndexedWriter:
         self.documents += len(counts)
 
     def seal(self) -> None:
-        """Write all that is left, still under the temporary names.
+        """Write all remaining data, still under the temporary names.
 
-        Where several sets belong together, seal all of them before the first is renamed.
+        If several sets belong together, seal all of them before the first is renamed.
         """
         names = [_temporary(path(self.prefix)) for path in (idx_path, sums_path)]
         with disk_errors(bin_path(self.prefix)):
@@ -152,7 +152,7 @@ class IndexedWriter:
         self._sealed = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # The index is the last to get its name: a set without it is not there.
+        # The index is renamed last, because a set without an index does not count as existing.
         finals = [path(self.prefix) for path in (sums_path, bin_path, idx_path)]
         try:
             if kind is None:
@@ -189,14 +189,14 @@ class IndexedWriter:
 
 
 def _is_there(prefix: str) -> Path | None:
-    """The file by which a set is there. Tokens and sums without an index are what a killed writer left."""
+    """Return the file that makes a set exist. Tokens and checksums without an index are left from a killed writer."""
     if idx_path(prefix).exists():
         return idx_path(prefix)
     return bin_path(prefix) if bin_path(prefix).exists() and not sums_path(prefix).exists() else None
 
 
 def _open_locked(path: Path) -> int:
-    """The descriptor of an empty file that this process alone writes to; the lock goes with the process."""
+    """Open an empty file that only this process writes to. The lock is released when the process ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -232,7 +232,7 @@ class _BlockSums:
 
 
 def block_sums(path: Path, block: int = BLOCK) -> list[int]:
-    """CRC-32 of each block of so many bytes of a file."""
+    """Return the CRC-32 of each block of a file. ``block`` is the block size in bytes."""
     return _sums_of(path, block).done()
 
 
@@ -254,7 +254,7 @@ def _facts(sums: _BlockSums, index: Path, largest: int, vocabulary: str | None =
 
 
 def write_sums(prefix: str | Path, largest: int) -> None:
-    """Write the checksums of a set that another program made, whose largest token is ``largest``."""
+    """Write the checksums of a set from another program. ``largest`` is its largest token."""
     write_json(sums_path(prefix), _facts(_sums_of(bin_path(prefix)), idx_path(prefix), largest))
 
 
@@ -263,7 +263,7 @@ def _temporary(path: Path) -> Path:
 
 
 def read_sums(prefix: str | Path) -> dict[str, Any] | None:
-    """What ``PREFIX.sums.json`` holds; None where there is none (a set that another program wrote).
+    """Return the contents of ``PREFIX.sums.json``, or None without that file (a set from another program).
 
     Raises:
         DataError: it cannot be read.

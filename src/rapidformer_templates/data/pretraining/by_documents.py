@@ -1,4 +1,4 @@
-"""Pretraining document by document: the objectives of dynamic shapes."""
+"""Pretraining on separate documents: the objectives for dynamic shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rapidformer_templates.errors import DataError, NoSamples
 
 
 class ByDocuments(Objective):
-    """Each document is a sample, cut at the sequence length into several if it is longer."""
+    """Each document is a sample. Documents longer than the sequence length are split into several samples."""
 
     def check(self) -> None:
         super().check()
@@ -27,7 +27,7 @@ class ByDocuments(Objective):
 
     @property
     def short_probability(self) -> float:
-        """Share of the samples that are cut in two."""
+        """Fraction of the samples that are split in two."""
         return 0.0
 
     def samples(self, dataset: IndexedDataset, part: tuple[int, int], cache: IndexCache) -> Documents:
@@ -46,7 +46,7 @@ class ByDocuments(Objective):
 
 
 class CausalDocuments(ByDocuments, Causal):
-    """Each token of a document from those before it."""
+    """Predicts each token of a document from the tokens before it."""
 
     def batches(self, train: Any) -> tuple[Collate, Augment | None]:
         return DocumentCollate(self._padding["input_ids"]), None
@@ -56,7 +56,7 @@ class CausalDocuments(ByDocuments, Causal):
 
 
 class MaskedDocuments(ByDocuments, Masked):
-    """Hidden tokens of ``[CLS]`` document ``[SEP]``."""
+    """Predicts masked tokens of ``[CLS]`` document ``[SEP]``."""
 
     @property
     def short_probability(self) -> float:
@@ -71,4 +71,4 @@ class MaskedDocuments(ByDocuments, Masked):
 
 
 BY_DOCUMENTS: dict[type[Objective], type[Objective]] = {Causal: CausalDocuments, Masked: MaskedDocuments}
-"""The objectives that can take documents of any length."""
+"""The objectives that can use documents of any length."""

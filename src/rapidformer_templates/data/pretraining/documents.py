@@ -1,4 +1,4 @@
-"""Documents as samples of their own length: what dynamic shapes are for."""
+"""Documents as samples with their own lengths, for dynamic shapes."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rapidformer_templates.data.random_streams import Stream
 
 
 class Documents(Sequence[dict[str, np.ndarray]]):
-    """Each sequence of a part of an indexed data set as a sample; long ones are split.
+    """Each sequence of a part of an indexed data set as a sample. Long sequences are split.
 
-    A share of the samples can be split in two at a random place, so that a model also learns from short
-    ones (the short sequences of BERT's pretraining data, Devlin et al. 2019, appendix A.2). Both halves
-    are samples: nothing is lost, and all lengths are known before the first batch is formed.
+    A fraction of the samples can be split in two at a random position, so that a model also learns from short ones (the
+    short sequences of BERT's pretraining data, Devlin et al. 2019, appendix A.2). Both halves are samples. So nothing
+    is lost, and all lengths are known before the first batch.
 
-    ``a + b`` has the samples of both. Building costs O(sequences) in numpy, and 16 bytes a sample.
+    ``a + b`` has the samples of both. Building takes O(sequences) in numpy, and 16 bytes per sample.
 
     Args:
-        dataset: where the tokens are.
+        dataset: the data set with the tokens.
         part: first and last sequence, [first, last).
-        length: most tokens from the beginning of one sample to that of the next.
-        overlap: tokens that a sample shares with the next one of its document; with 1 every token but a
-            document's first is a target once, and a document of one token is no sample.
-        short_probability: share of the samples that are split in two; those of one token are left alone.
-        seed: of these splits.
+        length: maximum number of tokens from the beginning of one sample to the beginning of the next.
+        overlap: tokens that a sample shares with the next one of its document. With 1, every token except a document's
+            first is a target once, and a document of one token is not a sample.
+        short_probability: fraction of the samples that are split in two. Samples of one token are not split.
+        seed: seed of these splits.
 
     Attributes:
         sizes: number of tokens of each sample.
-        tokens: their sum.
+        tokens: total number of tokens.
     """
 
     def __init__(
@@ -76,7 +76,10 @@ class Documents(Sequence[dict[str, np.ndarray]]):
 
 
 def _split_long(firsts: np.ndarray, sizes: np.ndarray, length: int, overlap: int) -> tuple[np.ndarray, np.ndarray]:
-    """(first tokens, sizes) of the pieces of documents: as many of ``length + overlap`` as there are, and the rest."""
+    """Return (first tokens, sizes) of the pieces of documents.
+
+    All pieces except a document's last have ``length + overlap`` tokens.
+    """
     pieces = np.maximum(-(-(sizes - overlap) // length), 0)
     number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     offsets = number * length
@@ -84,7 +87,7 @@ def _split_long(firsts: np.ndarray, sizes: np.ndarray, length: int, overlap: int
 
 
 def _split_some(firsts: np.ndarray, sizes: np.ndarray, probability: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split a share of the pieces in two, after a number of tokens that is evenly drawn."""
+    """Split a fraction of the pieces in two, at a position with a uniform distribution."""
     draw = np.random.default_rng((seed, Stream.DOCUMENTS))
     split = (draw.random(len(sizes)) < probability) & (sizes > 1)
     heads = np.where(split, draw.integers(1, np.maximum(sizes, 2)), sizes)

@@ -1,14 +1,13 @@
-"""Samples of a fixed length across the borders of documents, as GPT is pretrained on.
+"""Fixed-length samples across the borders of documents, as in GPT pretraining.
 
-An epoch is the row of all documents in a new order, cut into samples that follow one another, which are
-then put into a new order themselves. Four tables say so: ``ends`` (where each document of the row ends),
-``shifts`` (how far from there it lies in the file), ``samples`` (the document in which each sample begins)
-and ``shuffle`` (which sample comes when).
+An epoch concatenates all documents in a new order and splits them into consecutive samples. The samples are then
+shuffled, too. Four tables describe this: ``ends`` (where each document of the concatenation ends), ``shifts`` (its
+offset in the file relative to the concatenation), ``samples`` (the document in which each sample begins) and
+``shuffle`` (the order of the samples).
 
-The first epoch is Megatron-LM's of the same seed and length, sample by sample. Its later ones are not:
-Megatron shuffles all epochs of a run together, so that the order depends on how long the run is, and
-some text comes up twice before other text has come up once. Here each epoch has its own tables, a
-function of the seed and the epoch.
+With the same seed and length, the first epoch equals Megatron-LM's, sample by sample. Later epochs differ. Megatron
+shuffles all epochs of a run together. So its order depends on the length of the run, and some text is used twice before
+other text is used once. Here each epoch has its own tables, which depend only on the seed and the epoch.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from rapidformer_templates.data.types import Rows
 from rapidformer_templates.system.files import key_of
 
 TABLES_VERSION = 2
-"""Part of the tables' names: raise it when their meaning changes."""
+"""Part of the tables' names. Increase it when their meaning changes."""
 
 KEPT_EPOCHS = 2
 
 
 class GPTSamples(Sequence[dict[str, np.ndarray]]):
-    """Samples of some documents of an indexed data set, in the order in which they are trained on.
+    """Samples of some documents of an indexed data set, in training order.
 
-    Item ``p`` is there for every ``p`` from 0 on: ``p // len`` is its epoch. An item has ``input_ids``, of
-    the type of the data set and of shape (length + overlap,), and with ``marks_documents`` also
-    ``documents`` of that shape: a number that changes where a document begins.
+    There is an item ``p`` for every ``p`` from 0 on. Its epoch is ``p // len``. An item has ``input_ids`` with the
+    dtype of the data set and shape (length + overlap,). With ``marks_documents`` it also has ``documents`` of that
+    shape: a number that changes where a document begins.
 
     Args:
-        dataset: where the tokens are.
+        dataset: the data set with the tokens.
         part: first and last sequence, [first, last).
-        length: tokens from the beginning of one sample to that of the next.
-        seed: of the orders.
-        overlap: tokens that a sample shares with the next one; with 1 every token is a target once.
-        marks_documents: give ``documents`` as well.
-        cache: keeps the tables.
+        length: tokens from the beginning of one sample to the beginning of the next.
+        seed: seed of the orders.
+        overlap: tokens that a sample shares with the next one. With 1 every token is a target once.
+        marks_documents: also return ``documents``.
+        cache: stores the tables.
     """
 
     in_order = True
     lengths = None
-    """All of one length; there is nothing to group by."""
+    """All samples have the same length, so there is nothing to group by."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
 
     @property
     def identity(self) -> str:
-        """What the samples depend on beside the seed; a resumed run must have the same."""
+        """Everything except the seed that the samples depend on. A resumed run must have the same."""
         apart = ", documents kept apart" if self.marks_documents else ""
         return f"{self.tokens} tokens{contents(self.dataset)} in samples of {self.length}{apart}"
 
@@ -86,7 +85,7 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """Several items at once, which is several times faster than one by one."""
+        """Return several items at once, which is several times faster than one at a time."""
         epochs, within = np.divmod(np.asarray(positions, np.int64), self.samples)
         if epochs[0] == epochs[-1] and (epochs == epochs[0]).all():
             return self._read(int(epochs[0]), within)
@@ -97,17 +96,17 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
         ends, size = tables["ends"], self.length + self.overlap
         samples = tables["shuffle"][within].astype(np.int64)
         begins = samples * self.length
-        # 1. The documents that each sample goes through, one row for each piece of one.
+        # 1. Find the documents of each sample. Each piece of a document is one row.
         first, last = tables["samples"][samples], tables["samples"][samples + 1]
         counts = last.astype(np.int64) - first + 1
         sample = np.repeat(np.arange(len(within)), counts)
         document = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        # 2. Where each piece begins and ends, in the row of all documents, and where that is in the file.
+        # 2. Find where each piece begins and ends, in the concatenation of all documents and in the file.
         begin = np.maximum(ends[document], begins[sample])
         end = np.minimum(ends[document + 1], begins[sample] + size)
         start = begin + tables["shifts"][document]
         stop = start + np.maximum(end - begin, 0)
-        # 3. One copy.
+        # 3. Copy once.
         columns = {"input_ids": self.dataset.gather(start, stop).reshape(len(within), size)}
         if self.marks_documents:
             columns["documents"] = np.repeat(document, stop - start).reshape(len(within), size)
@@ -115,7 +114,7 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
 
     def _tables(self, epoch: int) -> Tables:
         if epoch not in self._epochs:
-            # A batch touches one epoch, or two at a border.
+            # A batch needs one epoch, or two at a border.
             for old in sorted(self._epochs)[: 1 - KEPT_EPOCHS]:
                 del self._epochs[old]
             name = "gpt-" + key_of(
@@ -125,7 +124,7 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
         return self._epochs[epoch]
 
     def _make_tables(self, epoch: int) -> Tables:
-        """The tables of an epoch; time and memory linear in the documents and the samples, all in numpy."""
+        """Build the tables of an epoch in numpy. Time and memory are linear in the documents and the samples."""
         state = np.random.RandomState(self.seed if epoch == 0 else [self.seed, epoch])
         documents = np.arange(*self.part, dtype=np.int32 if self.part[1] < 2**31 else np.int64)
         state.shuffle(documents)
@@ -141,12 +140,12 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
         return {"ends": ends, "shifts": shifts, "samples": samples, "shuffle": shuffle}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Memory-mapped tables would travel to a loader process as copies.
+        # Memory-mapped tables would be sent to loader processes as copies.
         return self.__dict__ | {"_epochs": {}}
 
 
 def _tokens_of(dataset: IndexedDataset, part: tuple[int, int]) -> int:
-    """Tokens of the sequences [first, last): they lie one after another."""
+    """Return the number of tokens in the sequences [first, last), which are stored one after another."""
     first, last = part
     if first >= last:
         return 0

@@ -1,4 +1,4 @@
-"""Masking for masked language models: of single tokens or of whole words."""
+"""Masking of single tokens or whole words for masked language models."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")
 
 
 class MaskTokens:
-    """Hide tokens of a sample, as BERT does (Devlin et al. 2019, section 3.1).
+    """Masks tokens of a sample, as BERT does (Devlin et al. 2019, section 3.1).
 
-    Each token that is not special is chosen with the given probability, independently; a chosen one
-    becomes the mask token in 80 % of cases, a random token in 10 % and stays itself in 10 %. Labels
-    are the chosen tokens and -100 elsewhere; a short sample may have none. With whole words, the
-    tokens of a word are chosen, and hidden, replaced or kept, together; the expected share is the same.
+    Each token that is not special is chosen independently with the given probability. A chosen token becomes the mask
+    token in 80 % of cases, a random token in 10 % and stays the same in 10 %. Labels are the chosen tokens, and -100
+    elsewhere. A short sample may have none. With whole words, all tokens of a word are chosen, and masked, replaced or
+    kept, together. The expected fraction is the same.
 
     Args:
-        tokenizer: says which tokens are special, and the mask token.
-        probability: share of tokens that are chosen.
+        tokenizer: provides the special tokens and the mask token.
+        probability: fraction of tokens that are chosen.
         whole_words: choose words instead of tokens.
-        at_least_one: of a sample in which nothing was chosen, choose a random token (or word), as BERT does.
+        at_least_one: choose a random token (or word) if none was chosen in a sample, as BERT does.
 
     Raises:
-        DataError: the tokenizer has no mask token, or does not say where words start.
+        DataError: the tokenizer has no mask token, or does not mark where words start.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MaskTokens:
     def __call__(self, sample: Mapping[str, Any], generator: np.random.Generator) -> dict[str, Any]:
         original = np.asarray(sample["input_ids"], dtype=np.int64)
         maskable = ~self.special[original]
-        # Two draws a unit: whether it is chosen, and what becomes of it.
+        # Two draws per token or word: whether it is chosen, and how it is changed.
         if self.starts is None:
             draws = generator.random((2, len(original)))
         else:
@@ -70,7 +70,7 @@ class MaskTokens:
             draws = generator.random((2, len(original) + 1))[:, word]
         chosen = (draws[0] < self.probability) & maskable
         if self.at_least_one and not chosen.any() and maskable.any():
-            # The draws are alike for all tokens, so that the lowest is a random one.
+            # The draws have the same distribution for all tokens, so the lowest belongs to a random one.
             chosen = maskable & (draws[0] == draws[0][maskable].min())
         hidden = original.copy()
         hidden[chosen & (draws[1] < 0.8)] = self.mask_id
@@ -80,10 +80,10 @@ class MaskTokens:
 
 
 def word_starts(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    """For each token of the vocabulary, whether a word starts with it; bool, shape (vocabulary size,).
+    """Return for each token of the vocabulary whether a word starts with it: bool, shape (vocabulary size,).
 
-    WordPiece marks what continues a word (``##``), byte-level and SentencePiece vocabularies what
-    follows a space (``Ġ``, ``▁``). Special tokens stand alone.
+    WordPiece marks tokens that continue a word (``##``). Byte-level and SentencePiece vocabularies mark tokens that
+    follow a space (``Ġ``, ``▁``). Special tokens are always separate.
 
     Raises:
         DataError: the tokenizer marks neither.
@@ -107,7 +107,7 @@ def word_starts(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
 
 
 def _parts(steps: list[Any]) -> Iterator[Mapping[str, Any]]:
-    """The steps of a pre-tokenizer or decoder, those in sequences too."""
+    """Yield the steps of a pre-tokenizer or decoder, including those inside sequences."""
     for step in steps:
         if step is not None:
             yield step
@@ -115,13 +115,13 @@ def _parts(steps: list[Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def check_mask_probability(share: float) -> None:
-    """Raise a :class:`DataError` when ``--mask-prob`` leaves nothing to learn, or is no share."""
+    """Raise a :class:`DataError` if ``--mask-prob`` leaves nothing to learn, or is not a fraction."""
     if not 0 < share <= 1:
         hint = "choose a share above 0 and up to 1, such as 0.15"
         raise DataError(f"a share of {share:g} cannot be masked", where="--mask-prob", hint=hint)
 
 
 def check_short_probability(share: float) -> None:
-    """Raise a :class:`DataError` when ``--short-seq-prob`` is not a share."""
+    """Raise a :class:`DataError` if ``--short-seq-prob`` is not a fraction."""
     if not 0 <= share <= 1:
         raise DataError(f"{share:g} is not a share", where="--short-seq-prob", hint="choose a share from 0 to 1")

@@ -1,4 +1,4 @@
-"""What a model is pretrained on: one class an objective, with its samples, its batches and its loss."""
+"""Pretraining objectives: one class per objective, with its samples, its batches and its loss."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Augment = Callable[[Any, np.random.Generator], Any]
 
 
 class Objective(ABC):
-    """What the tasks of pretraining differ in. Samples are windows of the corpus unless it says otherwise.
+    """The parts in which pretraining tasks differ. By default, samples are windows of the corpus.
 
     Attributes:
-        auto_class: transformers' class of the model.
-        flags: fields of the data flags that act with this objective and not with every one.
+        auto_class: name of the transformers auto class of the model.
+        flags: data flags that affect only some objectives, including this one.
     """
 
     auto_class: ClassVar[str]
@@ -52,7 +52,7 @@ class Objective(ABC):
         self.options = task.config.data
 
     def check(self) -> None:
-        """Look at what can be seen to be wrong before a worker starts."""
+        """Check what can be checked before a worker starts."""
         assert self.window > 0
 
     def check_model(self, model: nn.Module) -> None:  # noqa: B027 - most objectives suit every model
@@ -61,24 +61,24 @@ class Objective(ABC):
     @property
     @abstractmethod
     def end_token(self) -> int:
-        """What stands after each document of raw text."""
+        """The token after each document of raw text."""
 
     @property
     @abstractmethod
     def window(self) -> int:
-        """Tokens from the beginning of one window of the corpus to that of the next."""
+        """Number of tokens from the beginning of one window of the corpus to the beginning of the next."""
 
     overlap: ClassVar[int] = 0
 
     def units(self, dataset: IndexedDataset) -> int:
-        """How many there are of what ``--split`` shares out."""
+        """Return the number of units that ``--split`` divides."""
         return len(dataset)
 
     def samples(self, dataset: IndexedDataset, part: tuple[int, int], cache: IndexCache) -> Samples:
-        """The samples of a part of a corpus, ``[first, last)`` of its units.
+        """Return the samples of a part of a corpus, ``[first, last)`` of its units.
 
         Raises:
-            NoSamples: it is too small for one.
+            NoSamples: the part is too small for one sample.
         """
         samples = GPTSamples(
             dataset,
@@ -97,10 +97,10 @@ class Objective(ABC):
 
     @abstractmethod
     def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
-        """How samples become a batch, and what changes a sample each time that it is used."""
+        """Return how samples are collated, and how a sample changes each time it is used (or None)."""
 
     def lengths(self, train: Samples | Blend) -> np.ndarray | None:
-        """Tokens of each training sample in a batch; None where all are alike."""
+        """Return the number of tokens of each training sample in a batch, or None if all are equal."""
         return None
 
     def use_labels(self, use: LabelUse) -> bool:
@@ -112,14 +112,14 @@ class Objective(ABC):
         return model(**batch).loss
 
     def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits, targets) that belong together: (samples, tokens, vocabulary) and (samples, tokens)."""
+        """Return aligned (logits, targets): (samples, tokens, vocabulary) and (samples, tokens)."""
         return outputs.logits, batch["labels"]
 
     def token(self, name: str) -> int:
-        """A special token of the tokenizer, such as ``eos``.
+        """Return a special token of the tokenizer, such as ``eos``.
 
         Raises:
-            DataError: it has none.
+            DataError: the tokenizer does not have it.
         """
         token = getattr(self.task.tokenizer, f"{name}_token_id")
         if token is None:
@@ -139,7 +139,7 @@ class Objective(ABC):
 
 
 class Causal(Objective):
-    """Each token from those before it. Windows have one token more, so that each position has a target."""
+    """Predicts each token from those before it. Windows have one additional token, so each position has a target."""
 
     auto_class = "AutoModelForCausalLM"
     flags = ("keep_documents_apart",)
@@ -187,11 +187,11 @@ class Causal(Objective):
     def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if "shift_labels" in batch:
             return outputs.logits, batch["shift_labels"]
-        return outputs.logits[:, :-1], batch["labels"][:, 1:]  # batches of a user's own, which the model shifts
+        return outputs.logits[:, :-1], batch["labels"][:, 1:]  # a user's own batches, which the model shifts
 
 
 class Masked(Objective):
-    """Hidden tokens of ``[CLS]`` window ``[SEP]`` (RoBERTa's FULL-SENTENCES, Liu et al. 2019)."""
+    """Predicts masked tokens of ``[CLS]`` window ``[SEP]`` (RoBERTa's FULL-SENTENCES, Liu et al. 2019)."""
 
     auto_class = "AutoModelForMaskedLM"
     flags: ClassVar[tuple[str, ...]] = ("mask_prob", "whole_word_mask", "short_seq_prob")
@@ -204,7 +204,7 @@ class Masked(Objective):
 
     @cached_property
     def mask(self) -> MaskTokens:
-        """What hides tokens."""
+        """Masks tokens."""
         options = self.options
         words = options.whole_word_mask
         return MaskTokens(self.task.tokenizer, options.mask_prob, whole_words=words, at_least_one=self.at_least_one)
@@ -223,12 +223,12 @@ class Masked(Objective):
     def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         short = self.options.short_seq_prob
         around = (self.token("cls"), self.token("sep"))
-        # Windows of one length need no padding mask, so that the flash kernel can be used.
+        # Windows of equal length need no padding mask, so the flash kernel can be used.
         return PadCollate(self._padding, mask=short > 0), MaskWindows(self.mask, around, short)
 
 
 class Pairs(Masked):
-    """Hidden tokens, and whether two texts belong together; see :class:`SentencePairs`."""
+    """Predicts masked tokens, and whether two texts belong together. See :class:`SentencePairs`."""
 
     auto_class = "AutoModelForPreTraining"
     flags = (*Masked.flags, "sentence_pairs")
@@ -267,7 +267,7 @@ class Pairs(Masked):
 
 
 class Spans(Objective):
-    """Hidden spans of a window, for encoder-decoders; see :class:`SpanCorruption`."""
+    """Predicts masked spans of a window, for encoder-decoders. See :class:`SpanCorruption`."""
 
     auto_class = "AutoModelForSeq2SeqLM"
     flags = ("mask_prob", "mean_span_length")
@@ -278,7 +278,7 @@ class Spans(Objective):
 
     @cached_property
     def spans(self) -> SpanCorruption:
-        """What hides spans."""
+        """Masks spans."""
         sizes = span_sizes(self.task.seq_length, self.options.mask_prob, self.options.mean_span_length)
         return SpanCorruption(sizes, sentinels_of(self.task.tokenizer), self.token("eos"))
 
@@ -295,7 +295,7 @@ class Spans(Objective):
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal, "masked": Masked, "seq2seq": Spans}
-"""By what :func:`~rapidformer_templates.models.architectures.objective_of` says of an architecture."""
+"""Objectives by the result of :func:`~rapidformer_templates.models.architectures.objective_of`."""
 
 
 def _mean_tokens(samples: Any) -> float:
@@ -305,12 +305,12 @@ def _mean_tokens(samples: Any) -> float:
 
 
 class MaskWindows:
-    """``[CLS]`` window ``[SEP]``, masked. Some windows are cut short: to 1 to all of their tokens, evenly drawn.
+    """Masks ``[CLS]`` window ``[SEP]``. Some windows are first truncated to a random length with uniform distribution.
 
     Args:
-        mask: hides tokens.
+        mask: masks tokens.
         around: ids of ``[CLS]`` and ``[SEP]``.
-        short_probability: share of the windows that are cut short.
+        short_probability: fraction of the windows that are truncated.
     """
 
     def __init__(self, mask: MaskTokens, around: tuple[int, int], short_probability: float) -> None:

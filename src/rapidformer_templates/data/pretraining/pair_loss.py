@@ -1,4 +1,4 @@
-"""The loss of sentence pairs: a sum of two, of hidden tokens and of whether the texts belong together."""
+"""The loss of sentence pairs: the loss of masked tokens plus that of whether the texts belong together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rapidformer_templates.models.architectures import PairLabel
 
 
 def pair_loss(model: Any, batch: Mapping[str, torch.Tensor], label: PairLabel, weight: float) -> tuple[Any, int]:
-    """(sum of both losses over the batch, number of masked tokens).
+    """Return (sum of both losses over the batch, number of masked tokens).
 
-    Transformers adds the mean over masked tokens and the mean over samples, which no sum over micro
-    batches gives. Here each sample's pair counts as ``weight`` masked tokens; with their mean number a
-    sample (``mask.probability * pairs.mean_tokens``) both means weigh the same over a global batch, and
-    the loss does not depend on how that is cut.
+    Transformers adds the mean over masked tokens and the mean over samples, which cannot be computed as a sum over
+    micro batches. Here each sample's pair counts as ``weight`` masked tokens. If ``weight`` is their mean number per
+    sample (``mask.probability * pairs.mean_tokens``), both means have the same weight over a global batch, and the loss
+    does not depend on how the batch is divided.
     """
     inputs = {name: values for name, values in batch.items() if name not in ("labels", label)}
     outputs = model(**inputs)

@@ -1,12 +1,11 @@
 """Sentence pairs, the pretraining objective of BERT (Devlin et al. 2019, section 3.1 and appendix A.2).
 
-Consecutive sentences of a document are gathered into chunks, and a chunk is split into A and B. In half
-of the samples B is replaced (next sentence: a text of another document) or A and B change places
-(sentence order: Lan et al. 2020, section 3.1), and a second head learns to tell.
+Consecutive sentences of a document form chunks, and a chunk is split into A and B. In half of the samples, B is
+replaced by a text from another document (next sentence), or A and B are swapped (sentence order: Lan et al. 2020,
+section 3.1). A second head learns to detect this.
 
-Chunks are laid out once, so that every sentence of a document with two or more stands in exactly one and
-an epoch has always the same samples. Where a chunk is split, what B becomes, and the masks are drawn anew
-at each position.
+Chunks are built once. Every sentence of a document with two or more sentences is in exactly one chunk, and an epoch
+always has the same samples. The split of a chunk, the replacement of B, and the masks are drawn again at each position.
 """
 
 from __future__ import annotations
@@ -26,43 +25,42 @@ from rapidformer_templates.models.architectures import PairLabel
 from rapidformer_templates.system.files import key_of
 
 TABLES_VERSION = 1
-"""Part of the tables' names: raise it when their meaning changes."""
+"""Part of the tables' names. Increase it when their meaning changes."""
 
 BLOCK = 1 << 20
-"""Sentences that are laid out at a time (or one document, if it has more); it bounds the memory."""
+"""Number of sentences that are processed at a time (or one document, if it has more). It limits the memory."""
 
 
 class SentencePairs(Sequence[dict[str, Any]]):
-    """Pairs ``[CLS] A [SEP] B [SEP]`` of a set whose sequences are sentences.
+    """Pairs ``[CLS] A [SEP] B [SEP]`` from a data set whose sequences are sentences.
 
-    ``len`` is the number of samples of an epoch; item ``p`` ≥ 0 is of epoch ``p // len``. A sample is a
-    dict of ``input_ids``, ``token_type_ids`` (0 up to the first ``[SEP]``, then 1), ``labels`` (-100 where
-    nothing is masked) and the label of the pair: 0 if B follows A, 1 if not. It depends on the seed and
-    its position only.
+    ``len`` is the number of samples per epoch. The epoch of item ``p`` ≥ 0 is ``p // len``. A sample is a dict of
+    ``input_ids``, ``token_type_ids`` (0 up to the first ``[SEP]``, then 1), ``labels`` (-100 where nothing is masked)
+    and the label of the pair: 0 if B follows A, 1 if not. It depends only on the seed and its position.
 
     Args:
-        dataset: sentences, several a document.
+        dataset: sentences, several per document.
         documents: the first document and the one after the last.
-        seq_length: tokens of the longest sample.
-        mask: hides tokens.
-        cls_token_id, sep_token_id: put around A and B.
-        short_probability: share of chunks with a shorter target, from 2 tokens up, evenly drawn.
-        label: ``next_sentence_label``: B is of another document where it does not follow;
-            ``sentence_order_label``: A and B changed places.
-        seed: of everything random.
-        cache: keeps the chunks and the order of each epoch.
+        seq_length: maximum number of tokens per sample.
+        mask: masks tokens.
+        cls_token_id, sep_token_id: special tokens around A and B.
+        short_probability: fraction of chunks with a shorter target length, uniform from 2 tokens.
+        label: the kind of pair that is not consecutive. With ``next_sentence_label`` B comes from another document.
+            With ``sentence_order_label`` A and B are swapped.
+        seed: seed of everything random.
+        cache: stores the chunks and the order of each epoch.
 
     Attributes:
-        single: documents of one sentence, which give no pair (but may be a B of another document's A).
+        single: number of documents with one sentence. They give no pair, but may provide a B for another document's A.
 
     Raises:
-        DataError: the length is too short, or the share is none.
+        DataError: the length is too short, or ``short_probability`` is not a fraction.
         NoSamples: no document has two sentences, or there is no second document to take a B from.
     """
 
     in_order = True
     lengths = None
-    """Not known beforehand: a B of another document may be shorter."""
+    """Unknown in advance, because a B from another document may be shorter."""
 
     def __init__(
         self,
@@ -108,7 +106,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
 
     @cached_property
     def chunks(self) -> np.ndarray:
-        """First sentence, the one after the last, and target length of each chunk; int64, shape (chunks, 3)."""
+        """First sentence, the one after the last, and target length of each chunk: int64, shape (chunks, 3)."""
 
         def make() -> Tables:
             return {"chunks": lay_out(self.dataset, self.documents, self.content, self.short_probability, self.seed)}
@@ -121,7 +119,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
 
     @property
     def identity(self) -> str:
-        """What the samples depend on beside the seed; a resumed run must have the same."""
+        """Everything except the seed that the samples depend on. A resumed run must have the same."""
         return f"{len(self)} sentence pairs of up to {self.content + 3} tokens{contents(self.dataset)}"
 
     @property
@@ -153,7 +151,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
-            for old in [e for e in self._orders if e < epoch - 1]:  # a batch may reach over the border of two
+            for old in [e for e in self._orders if e < epoch - 1]:  # a batch may cross the border of two epochs
                 del self._orders[old]
             generator = np.random.default_rng((self.seed, Stream.PAIR_ORDERS, epoch))
             tables = self.cache(self._name("order", epoch), lambda: {"order": generator.permutation(len(self))})
@@ -161,17 +159,17 @@ class SentencePairs(Sequence[dict[str, Any]]):
         return self._orders[epoch]
 
     def _read(self, first: int, end: int) -> np.ndarray:
-        """The tokens of sentences [first, end), which lie one after another."""
+        """Return the tokens of sentences [first, end), which are stored one after another."""
         start = int(self.dataset.pointers[first]) // self.dataset.dtype.itemsize
         return self.dataset.tokens[start : start + int(self._tokens_between(first, end))]
 
     def _tokens_between(self, first: Any, end: Any) -> Any:
         pointers = self.dataset.pointers
-        # The last sentence's own length: behind it there may be no pointer.
+        # Use the length of the last sentence, because the next pointer may not exist.
         return (pointers[end - 1] - pointers[first]) // self.dataset.dtype.itemsize + self.dataset.lengths[end - 1]
 
     def _elsewhere(self, sentence: int, tokens: int, generator: np.random.Generator) -> np.ndarray:
-        """Sentences of another document than that of ``sentence``, from a random one on, up to about ``tokens``."""
+        """Return about ``tokens`` tokens from another document than that of ``sentence``, from a random sentence on."""
         (low, high), table = self.documents, self.dataset.documents
         own = int(np.searchsorted(table, sentence, side="right")) - 1
         document = int(generator.integers(low, high - 1))
@@ -183,21 +181,21 @@ class SentencePairs(Sequence[dict[str, Any]]):
         return self._read(first, first + min(count, len(lengths)))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tables would travel to a loader process as copies; there they come from the cache, or are made again.
+        # Tables would be sent to loader processes as copies. There they are read from the cache or rebuilt.
         return {**{name: value for name, value in self.__dict__.items() if name != "chunks"}, "_orders": {}}
 
 
 def lay_out(
     dataset: IndexedDataset, documents: tuple[int, int], content: int, short_probability: float, seed: int
 ) -> np.ndarray:
-    """The chunks of sentences of some documents, in their order.
+    """Build the chunks of sentences of some documents, in order.
 
-    A chunk has two sentences or more and ends as soon as it holds its target: ``content`` tokens, or with
-    ``short_probability`` from 2 to as many. It takes the last sentence of its document too where that
-    would be left alone. Time is O(sentences × log of the chunks in a document), without a loop over them.
+    A chunk has at least two sentences and ends once it reaches its target length: ``content`` tokens, or with
+    ``short_probability`` a length from 2 to ``content``. If only one sentence of a document would be left, it is added
+    to the last chunk. The time is O(sequences × log of the chunks in a document), vectorized over sentences.
 
     Returns:
-        First sentence, the one after the last, target; int64, shape (chunks, 3).
+        First sentence, the one after the last, and target length: int64, shape (chunks, 3).
     """
     bounds = dataset.documents[documents[0] : documents[1] + 1]
     generator = np.random.default_rng((seed, Stream.PAIR_CHUNKS))
@@ -219,22 +217,22 @@ def _lay_out_block(
     begin, count = int(bounds[0]), int(bounds[-1] - bounds[0])
     sizes = np.diff(bounds)
     starts = dataset.pointers[begin : begin + count] // dataset.dtype.itemsize
-    # For every sentence, the chunk that would begin there; those that do are found after.
+    # Compute for every sentence the chunk that would begin there, then find the actual beginnings.
     target = np.full(count, content)
     short = generator.random(count) < short_probability
     target[short] = generator.integers(2, content + 1, size=int(short.sum()))
     limit = np.repeat(bounds[1:] - begin, sizes)
     end = np.maximum(np.searchsorted(starts, starts + target), np.arange(count) + 2)
     end = np.where(end >= limit - 1, limit, end)
-    following = np.append(np.where(end == limit, count, end), count)  # ``count`` stands for none
+    following = np.append(np.where(end == limit, count, end), count)  # ``count`` means none
     first = np.flatnonzero(_reached((bounds[:-1] - begin)[sizes > 1], following))
     return np.stack([first + begin, end[first] + begin, target[first]], axis=1)
 
 
 def _reached(roots: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """Which nodes are on a chain from ``roots``, bool; the last node ends all chains and does not count.
+    """Return which nodes can be reached from ``roots`` (bool). The last node ends all chains and is not included.
 
-    Chains are followed by steps that double in length, so that the rounds are log2 of the longest.
+    The steps along the chains double in length, so the number of rounds is log2 of the longest chain.
     """
     reached = np.zeros(len(following), dtype=bool)
     reached[roots] = True
@@ -246,7 +244,7 @@ def _reached(roots: np.ndarray, following: np.ndarray) -> np.ndarray:
 
 
 def truncated_lengths(a: int, b: int, limit: int) -> tuple[int, int]:
-    """The lengths of two texts after a token is taken from the longer one (the second, if equal) until they fit."""
+    """Return the lengths of two texts after removing tokens from the longer one (or the second) until they fit."""
     if a + b <= limit:
         return a, b
     if 2 * a <= limit:
@@ -257,7 +255,7 @@ def truncated_lengths(a: int, b: int, limit: int) -> tuple[int, int]:
 
 
 def _truncate_at_random(tokens: np.ndarray, length: int, generator: np.random.Generator) -> np.ndarray:
-    """``length`` tokens; each one too many goes from the front or the back, by the toss of a coin."""
+    """Keep ``length`` tokens. Each surplus token is removed from the front or the back with equal probability."""
     if len(tokens) == length:
         return tokens
     front = int(generator.binomial(len(tokens) - length, 0.5))

@@ -1,8 +1,8 @@
 """Span corruption, the pretraining objective of T5 (Raffel et al. 2020, section 3.1.4).
 
-Spans of a window are hidden, each behind a sentinel token of its own; the target names each sentinel
-and the tokens that it stands for. The window is just so long that the inputs fill the sequence length,
-so that every batch has one shape and no padding.
+Spans of a window are masked, each by a different sentinel token. The target has each sentinel, followed by the tokens
+that it replaces. The window length is chosen so that the inputs fill the sequence length. So every batch has the same
+shape and no padding.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rapidformer_templates.errors import DataError
 
 @dataclass(frozen=True)
 class SpanSizes:
-    """Lengths in tokens, alike for all samples.
+    """Lengths in tokens, the same for all samples.
 
     Attributes:
-        window: raw tokens of a sample.
-        noise: those of them that are hidden.
-        spans: the number of spans that they are hidden in.
+        window: number of raw tokens of a sample.
+        noise: number of masked tokens among them.
+        spans: number of masked spans.
     """
 
     window: int
@@ -35,26 +35,26 @@ class SpanSizes:
 
     @property
     def inputs(self) -> int:
-        """What is not hidden, a sentinel for each span, and the end token."""
+        """Length of the inputs: the visible tokens, a sentinel for each span, and the end token."""
         return self.window - self.noise + self.spans + 1
 
     @property
     def labels(self) -> int:
-        """What is hidden, a sentinel before each span, and the end token."""
+        """Length of the labels: the masked tokens, a sentinel before each span, and the end token."""
         return self.noise + self.spans + 1
 
 
 def sizes_of_window(window: int, noise_density: float, mean_span_length: float) -> SpanSizes:
-    """How many tokens of ``window`` (2 or more) are hidden, and in how many spans; at least one, and never all."""
+    """Return how many of ``window`` ≥ 2 tokens are masked, at least one and never all, and in how many spans."""
     noise = min(max(round(window * noise_density), 1), window - 1)
     return SpanSizes(window, noise, max(round(noise / mean_span_length), 1))
 
 
 def span_sizes(seq_length: int, noise_density: float = 0.15, mean_span_length: float = 3.0) -> SpanSizes:
-    """The longest window whose inputs are exactly ``seq_length`` tokens.
+    """Return the longest window whose inputs have exactly ``seq_length`` tokens.
 
     Raises:
-        DataError: a value is out of range, or so much is hidden that spans would touch.
+        DataError: a value is out of range, or the masked fraction is so high that spans would touch.
     """
     if not 0 < noise_density < 1:
         hint = "choose a share between 0 and 1, such as 0.15"
@@ -62,7 +62,7 @@ def span_sizes(seq_length: int, noise_density: float = 0.15, mean_span_length: f
     if mean_span_length < 1:
         message = f"spans of {mean_span_length:g} tokens on average are not possible"
         raise DataError(message, where="--mean-span-length", hint="choose at least 1")
-    # One raw token more makes none or one input more, so that the length is hit and can be bisected.
+    # One more raw token adds at most one input token. So the length is always reached, and bisection finds it.
     windows = range(2, int(seq_length / (1 - noise_density)) + 4)
     longer = bisect_right(
         windows, seq_length, key=lambda window: sizes_of_window(window, noise_density, mean_span_length).inputs
@@ -79,7 +79,7 @@ def span_sizes(seq_length: int, noise_density: float = 0.15, mean_span_length: f
 
 
 def sentinels_of(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    """The ids of ``<extra_id_0>``, ``<extra_id_1>``, … in this order (in T5's own vocabulary from the highest id down).
+    """Return the ids of ``<extra_id_0>``, ``<extra_id_1>``, … in this order. In T5's vocabulary the ids decrease.
 
     Raises:
         DataError: the tokenizer has none.
@@ -95,12 +95,12 @@ def sentinels_of(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
 
 
 class SpanCorruption:
-    """Hide spans of a window: ``input_ids``, and ``labels`` for the decoder (transformers shifts them itself).
+    """Masks spans of a window: ``input_ids``, and ``labels`` for the decoder (transformers shifts them itself).
 
     Args:
-        sizes: of windows and spans, see :func:`span_sizes`.
-        sentinels: the tokens that stand for the first span, the second, …; see :func:`sentinels_of`.
-        eos_token_id: the end of inputs and labels.
+        sizes: sizes of windows and spans. See :func:`span_sizes`.
+        sentinels: the tokens that replace the first span, the second, …. See :func:`sentinels_of`.
+        eos_token_id: the last token of inputs and labels.
 
     Raises:
         DataError: there are fewer sentinels than spans.
@@ -122,7 +122,7 @@ class SpanCorruption:
         return {"input_ids": self._behind_sentinels(tokens, hidden), "labels": self._behind_sentinels(tokens, ~hidden)}
 
     def _behind_sentinels(self, tokens: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-        """``tokens`` with each run of hidden ones replaced by the next sentinel, and an end token."""
+        """Replace each run of hidden tokens with the next sentinel, and append an end token."""
         starts = hidden.copy()
         starts[1:] &= ~hidden[:-1]
         shown = tokens.astype(np.int64)
@@ -131,13 +131,16 @@ class SpanCorruption:
 
 
 def hidden_spans(sizes: SpanSizes, generator: np.random.Generator) -> np.ndarray:
-    """Which tokens are hidden, bool of shape (window,): runs that are shown and hidden in turn, a hidden one last."""
+    """Return which tokens are hidden, bool of shape (window,). Visible and hidden runs alternate.
+
+    The last run is hidden.
+    """
     shown = random_parts(sizes.window - sizes.noise, sizes.spans, generator)
     hidden = random_parts(sizes.noise, sizes.spans, generator)
     return np.repeat(np.arange(2 * sizes.spans) % 2 == 1, np.stack([shown, hidden], axis=1).ravel())
 
 
 def random_parts(total: int, parts: int, generator: np.random.Generator) -> np.ndarray:
-    """One of all ways to write ``total`` as a sum of ``parts`` positive numbers in a row, evenly drawn."""
+    """Draw ``parts`` positive numbers whose sum is ``total``, uniformly over all ordered choices."""
     borders = np.sort(generator.choice(total - 1, parts - 1, replace=False, shuffle=False)) + 1
     return np.diff(borders, prepend=0, append=total)

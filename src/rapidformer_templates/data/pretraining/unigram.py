@@ -1,4 +1,4 @@
-"""The loss of a unigram model: what a language model of a corpus must beat to have learned more than word counts."""
+"""The loss of a unigram model. A language model with a lower loss has learned more than word counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rapidformer_templates.errors import DataError
 
 
 def counts_of(dataset: IndexedDataset, part: tuple[int, int]) -> np.ndarray:
-    """How often each token stands in the sequences [first, last); shape (largest token + 1,). Reads them once.
+    """Count the tokens in the sequences [first, last), shape (largest token + 1,). Reads the tokens once.
 
     Raises:
         DataError: a token is negative.
@@ -33,9 +33,9 @@ def counts_of(dataset: IndexedDataset, part: tuple[int, int]) -> np.ndarray:
 
 
 def unigram_loss(dataset: IndexedDataset, train: tuple[int, int], held_out: tuple[int, int]) -> float:
-    """Mean negative log-likelihood of the held-out tokens, nats a token, under the counts of the training part.
+    """Return the mean negative log-likelihood of the held-out tokens under the training counts, in nats per token.
 
-    One is added to each count (Laplace), so that a token that the training part lacks has a probability.
+    One is added to each count (Laplace), so that tokens missing in the training part have a probability.
     """
     known, asked = counts_of(dataset, train), counts_of(dataset, held_out)
     size = max(len(known), len(asked))

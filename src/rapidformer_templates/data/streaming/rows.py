@@ -1,4 +1,7 @@
-"""The rows of files, epoch after epoch, as an iterable set of ``datasets``, whose state says where it stands."""
+"""A stream of the rows of files over many epochs.
+
+It is an iterable data set of ``datasets``, whose state stores the current position.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from rapidformer_templates.system.files import key_of
 
 @dataclass(frozen=True)
 class StreamedRow:
-    """A row with its origin.
+    """A row with its location.
 
     Attributes:
         path: its file.
-        number: its line, or its place in a file without lines.
-        row: the columns; None after the last row of a file, where only lines are left that cannot be read.
+        number: its line, or its position in a file without lines.
+        row: the columns. None after the last row of a file if only unreadable lines were left.
         skipped: ``file:line: reason`` of each line before it that was left out.
     """
 
@@ -35,17 +38,17 @@ class StreamedRow:
 
 
 class RowStream:
-    """The rows of some files, from the first to the last and then anew, without an end.
+    """An endless stream of the rows of some files. After the last row it starts again.
 
     Args:
-        files: the shards; they are read one after another.
-        seed: of their order, which is a new one in each epoch; None keeps the one given.
+        files: the shards. They are read one after another.
+        seed: seed of their order, which is new in each epoch. None keeps the given order.
         skip: leave out lines that cannot be read.
-        text_unit: what a document is in a ``.txt`` file.
-        column: what the column of such documents is called.
+        text_unit: the unit of text that is one document in a ``.txt`` file.
+        column: name of the column for such documents.
 
     Attributes:
-        epoch: passes that are complete.
+        epoch: number of complete passes.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class RowStream:
         self._begin(None)
 
     def _begin(self, shard_state: dict[str, Any] | None) -> None:
-        import datasets  # here, so that only those who stream pay for it
+        import datasets  # imported here, so that only streaming pays for it
 
         order: Any = range(len(self.files))
         if self.seed is not None:
@@ -74,30 +77,30 @@ class RowStream:
         self._set = datasets.IterableDataset.from_generator(_rows, gen_kwargs={"files": files, **options})
         if shard_state is not None:
             self._set.load_state_dict(shard_state)
-        # By iter() and not by a loop over the set, which in a loader process has a share of the shards only.
+        # Use iter(). In a loader process, a loop over the set would yield only a part of the shards.
         self._rows: Iterator[dict[str, Any]] = self._set.iter(batch_size=1)
         self._process = os.getpid()
-        self._begun_at = shard_state  # until a row is read, state_dict() of the set is that of its beginning
+        self._begun_at = shard_state  # until a row is read, state_dict() of the set is its beginning
 
     @property
     def identity(self) -> str:
-        """The files, by which a resumed run is told from another."""
+        """Describes the files, so that a resumed run can detect other files."""
         sizes = [file.stat().st_size for file in self.files]
         key = key_of([[file.name for file in self.files], sizes])
         return f"{len(sizes)} files of {sum(sizes):,} bytes ({key[:8]})"
 
     def state(self) -> dict[str, Any]:
-        """Where it stands: plain values, for :meth:`go_to`."""
+        """Return the position as plain values, for :meth:`go_to`."""
         begun_at = self._begun_at
         return {"epoch": self.epoch, "rows": self._set.state_dict() if begun_at is None else copy.deepcopy(begun_at)}
 
     def go_to(self, state: dict[str, Any]) -> None:
-        """Stand where a stream of the same files and seed stood; the file is read from its beginning to there."""
+        """Move to the position of a stream of the same files and seed. The current file is read up to it again."""
         self.epoch = state["epoch"]
         self._begin(state["rows"])
 
     def __next__(self) -> StreamedRow:
-        if self._process != os.getpid():  # a fork would share the place in an open file with its parent
+        if self._process != os.getpid():  # a forked process would share the file position with its parent
             self.go_to(self.state())
         for row in self._rows:
             self._begun_at = None
@@ -118,7 +121,7 @@ class RowStream:
 
 
 def _rows(files: list[str], skip: bool, unit: TextUnit, column: str) -> Iterator[dict[str, Any]]:
-    """What an iterable set reads of one shard after another."""
+    """Yield the rows of one shard after another for the iterable data set."""
     for name in files:
         path, bad = Path(name), BadLines(skip=skip)
         for number, row in _rows_of(path, bad, unit, column):

@@ -1,8 +1,8 @@
-"""Samples of a stream in one order for all workers, and how a run finds its place in them again.
+"""Samples of a stream, in the same order for all workers, with bookmarks for resuming.
 
-Rows are read in blocks. What a block is made into is a function of its rows, of what was left over of the
-block before, and of the seed; its samples are numbered through. So which samples a step has depends on nothing
-else: each worker reads all of the stream, and takes those of its own numbers.
+Rows are read in blocks. The samples of a block depend only on its rows, on the rest of the previous block, and on the
+seed. Samples are numbered consecutively. Nothing else decides which samples are in a step. Each worker reads the whole
+stream and takes the samples with its own numbers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.flags import DataFlags
 
 BUFFER = 1000
-"""Rows that are shuffled together where ``--shuffle-buffer`` says nothing; ``datasets`` shuffles as many."""
+"""Number of rows that are shuffled together by default, as in ``datasets``."""
 
 LISTED = 5
 
 
 def buffer_of(flags: DataFlags) -> int:
-    """Rows that are shuffled together."""
+    """Return the number of rows that are shuffled together."""
     return BUFFER if flags.shuffle_buffer is None else flags.shuffle_buffer
 
 
 class Samples(Protocol):
-    """The samples of a block, in their order."""
+    """The samples of a block, in order."""
 
     def __len__(self) -> int: ...
 
@@ -42,12 +42,12 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Made:
-    """What a block of rows has become.
+    """The result of a block of rows.
 
     Attributes:
-        samples: may be none.
-        left: what is left over for the next block: plain values, for a checkpoint.
-        skipped: ``file:line: reason`` of each row that cannot be used and was left out.
+        samples: the samples, possibly none.
+        left: the rest for the next block, as plain values for a checkpoint.
+        skipped: ``file:line: reason`` of each bad row that was left out.
     """
 
     samples: Samples
@@ -56,12 +56,12 @@ class Made:
 
 
 Make = Callable[[list[StreamedRow], Any, np.random.Generator], Made]
-"""Takes the rows of a block, what was left over of the block before (None of the first), and a generator."""
+"""Takes the rows of a block, the rest of the previous block (None for the first), and a generator."""
 
 
 @dataclass
 class _Block:
-    """Samples with their numbers, and where the stream stood before them."""
+    """Numbered samples, and the position of the stream before them."""
 
     samples: Samples
     order: np.ndarray
@@ -79,17 +79,17 @@ class _Block:
 
 
 class StreamedSamples(Endless):
-    """The samples of a stream; item ``p`` is there for every ``p`` from 0 on.
+    """The samples of a stream. There is an item ``p`` for every ``p`` from 0 on.
 
-    They are to be asked for in ascending order. A step back reads from the last bookmark that was gone to, or from
-    the beginning.
+    Read them in ascending order. An earlier position is read again from the last bookmark passed to :meth:`go_to`, or
+    from the beginning.
 
     Args:
         rows: the stream.
-        make: what a block of rows becomes.
-        seed: of the order of the samples in a block.
-        buffer: rows that are shuffled together; 0 shuffles nothing.
-        identity: what the samples depend on beside the seed and the buffer, in words.
+        make: converts a block of rows to samples.
+        seed: seed of the order of the samples in a block.
+        buffer: number of rows that are shuffled together. 0 means no shuffling.
+        identity: everything else that the samples depend on, as a text.
     """
 
     def __init__(self, rows: RowStream, make: Make, *, seed: int, buffer: int, identity: str) -> None:
@@ -107,7 +107,7 @@ class StreamedSamples(Endless):
         self._asked: dict[int, _Block] = {}
 
     def go_to(self, bookmark: Bookmark) -> None:
-        """Stand where a stream of the same files, seed and buffer stood when it gave this bookmark."""
+        """Move to the position at which a stream of the same files, seed and buffer returned this bookmark."""
         self._known = bookmark
         self._rewind(bookmark)
 
@@ -120,7 +120,7 @@ class StreamedSamples(Endless):
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Several items; two blocks are kept, so that a batch may lie across their border."""
+        """Return several items. Two blocks are kept, so that a batch may cross their border."""
         blocks = [self._block(position) for position in positions]
         self._asked = dict(zip(positions, blocks, strict=True))
         self.bookmark = blocks[-1].bookmark
@@ -128,7 +128,7 @@ class StreamedSamples(Endless):
 
     @property
     def size_of(self) -> Callable[[list[int]], tuple[int, int]] | None:
-        """(samples, tokens) in the items last asked for, where items are rows of several samples."""
+        """Returns (samples, tokens) of the items last read if items are rows of several samples, else None."""
         return self._size_of if self._blocks and hasattr(self._blocks[-1].samples, "size_of") else None
 
     def _size_of(self, positions: list[int]) -> tuple[int, int]:
@@ -145,10 +145,10 @@ class StreamedSamples(Endless):
             self._blocks = [*self._blocks[-1:], self._read()]
 
     def _read(self) -> _Block:
-        """The next block that has a sample.
+        """Return the next block that has a sample.
 
         Raises:
-            DataError: there was none in a whole pass over the files.
+            DataError: a whole pass over the files gave no sample.
         """
         began, bookmark = self.rows.epoch, self._next
         while True:
@@ -174,7 +174,7 @@ class StreamedSamples(Endless):
                 raise DataError(message, where=str(self.rows.files[0]), hint="use more text, or a shorter --seq-length")
 
     def _take(self) -> tuple[list[StreamedRow], list[str]]:
-        """The rows of a block, and the lines that were left out between them."""
+        """Return the rows of a block, and the lines that were left out between them."""
         rows: list[StreamedRow] = []
         skipped: list[str] = []
         began = self.rows.epoch
@@ -197,17 +197,17 @@ class StreamedSamples(Endless):
 
 
 class StreamOrder:
-    """The order of the samples of a stream: its own.
+    """The order of the samples of a stream, which is that of the stream itself.
 
     Args:
         samples: the stream.
-        global_batch: samples a step.
-        seed: of everything that is random in it.
+        global_batch: samples per step.
+        seed: seed of everything random in it.
     """
 
     by_epochs = False
     steps_per_epoch = 0
-    """Not known."""
+    """Unknown."""
 
     def __init__(self, samples: Endless, global_batch: int, seed: int) -> None:
         self.samples = samples
@@ -215,20 +215,20 @@ class StreamOrder:
         self.seed = seed
 
     def epoch(self, step: int) -> float:
-        """Not known beforehand; bookmarks tell how many passes were complete."""
+        """Return 0, because it is unknown. Bookmarks have the number of complete passes."""
         return 0.0
 
     def step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers, positions) of the samples of ``step``, which are the same."""
+        """Return (numbers, positions) of the samples of ``step``. Both are the same."""
         positions = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
         return positions, positions
 
     def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
-        """The global batch cut into ``count`` even pieces."""
+        """Split the global batch into ``count`` even pieces."""
         return even_requests(*self.step(step), self.seed, count, mine)
 
     def depends_on(self) -> dict[str, Any]:
-        """What the samples of a step depend on."""
+        """Return what the samples of a step depend on."""
         return {
             "--seed": self.seed,
             "--global-batch-size": self.global_batch,

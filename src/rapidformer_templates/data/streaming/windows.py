@@ -1,4 +1,4 @@
-"""Windows of a stream of documents: samples of a fixed length that run on over the borders of documents and blocks."""
+"""Fixed-length windows of a stream of documents. They cross the borders of documents and blocks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from rapidformer_templates.data.types import Rows
 
 
 class WindowsOfDocuments:
-    """Makes windows of documents, one in each row; what is left at the end begins the next block's first window.
+    """Makes windows from documents, one per row. The rest at the end starts the first window of the next block.
 
-    An item has ``input_ids`` of shape (length + overlap,), and with ``marks_documents`` also ``documents`` of that
-    shape: a number that changes where a document begins. As :class:`GPTSamples`, but for the order.
+    An item has ``input_ids`` of shape (length + overlap,). With ``marks_documents`` it also has ``documents`` of that
+    shape: a number that changes where a document begins. The items are like those of :class:`GPTSamples`, except for
+    the order.
 
     Args:
-        recipe: from text to tokens, with an end token.
-        length: tokens from the beginning of one window to that of the next.
+        recipe: how text becomes tokens, with an end token.
+        length: tokens from the beginning of one window to the beginning of the next.
         overlap: tokens that a window shares with the next one.
-        marks_documents: give ``documents`` as well.
+        marks_documents: also return ``documents``.
         shuffles: put the documents of a block into a random order.
     """
 
@@ -43,7 +44,7 @@ class WindowsOfDocuments:
         documents = list(self._encoded(rows, skipped))
         if self.shuffles:
             documents = [documents[i] for i in generator.permutation(len(documents))]
-        # What is left over is a list of pieces of documents, the first of which has begun in a window before.
+        # The rest is a list of pieces of documents. The first piece began in an earlier window.
         pieces = [*map(np.asarray, left or []), *documents]
         tokens = np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32)
         numbers = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
@@ -56,7 +57,7 @@ class WindowsOfDocuments:
         return Made(Rows(columns), over, skipped)
 
     def _encoded(self, rows: list[StreamedRow], skipped: list[str]) -> Iterator[np.ndarray]:
-        """The tokens of each row, file by file as they follow one another."""
+        """Yield the tokens of each row, file by file in their order."""
         for path, group in groupby(rows, key=lambda row: row.path):
             part = [(row.number, row.row or {}) for row in group]
             if self._encoder is None:
@@ -66,7 +67,7 @@ class WindowsOfDocuments:
             yield from np.split(done.columns[0].tokens, np.cumsum(done.columns[0].lengths)[:-1])
 
     def _fastest(self, first: Job) -> Encoder:
-        """The tokenizer with a memory of pieces, where it gives what the plain one does, also of the first rows."""
+        """Return the tokenizer with a cache of pieces if it equals the plain one, also on the first rows."""
         try:
             encoder = Encoder(replace(self.recipe, way="pieces", skip=True))
             encoder(first)
@@ -76,7 +77,7 @@ class WindowsOfDocuments:
         return encoder
 
     def _windows(self, flat: np.ndarray, count: int) -> np.ndarray:
-        """``count`` windows as rows of an array of their own: a view would keep the whole block."""
+        """Return ``count`` windows as rows of a new array. A view would keep the whole block in memory."""
         if not count:
             return np.empty((0, self.length + self.overlap), flat.dtype)
         windows = np.lib.stride_tricks.sliding_window_view(flat, self.length + self.overlap)[:: self.length]

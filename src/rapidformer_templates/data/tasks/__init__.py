@@ -1,4 +1,4 @@
-"""The tasks of the black box: what a data set, a model and a metric are for each ``--task``."""
+"""The tasks for ``--task``. Each one defines its data set, model and metrics."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["TASKS", "Task", "load_task"]
 
 
 def load_task(config: RunConfig) -> Task:
-    """The task that ``--task`` names.
+    """Return the task that ``--task`` names.
 
     Raises:
-        ConfigError: no task is named, one that is not there, or a flag is given that it has no use for.
+        ConfigError: no task is named, the name is unknown, or a flag is set that this task does not use.
     """
     check_task_flags(config)
     assert config.training.task is not None

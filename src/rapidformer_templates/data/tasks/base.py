@@ -1,4 +1,4 @@
-"""What every task offers to the templates."""
+"""The interface that every task offers to the templates."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from rapidformer_templates.planning.weights import mixture_of
 from rapidformer_templates.system.workers import Workers
 
 TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
-"""Columns in which a text is looked for when ``--text-column`` is not given."""
+"""Columns that are searched for a text if ``--text-column`` is not given."""
 
 
 Record = dict[str, Any]
-"""What is predicted of one row: plain values, as JSON knows them."""
+"""The prediction for one row, as plain values that JSON can store."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Rows to predict, without anything to learn.
+    """Rows to predict. They need no labels.
 
     Attributes:
-        rows: what :meth:`Task.records` takes, one entry a row.
-        lengths: tokens of each, by which rows of like lengths come together.
+        rows: the input of :meth:`Task.records`, one entry per row.
+        lengths: number of tokens of each row. Rows of similar length share a batch.
     """
 
     rows: Sequence[Any]
@@ -54,36 +54,39 @@ class Inputs:
 
     @classmethod
     def of(cls, samples: TokenizedSamples) -> Inputs:
-        """Of samples that are tokenized."""
+        """Build from tokenized samples."""
         return cls(samples, samples.lengths)
 
 
 EvalBatch = Callable[[MicroBatch, Callable[[Any, Batch], Any]], tuple[float, Any]]
-"""From a micro batch and a hook to (sum of the losses over its targets, what the model put out), without gradients."""
+"""Evaluates a micro batch without gradients, with a hook that computes the loss.
+
+Returns (sum of the losses over its targets, the model's outputs).
+"""
 
 
 class Task(ABC):
     """One kind of training: its data, its model and its metrics.
 
     Attributes:
-        name: as in ``--task``.
-        auto_class: transformers' class of the model.
-        best_metric: the metric by which the best checkpoint is kept; ``eval_loss`` is the loop's.
-        generates: evaluation needs :meth:`generate`; its texts take the place of ``outputs`` in
-            :meth:`predict`.
-        looks_ahead: :meth:`look_ahead` must see all micro batches of a mean before the first loss of it.
-        measures: :meth:`measured` has something to tell of each step.
-        decided: names of the attributes that :meth:`build_data` sets, and that a saved model is used with.
-        columns: those by which the training part is read, by the flag that names such a one (``text_column`` …; None is
-            none) and in what else the task must know of them; other rows are read by the same. None: nothing is known.
-        problem: what the labels of texts are, in transformers' words; None for tasks that have labels of one kind.
-        needs_reference: losses compare the model with one that is not trained.
-        skipped: ``file:line: reason`` of the lines that ``--skip-bad-lines`` left out; set by
-            :meth:`build_data`.
-        notes: what people should know of the data; set by :meth:`build_data`.
-        is_decided: the model is trained, and the data of an evaluation decide nothing of it: :meth:`take_decisions`.
-        part: where it is decided, the part of the data that is read.
-        label_use: how the model takes labels, once :meth:`use_labels` was told.
+        name: the value of ``--task``.
+        auto_class: name of the transformers auto class of the model.
+        best_metric: the metric that selects the best checkpoint. ``eval_loss`` comes from the training loop.
+        generates: evaluation needs :meth:`generate`. Its texts replace ``outputs`` in :meth:`predict`.
+        looks_ahead: :meth:`look_ahead` must see all micro batches of a mean before the first loss of that mean.
+        measures: :meth:`measured` returns values for each step.
+        decided: names of the attributes that :meth:`build_data` sets and that a saved model needs later.
+        columns: how the training part is read. It maps the flag that names a column (``text_column`` …) to that column,
+            or to None if there is none, and holds other facts about columns that the task needs. Other rows are read
+            the same way. None: nothing is known.
+        problem: the problem type of text labels, as transformers names it. None for tasks with only one kind of label.
+        needs_reference: the loss compares the model with a reference model that is not trained.
+        skipped: ``file:line: reason`` of each line that ``--skip-bad-lines`` left out. Set by :meth:`build_data`.
+        notes: remarks about the data for the user. Set by :meth:`build_data`.
+        is_decided: the model is already trained, so the data of an evaluation must not change labels or columns. See
+            :meth:`take_decisions`.
+        part: the part of the data to read if ``is_decided``.
+        label_use: how the model uses labels. The run sets it when it calls :meth:`use_labels`.
     """
 
     name: ClassVar[str]
@@ -117,11 +120,11 @@ class Task(ABC):
 
     @cached_property
     def seq_length(self) -> int:
-        """Length that samples are cut to, tokens."""
+        """Maximum length of a sample, in tokens."""
         return seq_length_of(self.config, self.model_config)
 
     def check(self) -> None:
-        """Look at what can be seen to be wrong before a worker starts: files, tokenizer, sizes of the model.
+        """Check what can be checked before a worker starts: files, tokenizer and model sizes.
 
         Raises:
             RapidformerError: one of them is missing or cannot be used.
@@ -140,7 +143,7 @@ class Task(ABC):
         assert self.seq_length > 0
 
     def _check_held_out(self, located: Sequence[Located]) -> None:
-        """Raise a :class:`DataError` if ``--validation-fraction`` is given and nothing is there to hold out from."""
+        """Raise a :class:`DataError` if ``--validation-fraction`` is given but every set has a validation part."""
         is_given = self.config.origin("validation_fraction") != "default" and self.config.data.validation_fraction > 0
         if is_given and all("valid" in one.parts for one in located):
             files = ", ".join(str(path) for one in located for path in one.parts["valid"][:1])
@@ -151,10 +154,10 @@ class Task(ABC):
             )
 
     def build_data(self) -> Data:
-        """Read, check and tokenize the data, or those of each set of a mixture.
+        """Read, check and tokenize the data, or each data set of a mixture.
 
         Raises:
-            DataError: a file, column, line or label that cannot be used.
+            DataError: a file, column, line or label cannot be used.
         """
         mixture = mixture_of(self.config.data.data_name)
         if not mixture:
@@ -165,7 +168,7 @@ class Task(ABC):
         return mixed(data, [weight for weight, _, _ in sources], self.config.training.seed)
 
     def _of_one(self, name: str, is_first: bool) -> Task:
-        """This task for one data set of a mixture; the first one reads the further validation sets."""
+        """Return this task for one data set of a mixture. The first one also reads the additional validation sets."""
         config = self.config.replace(self.config.origin("data_name"), data_name=name)
         task = type(self)(config if is_first else config.replace("a mixture", eval_data_name=None))
         task.tokenizer = self.tokenizer
@@ -174,7 +177,7 @@ class Task(ABC):
         return task
 
     def take_over(self, others: Sequence[Task]) -> None:
-        """Take what the data of each set of a mixture have decided.
+        """Adopt what the data sets of a mixture have decided.
 
         Raises:
             DataError: their labels differ.
@@ -198,24 +201,24 @@ class Task(ABC):
         """Read, check and tokenize one data set.
 
         Raises:
-            DataError: a file, column, line or label that cannot be used.
+            DataError: a file, column, line or label cannot be used.
         """
 
     def in_order_of_head(self, names: Sequence[str]) -> list[str]:
-        """The labels of the data in the order of the model's head; what people should know of it becomes a note.
+        """Return the labels of the data in the order of the model's head. Remarks for the user are added to ``notes``.
 
         Raises:
-            DataError: the head was trained for as many labels with other names.
+            DataError: the head was trained for the same number of labels with other names.
         """
         labels, note = in_order_of_head(names, self.model_config, self.auto_class, new_head=self.config.model.new_head)
         self.notes += [note] if note else []
         return labels
 
     def build_model(self) -> PreTrainedModel:
-        """The model with a head for the data; called after :meth:`build_data`, seeded by the caller.
+        """Build the model with a head for the data. Call it after :meth:`build_data`. The caller sets the seed.
 
         Raises:
-            ModelError: the head is one for labels, and the data that name them were not read.
+            ModelError: the head depends on labels, and the data that name them were not read.
         """
         if type(self).config_overrides is not Task.config_overrides and not hasattr(self, "labels"):
             raise ModelError(
@@ -226,7 +229,7 @@ class Task(ABC):
         return build_model(self.config, self.auto_class, self.tokenizer, **self.config_overrides())
 
     def check_model(self, model: nn.Module) -> None:  # noqa: B027 - most tasks suit every model
-        """Look at whether the built model, which may be the user's own, can use the batches of this task.
+        """Check whether the model, which may be the user's own, can use the batches of this task.
 
         Raises:
             ModelError: it cannot.
@@ -235,7 +238,7 @@ class Task(ABC):
     def for_other_data(self, config: RunConfig) -> Task:
         """Return this task for other data of the same run.
 
-        It keeps the decisions that the run's own data have made, the model's use of labels, and the reference.
+        It keeps the decisions from the run's data, the model's use of labels, and the reference.
         """
         other = type(self)(config)
         other.take_decisions(self.decisions())
@@ -245,89 +248,90 @@ class Task(ABC):
         return other
 
     def use_labels(self, use: LabelUse) -> bool:
-        """Hear how the model takes labels, before the first :meth:`compute_loss`.
+        """Receive how the model uses labels, before the first :meth:`compute_loss`.
 
         Returns:
-            Whether in this task's loss the logits at a token are compared with the next token's label.
+            Whether this task's loss compares the logits at a token with the next token's label.
 
         Raises:
-            ModelError: no loss of this task can be made of it.
+            ModelError: this task cannot compute its loss with such a model.
         """
         return use.shifts
 
     def config_overrides(self) -> dict[str, Any]:
-        """Attributes of the model's configuration that the data decides, such as ``num_labels``."""
+        """Return attributes of the model's configuration that depend on the data, such as ``num_labels``."""
         return {}
 
     def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
-        """The mean loss of a batch, or (sum of losses, number of targets); by default what the model says."""
+        """Return the mean loss of a batch, or (sum of losses, number of targets). By default the model computes it."""
         return model(**batch).loss
 
     def count_targets(self, batch: Mapping[str, torch.Tensor], *, shifted: bool) -> float:
-        """How many targets the mean loss of a batch is a mean over; ``shifted`` as in :meth:`use_labels`."""
+        """Return the number of targets in the mean loss. For ``shifted`` see :meth:`use_labels`."""
         return count_targets(batch, shifted=shifted)
 
     def begin_step(self, microbatches: Sequence[MicroBatch]) -> None:  # noqa: B027 - most tasks need not
-        """Hear of a step's micro batches of this rank, on their device, where the task ``measures``."""
+        """Receive this rank's micro batches of a step, on their device. Called if the task ``measures``."""
 
     def look_ahead(  # noqa: B027 - most losses are sums over samples
         self, evaluate: EvalBatch, microbatches: Iterable[MicroBatch], workers: Workers
     ) -> None:
-        """Find out what a loss needs to know of the whole global batch, or of the whole data set in an evaluation.
+        """Compute what a loss needs from the whole global batch, or from the whole data set in an evaluation.
 
-        Every worker calls it with as many micro batches.
+        Every worker calls it with the same number of micro batches.
         """
 
     def measured(self, workers: Workers) -> dict[str, torch.Tensor]:
-        """Values of the last step's global batch for the metrics, the same on every worker; every one must call it."""
+        """Return metrics of the last step's global batch. Every worker must call it, and all get the same values."""
         return {}
 
     def begin_evaluation(self, name: str) -> None:  # noqa: B027 - most tasks need not
-        """Hear which set is evaluated next: a name of ``Data.validation_sets()``, or that of the test part."""
+        """Prepare to evaluate a set: a name from ``Data.validation_sets()``, or the name of the test part."""
 
     def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
-        """One generated text a sample; only tasks with ``generates`` have it."""
+        """Generate one text per sample. Only tasks with ``generates`` implement it."""
         raise NotImplementedError(f"{self.name} does not generate")
 
     @abstractmethod
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
-        """(predictions, references), one small object a sample each, on the CPU.
+        """Return (predictions, references) on the CPU, with one small object per sample in each.
 
         Args:
             outputs: the model's outputs for ``batch``, or the generated texts.
-            batch: as it was collated.
+            batch: the collated batch.
         """
 
     @abstractmethod
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
-        """Metrics over the whole evaluation set, from what :meth:`predict` returned for its samples."""
+        """Compute metrics over the whole evaluation set from the results of :meth:`predict`."""
 
     def decisions(self) -> Record:
-        """What the data have decided (``decided``), as plain values."""
+        """Return the attributes named in ``decided`` that the data have set, as plain values."""
         return {name: getattr(self, name) for name in self.decided if getattr(self, name, None) is not None}
 
-    # Rows that were never part of a data set, once the model is trained.
+    # Prediction: rows outside of any data set, for a trained model.
 
     def take_decisions(self, decisions: Mapping[str, Any], part: str | None = None) -> None:
-        """Take what the data of the training have decided: the data that are read from now on decide nothing.
+        """Use the decisions of the training data. Data that are read later decide nothing.
 
         Args:
-            decisions: of :meth:`decisions`, as far as they are known; the model's configuration tells some, too.
-            part: of a data set that is evaluated; None is its validation part, or its only one.
+            decisions: the result of :meth:`decisions`, as far as known. They take precedence over those that the
+                model's configuration contains.
+            part: the part of a data set to evaluate. None is its validation part, or its only part.
         """
         self.is_decided, self.part = True, part
         for name, value in {**self.told_by_model(), **decisions}.items():
             setattr(self, name, value)
 
     def told_by_model(self) -> Record:
-        """The decisions that the model's configuration tells."""
+        """Return the decisions that the model's configuration contains."""
         return {}
 
     def read_rows(self) -> Raw:
-        """The rows of ``--data-dir`` and ``--data-name``: all that a run needs, or the part that is evaluated.
+        """Read the rows of ``--data-dir`` and ``--data-name``: all parts for a run, or only the part to evaluate.
 
         Raises:
-            DataError: a folder, file, line or part that is missing or cannot be read.
+            DataError: a folder, file, line or part is missing or cannot be read.
         """
         if self.is_decided:
             return read_part(self.config, self.part)
@@ -335,18 +339,21 @@ class Task(ABC):
         return read_dataset(self.config)
 
     def column(self, part: Part, flag: str, usual: Sequence[str]) -> str:
-        """The column that a flag names, else the one that is known (``columns``), else the first of the usual names.
+        """Return the column that a flag names, else the known one (``columns``), else the first of the usual names.
 
-        Of the training part it is remembered.
+        The column of the training part is remembered.
 
         Raises:
-            DataError: there is none; the columns are listed.
+            DataError: there is none. The message lists the columns.
         """
         name = self.column_if_any(part, flag, usual)
         return part.column(flag, None, usual) if name is None else name
 
     def column_if_any(self, part: Part, flag: str, usual: Sequence[str]) -> str | None:
-        """As :meth:`column`; None where no flag names one, and the training part had none or there is none."""
+        """Return the same as :meth:`column`, or None if there is no such column.
+
+        It is None if no flag names a column, and the training part had none or this part has none.
+        """
         given, known = getattr(self.config.data, flag), self.columns or {}
         if given is None and flag in known:
             name: str | None = known[flag]
@@ -358,49 +365,49 @@ class Task(ABC):
         return name
 
     def remember(self, columns: Mapping[str, Any]) -> None:
-        """Know columns of the training part; of rows that are read for a trained model nothing is remembered."""
+        """Remember columns of the training part. Rows that are read for a trained model change nothing."""
         if self.columns is not None and not self.is_decided:
             self.columns = {**self.columns, **columns}
 
     @property
     def text_column(self) -> str:
-        """What the column of a text is called that stands alone, without columns."""
+        """Name of the text column for a text that is given without columns."""
         return self.config.data.text_column or (self.columns or {}).get("text_column") or "text"
 
     @abstractmethod
     def inputs(self, part: Part) -> Inputs:
-        """Tokenize rows to predict; what would be learned of them is not looked at.
+        """Tokenize rows to predict, without reading labels.
 
         Raises:
-            DataError: a column is missing, or a row that cannot be used.
+            DataError: a column is missing, or a row cannot be used.
         """
 
     @abstractmethod
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
-        """What a model predicts of some rows of :meth:`inputs`; the model is in its evaluation mode.
+        """Predict rows from :meth:`inputs`. The model is in evaluation mode.
 
         Args:
-            generation: how texts are generated, for the tasks that do.
+            generation: options for tasks that generate text.
         """
 
     def outputs(self, model: Any, rows: Sequence[Any]) -> tuple[Any, Batch]:
-        """What a model puts out for rows of tokens, and the batch on its device."""
+        """Return the model's outputs for tokenized rows, and the batch on the model's device."""
         batch = to_device(PadCollate(padding_of(self.tokenizer))(list(rows)), device_of(model))
         return model(**batch), batch
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes."""
+    """Return the device of a model."""
     return next(model.parameters()).device
 
 
 def share(value: float) -> float:
-    """A probability or a score as it is told: its last digits depend on how many threads have added it up."""
+    """Round a probability or a score for output. Its last digits depend on how many threads computed the sum."""
     return float(f"{value:.4g}")
 
 
 def label_map(names: Sequence[str]) -> dict[str, Any]:
-    """The attributes of a model's configuration that name its labels."""
+    """Return the attributes of a model's configuration that name its labels."""
     return {
         "num_labels": len(names),
         "id2label": dict(enumerate(names)),
@@ -409,13 +416,13 @@ def label_map(names: Sequence[str]) -> dict[str, Any]:
 
 
 def texts_of(part: Part, column: str, *, may_be_missing: bool = False) -> list[str]:
-    """The texts of a column.
+    """Return the texts of a column.
 
     Args:
-        may_be_missing: a value that is not there is an empty text.
+        may_be_missing: read a missing value as an empty text.
 
     Raises:
-        DataError: a value is missing or is no text.
+        DataError: a value is missing or is not a text.
     """
     texts = list(part.table[column][:])
     if may_be_missing:
@@ -430,9 +437,9 @@ def texts_of(part: Part, column: str, *, may_be_missing: bool = False) -> list[s
 def tokenized(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[Any], pairs: Sequence[Any] | None = None, **arguments: Any
 ) -> dict[str, Ragged]:
-    """Tokenize texts (or text pairs) in batches: ``input_ids``, and ``token_type_ids`` where not all are zero.
+    """Tokenize texts or text pairs in batches. Returns ``input_ids``, and ``token_type_ids`` unless all are zero.
 
-    Token types that are all zero are left out: the models fill them in by themselves.
+    Models use zeros by default, so token types that are all zero are left out.
     """
     chunks = list(_encoded(tokenizer, texts, pairs, arguments))
     fields = {"input_ids": Ragged(row for chunk in chunks for row in chunk["input_ids"])}
@@ -444,10 +451,10 @@ def tokenized(
 
 
 def with_tokens(rows: Ragged, part: Part, column: str) -> Ragged:
-    """The tokens of the texts of a column, of which each has some.
+    """Check that each text of a column has at least one token, and return the tokens.
 
     Raises:
-        DataError: one has none: it is empty, and the tokenizer adds no token of its own.
+        DataError: a text is empty, and the tokenizer does not add a token.
     """
     for row in np.flatnonzero(rows.lengths == 0)[:1].tolist():
         message = f"the text in column '{column}' has no token"
@@ -474,13 +481,13 @@ def as_data(
     collate: Callable[[list[Any]], Batch],
     augment: Callable[[Any, np.random.Generator], Any] | None = None,
 ) -> Data:
-    """What :meth:`Task.build_data` returns, of the parts that are there."""
+    """Build the result of :meth:`Task.build_data` from the existing parts."""
     named = {name.removeprefix("valid").strip(): samples for name, samples in sets.items() if name.startswith("valid")}
     valid = named if set(named) - {""} else named.get("")
     return Data(sets["train"], valid, sets.get(TEST), collate, augment, sets["train"].lengths)
 
 
 def padding_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    """What each row of inputs is filled up with."""
+    """Return the padding value of each model input."""
     assert isinstance(tokenizer.pad_token_id, int)
     return {"input_ids": tokenizer.pad_token_id, "token_type_ids": 0}

@@ -1,4 +1,4 @@
-"""Causal language modelling: each text is continued token by token; of conversations, the answers."""
+"""Causal language modelling: predict the next token of plain texts, or of the answers in conversations."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ from rapidformer_templates.models.label_use import LabelUse, check_causal
 
 
 class CausalLM(Task):
-    """Each text, conversation or prompt with its completion is one sample, cut to the sequence length.
+    """Each text, conversation, or prompt with its completion is one sample, cut to the sequence length.
 
-    Texts and completions get an end token. Of plain text every token is learned, of the others the
-    answers (``--loss-on``). With ``--pack-sequences`` several samples share a row. Metric: token accuracy.
+    Texts and completions end with an end-of-sequence token. All tokens of plain text have a loss. In other data only
+    the answers have one (``--loss-on``). With ``--pack-sequences`` several samples share a row. The metric is token
+    accuracy.
     """
 
     name = "causal_lm"
@@ -86,7 +87,7 @@ class CausalLM(Task):
         self.remember(columns.told())
         sets = sets_of(raw, self.config, partial(self._set, columns))
         if raw.stream is not None and columns.kind in ("chat", "instruction") and not self.tokenizer.chat_template:
-            self.notes.append(PLAIN_NOTE)  # no part was read whole, by which it would be known
+            self.notes.append(PLAIN_NOTE)  # no part was read whole, which would have added this note
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int)
         if self.packs:
@@ -99,7 +100,7 @@ class CausalLM(Task):
 
     @property
     def text_column(self) -> str:
-        """What the column of a text is called that stands alone: it is continued, whatever was learned from."""
+        """Name of the text column for a text given alone. It is continued, regardless of the training data."""
         return self.config.data.text_column or TEXT_COLUMNS[0]
 
     def _samples(self, name: str, part: Part, columns: Columns, block: Block | None) -> TokenizedSamples:
@@ -122,7 +123,7 @@ class CausalLM(Task):
     def _of_texts(self, name: str, part: Part, texts: Sequence[str], block: Block | None) -> TokenizedSamples:
         rows = tokenized(self.tokenizer, texts)["input_ids"]
         ended = [self._ended(rows[i])[: self.seq_length] for i in range(len(rows))]
-        kept = [row for row in ended if len(row) > 1]  # nothing predicts a sample's first token
+        kept = [row for row in ended if len(row) > 1]  # the first token of a sample has no context to be predicted from
         if len(kept) < len(ended) and block is None:
             first = next(i for i, row in enumerate(ended) if len(row) < 2)
             if not kept:
@@ -152,12 +153,12 @@ class CausalLM(Task):
         return packed
 
     def _ended(self, row: np.ndarray) -> np.ndarray:
-        """A text with the end token, by which the model learns where to stop."""
+        """Append the end token, which teaches the model where to stop."""
         end = self.tokenizer.eos_token_id
         return row if end is None or (len(row) and row[-1] == end) else np.append(row, end)
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
-        # The logits at one token predict the next.
+        # The logits at one token predict the next token.
         return predicted_tokens(outputs.logits[:, :-1].argmax(dim=-1), batch["labels"][:, 1:])
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
@@ -171,10 +172,10 @@ class CausalLM(Task):
 
 
 def prompts_of(task: Task, part: Part) -> list[list[int]]:
-    """The tokens of texts to continue and of conversations to answer.
+    """Tokenize texts to continue and conversations to answer.
 
     Raises:
-        DataError: a column is missing, or a row cannot be used or fills the model.
+        DataError: a column is missing, a row cannot be used, or a prompt leaves the model no room to write.
     """
     columns, tokenizer = find_asked(part, task.config.data, task.columns or {}), task.tokenizer
     reader = ChatReader(tokenizer, task.seq_length, answers_only=True, advice=ASKED)
@@ -185,7 +186,7 @@ def prompts_of(task: Task, part: Part) -> list[list[int]]:
         text = one if isinstance(one, str) else reader.question(one)
         ids = tokenizer(text, add_special_tokens=isinstance(one, str), verbose=False)["input_ids"]
         if isinstance(one, str) and ids and ids[-1] in ends:
-            ids = ids[:-1]  # the tokenizer ends each text; this one goes on
+            ids = ids[:-1]  # the tokenizer ends each text, but this text must be continued
         if not ids:
             raise DataError("the prompt has no token", where=part.where(row), hint="write a text that goes on")
         if positions is not None and len(ids) >= positions:
@@ -196,7 +197,7 @@ def prompts_of(task: Task, part: Part) -> list[list[int]]:
 
 
 def continued(task: Task, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
-    """The text that follows each prompt."""
+    """Generate the continuation of each prompt."""
     pad = task.tokenizer.pad_token_id
     assert isinstance(pad, int)
     batch = to_device(padded_left([row["input_ids"] for row in rows], pad), device_of(model))
@@ -209,14 +210,14 @@ def continued(task: Task, model: Any, rows: Sequence[Any], generation: Generatio
 
 
 def predicted_tokens(tokens: torch.Tensor, labels: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    """(predicted, true) tokens of each sample where there is a label. Both arguments: (samples, tokens)."""
+    """Return the (predicted, true) tokens of each sample at labelled positions. Both inputs are (samples, tokens)."""
     guesses, truths = tokens.cpu().numpy(), labels.cpu().numpy()
     wanted = truths != IGNORED
     return [g[w] for g, w in zip(guesses, wanted, strict=True)], [t[w] for t, w in zip(truths, wanted, strict=True)]
 
 
 def token_accuracy(predictions: list[Any], references: list[Any]) -> dict[str, float]:
-    """Share of target tokens that were predicted."""
+    """Return the fraction of target tokens that were predicted correctly."""
     total = sum(map(len, references))
     right = sum(int((p == r).sum()) for p, r in zip(predictions, references, strict=True))
     return {"token_accuracy": right / total if total else 0.0}

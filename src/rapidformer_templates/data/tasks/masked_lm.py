@@ -1,4 +1,4 @@
-"""Masked language modelling: hidden tokens of each text are found from those around them."""
+"""Masked language modelling: predict masked tokens from the tokens around them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 
 BEST = 5
-"""Tokens that are told of each mask."""
+"""Number of candidate tokens reported for each mask."""
 
 
 class MaskedLM(Task):
-    """Each text is one sample, cut to the sequence length and masked anew in each epoch; metric: token accuracy."""
+    """Each text is one sample, cut to the sequence length. Masks change in each epoch. The metric is token accuracy."""
 
     name = "masked_lm"
     auto_class = "AutoModelForMaskedLM"
@@ -78,7 +78,7 @@ class MaskedLM(Task):
         return Inputs.of(samples)
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
-        """For each mask the likeliest tokens, and the text with the first of each."""
+        """Return the most likely tokens for each mask, and the text with the first candidates filled in."""
         outputs, batch = self.outputs(model, rows)
         hidden = batch["input_ids"] == self.tokenizer.mask_token_id
         best = outputs.logits.float().softmax(dim=-1).topk(BEST, dim=-1)

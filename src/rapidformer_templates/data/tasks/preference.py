@@ -1,4 +1,7 @@
-"""Preferences: a model learns which answers are wanted; and rewards: a model learns to score them."""
+"""Preference training and reward models.
+
+Preference training teaches a model which answers are wanted. A reward model learns to score answers.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +43,14 @@ from rapidformer_templates.system.workers import Workers
 
 Batch = Mapping[str, torch.Tensor]
 Reference = Callable[[Any], AbstractContextManager[Any]]
-"""From the trained model to a context with the model that it is compared with."""
+"""Maps the trained model to a context that yields the reference model."""
 
 
 class _Preferences(Task):
-    """What both tasks share: answers two by two, and the rewards that are told of each step.
+    """Base of both tasks: reading answers, and the reward metrics of each step.
 
     Attributes:
-        judges: each answer is judged by itself, and not one against another.
+        judges: each answer has its own label, good or bad, instead of being compared with another answer.
     """
 
     best_metric = "eval_loss"
@@ -81,16 +84,16 @@ class _Preferences(Task):
         return pair_samples(name, pairs_of(part, prompt, reader), reader)
 
     def _prompt(self, part: Part) -> str | None:
-        """The column of prompts, where answers do not hold theirs."""
+        """Return the column of prompts, or None if the answers contain their prompts."""
         return self.column_if_any(part, "text_column", (PROMPT,))
 
     @property
     def text_column(self) -> str:
-        """What the column of a text is called that stands alone: it is no prompt of a column."""
+        """Name of the text column for a text given alone. It is not the prompt of a preference data set."""
         return self.config.data.text_column or TEXT_COLUMNS[0]
 
     def build_model(self) -> PreTrainedModel:
-        """Without dropout, unless it is asked for: both models must see an answer alike."""
+        """Build the model without dropout unless the user sets it. Both models must see the same answer."""
         rates = {} if self.config.model.dropout is not None else dropout_rates(self.model_config, 0.0)
         return build_model(self.config, self.auto_class, self.tokenizer, **rates, **self.config_overrides())
 
@@ -113,7 +116,7 @@ class _Preferences(Task):
         self._sums[4] += ((chosen > rejected) * counted).sum()
 
     def _tell(self, rewards: torch.Tensor, is_good: torch.Tensor, counted: torch.Tensor) -> None:
-        """Note the rewards of a batch, for the metrics of this step or of the evaluation."""
+        """Record the rewards of a batch for the metrics of this step or of the evaluation."""
         rewards = rewards.detach()
         if not torch.is_grad_enabled():
             self._rewards = list(zip(rewards.tolist(), is_good.tolist(), strict=True))
@@ -133,12 +136,12 @@ class _Preferences(Task):
         return told if self.judges else told | {"rewards/accuracies": right / goods}
 
     def predict(self, outputs: Any, batch: Batch) -> tuple[list[Any], list[Any]]:
-        """The rewards of each sample, from the loss that has just been computed of the batch."""
+        """Return the rewards of each sample. They come from the last loss, which was computed for this batch."""
         rewards, self._rewards = self._rewards, []
         return rewards, [None] * len(rewards)
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
-        """Mean rewards; NaN of answers of a kind that the data do not hold."""
+        """Return mean rewards. The mean of a kind of answer that the data do not contain is NaN."""
         told = np.asarray(predictions, dtype=np.float64).reshape(-1, 2)
         if self.judges:
             good = told[:, 1] > 0
@@ -150,17 +153,17 @@ class _Preferences(Task):
 
 
 class Preference(_Preferences):
-    """Learns from answers that are preferred to others, or said to be good or bad (``--preference-loss kto``).
+    """Learns from preferred answers, or from answers labelled good or bad (``--preference-loss kto``).
 
-    DPO, IPO and KTO compare the model with a reference: itself without its adapters, a frozen copy, or
-    log-probabilities that were computed once. ORPO and SimPO need none.
+    DPO, IPO and KTO compare the model with a reference. The reference is the model without its adapters, a frozen copy,
+    or log-probabilities that were computed once. ORPO and SimPO need no reference.
     """
 
     name = "preference"
     auto_class = "AutoModelForCausalLM"
-    # The run sets both: see run/reference.py.
+    # The run sets both. See run/reference.py.
     reference: Reference | None = None
-    is_tried = False  # transforms look at the loss, whose value does not matter to them
+    is_tried = False  # set while transforms inspect the loss, whose value does not matter to them
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -186,7 +189,7 @@ class Preference(_Preferences):
         return continued(self, model, rows, generation)
 
     def look_ahead(self, evaluate: EvalBatch, microbatches: Iterable[MicroBatch], workers: Workers) -> None:
-        """The drift that KTO compares with, or ORPO's number of tokens: both of the whole global batch."""
+        """Compute KTO's drift, or ORPO's pairs per token, over the whole global batch."""
         total = count = 0.0
         for microbatch in microbatches:
             batch = microbatch.batch
@@ -200,15 +203,18 @@ class Preference(_Preferences):
         total, count = workers.sum(total, count)
         self._ahead = max(total / count, 0.0) if self.judges else count / max(total, 1.0)
 
-    _ahead = 0.0  # KTO's drift; ORPO's pairs a token
+    _ahead = 0.0  # drift for KTO, pairs per token for ORPO
 
     def _drift_of(self, model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
-        """The sum of the ratios of a batch, and of how many."""
+        """Return the sum of the log-ratios of a batch, and their number."""
         answers = self._answers(model, batch)
         return answers.ratios.sum(), len(answers.ratios)
 
     def reference_of(self, evaluate: EvalBatch, microbatch: MicroBatch) -> list[list[float]]:
-        """For each sample the reference's log-probabilities of its two rows; nothing where no output is seen."""
+        """Return the reference's log-probabilities of the two rows of each sample.
+
+        The list is empty on workers that do not see the outputs.
+        """
         parts, told = [microbatch] if not self.judges else [microbatch, _of_drift(microbatch)], []
         for part in parts:
             self._rewards = []
@@ -242,8 +248,8 @@ class Preference(_Preferences):
         return (each * counted).sum(), counted.sum()
 
     def _answers(self, model: Any, batch: Batch) -> losses.Answers:
-        """Log-probabilities by the model and, where the loss needs one, by the reference."""
-        # The reference comes first: what a recorder remembers, and what the backward follows, is the model's own.
+        """Return log-probabilities from the model and, if the loss needs them, from the reference."""
+        # Run the reference first. Recorders and the backward must see the trained model's forward last.
         reference = self._reference_logps(model, batch) if self.needs_reference else None
         answers = self._logps(model, batch)
         return (
@@ -270,7 +276,7 @@ class Preference(_Preferences):
 
 
 def _of_drift(microbatch: MicroBatch) -> MicroBatch:
-    """Its answers to other prompts, as a micro batch of their own."""
+    """Return the mismatched answers (to other prompts) as a separate micro batch."""
     prefix, batch = "kl_", microbatch.batch
     fields = {name.removeprefix(prefix): tensor for name, tensor in batch.items() if name.startswith(prefix)}
     if "reference_kl_logps" in batch:
@@ -280,7 +286,7 @@ def _of_drift(microbatch: MicroBatch) -> MicroBatch:
 
 
 class Reward(_Preferences):
-    """Learns to score answers, so that chosen ones score higher: a classifier with one number (Bradley and Terry)."""
+    """Learns to score answers so that chosen ones score higher: a classifier with one output (Bradley and Terry)."""
 
     name = "reward"
     auto_class = "AutoModelForSequenceClassification"
@@ -298,7 +304,7 @@ class Reward(_Preferences):
         return (losses.reward(chosen, rejected) * batch["counted"]).sum(), batch["counted"].sum()
 
     def inputs(self, part: Part) -> Inputs:
-        """Answers with what they answer: one a row, or a chosen and a rejected one."""
+        """Tokenize answers with their prompts. Each row has one answer, or a chosen and a rejected one."""
         reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True, advice=ASKED)
         if has_pairs(part):
             answers = [list(pair) for pair in pairs_of(part, self._prompt(part), reader)]

@@ -1,7 +1,7 @@
-"""Losses of preferences, each of its paper, from log-probabilities of whole answers. Pure functions of tensors.
+"""Preference losses from log-probabilities of whole answers. They are pure functions of tensors.
 
-All are compared with TRL's; where a paper leaves something open (lengths in IPO, the tokens of the likelihood in ORPO),
-it is as there.
+Each loss follows its paper. All are tested against TRL. They also follow TRL where a paper leaves a choice open
+(lengths in IPO, the tokens of the likelihood in ORPO).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rapidformer_templates.data.targets import IGNORED, shifted_left
 
 @dataclass(frozen=True)
 class Answers:
-    """Log-probabilities of answers, each of shape (answers,).
+    """Log-probabilities of answers. Each tensor has shape (answers,).
 
     Attributes:
-        logps: the sums over their tokens.
-        lengths: numbers of those.
-        reference: the same sums by the reference model; zeros where the loss needs none.
-        whole_nll: the sum of the negative log-likelihood over all tokens, the prompt's included.
+        logps: sums over the tokens of each answer.
+        lengths: number of tokens of each answer.
+        reference: the same sums from the reference model. Zeros if the loss needs no reference.
+        whole_nll: negative log-likelihood summed over all tokens, including the prompt.
     """
 
     logps: torch.Tensor
@@ -32,25 +32,25 @@ class Answers:
 
     @property
     def means(self) -> torch.Tensor:
-        """Mean log-probability of a token."""
+        """Mean log-probability per token."""
         return self.logps / self.lengths
 
     @property
     def ratios(self) -> torch.Tensor:
-        """By how much more likely an answer is than by the reference, as a logarithm."""
+        """Log-ratio of the probabilities under the model and under the reference."""
         return self.logps - self.reference
 
     def halves(self) -> tuple[Answers, Answers]:
-        """The chosen and the rejected ones of a batch of pairs."""
+        """Split a batch of pairs into chosen and rejected answers."""
         parts = [tensor.chunk(2) for tensor in (self.logps, self.lengths, self.reference, self.whole_nll)]
         return Answers(*(chosen for chosen, _ in parts)), Answers(*(rejected for _, rejected in parts))
 
 
 def answers_of(logits: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Answers:
-    """Log-probabilities of the tokens that have a label, row by row; its reference is zeros.
+    """Compute the log-probability of the labelled tokens in each row. ``reference`` is zeros.
 
     Args:
-        logits: (rows, tokens, words), also such as are divided over workers.
+        logits: (rows, tokens, words). They may be sharded over workers.
         input_ids, mask, labels: (rows, tokens).
     """
     targets = shifted_left(torch.where(mask.bool(), input_ids, IGNORED))
@@ -67,7 +67,7 @@ def dpo(chosen: Answers, rejected: Answers, beta: float) -> torch.Tensor:
 
 
 def ipo(chosen: Answers, rejected: Answers, beta: float) -> torch.Tensor:
-    """Azar et al., 2023, equation 17, of log-probabilities a token; beta is their tau."""
+    """Azar et al., 2023, equation 17, with log-probabilities per token. ``beta`` is their tau."""
     apart = chosen.ratios / chosen.lengths - rejected.ratios / rejected.lengths
     return (apart - 1 / (2 * beta)) ** 2
 
@@ -78,15 +78,15 @@ def simpo(chosen: Answers, rejected: Answers, beta: float, gamma: float) -> torc
 
 
 def odds_ratio(chosen: Answers, rejected: Answers) -> torch.Tensor:
-    """Hong et al., 2024, equation 7: the second part of ORPO's loss, before its weight."""
+    """Hong et al., 2024, equation 7: the second term of the ORPO loss, before its weight."""
     return -logsigmoid(_log_odds(chosen.means) - _log_odds(rejected.means))
 
 
 def _log_odds(means: torch.Tensor) -> torch.Tensor:
-    """log(p / (1 - p)) from log p, exact for p near 0 and near 1."""
+    """Compute log(p / (1 - p)) from log p, exact for p near 0 and near 1."""
     means = means.clamp(max=-torch.finfo(means.dtype).tiny)
     near_one = means > -0.6931472
-    small = torch.where(near_one, torch.full_like(means, -1.0), means)  # each branch has a finite derivative
+    small = torch.where(near_one, torch.full_like(means, -1.0), means)  # both branches need a finite derivative
     large = torch.where(near_one, means, torch.full_like(means, -0.5))
     return means - torch.where(near_one, torch.log(-torch.expm1(large)), torch.log1p(-torch.exp(small)))
 
@@ -98,8 +98,8 @@ def kto(
 
     Args:
         is_good: (answers,).
-        drift: the mean over the global batch of the ratios of answers to other prompts, at least 0.
-        weights: of good and of bad answers.
+        drift: mean log-ratio of answers to other prompts over the global batch, at least 0.
+        weights: weights of good and of bad answers.
     """
     sign = torch.where(is_good, 1.0, -1.0)
     weight = torch.where(is_good, *weights)
@@ -107,5 +107,5 @@ def kto(
 
 
 def reward(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """Bradley and Terry's likelihood of the choice, of rewards (pairs,)."""
+    """Negative log-likelihood of the choice (Bradley and Terry) for rewards of shape (pairs,)."""
     return -logsigmoid(chosen - rejected)

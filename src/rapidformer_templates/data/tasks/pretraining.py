@@ -1,4 +1,4 @@
-"""Pretraining from corpora: causal, masked, sentence pairs or spans, by the architecture and the flags."""
+"""Pretraining from corpora: causal, masked, sentence pairs or spans, depending on the architecture and the flags."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PARTS = ("training", "validation", "test")
 
 
 class Pretraining(Task):
-    """Samples of corpora for the objective of the architecture; metric: token accuracy."""
+    """Builds samples from corpora for the objective of the architecture. The metric is token accuracy."""
 
     name = "pretraining"
     decided = ()  # a corpus has no columns
@@ -77,7 +77,7 @@ class Pretraining(Task):
         parts = self._parts(corpora)
         train, valid, test = parts
         if self.is_decided:
-            train = valid = parts[self._first_part]  # there is nothing to train on
+            train = valid = parts[self._first_part]  # nothing is trained
         assert train is not None
         if valid is None and split_shares(self.config.data.split)[1] > 0:
             self.notes.append(f"--split {self.config.data.split}: the corpus is too small for a validation part")
@@ -85,7 +85,7 @@ class Pretraining(Task):
         return Data(train, valid, test, collate, augment, self.objective.lengths(train))
 
     def _streamed(self) -> Data:
-        """The corpus as a stream; no part of it is held out."""
+        """Read the corpus as a stream. No part of it is held out."""
         flags, objective, seed = self.config.data, self.objective, self.config.training.seed
         recipe = recipe_of(self.config, self.tokenizer, objective.end_token)
         rows = RowStream(
@@ -109,15 +109,14 @@ class Pretraining(Task):
 
     @property
     def _first_part(self) -> int:
-        """The part that there must be: what is trained on, or of a trained model what is evaluated."""
+        """Index of the required part: the training part, or the part to evaluate for a trained model."""
         return ("train", "valid", "test").index(self.part or "valid") if self.is_decided else 0
 
     def _parts(self, corpora: Sequence[Corpus]) -> list[Samples | Blend | None]:
-        """The samples of the three parts.
+        """Return the samples of the three parts.
 
-        A corpus too small for a validation or test part has none (None). With shares of the user's own a
-        validation part without a sample is an error, like such a training part; of the test part no run
-        makes use.
+        A part is None if the corpus is too small for it. An empty training part is an error. So is an empty validation
+        part if the user set the shares with ``--split``. An empty test part is not, because runs do not need it.
         """
         shares = split_shares(self.config.data.split)
         cache = IndexCache(cache_root(self.config))
@@ -144,7 +143,7 @@ class Pretraining(Task):
 
     @cached_property
     def _told(self) -> Task:
-        """The task of fine-tuning that predicts as the objective does: the next words, hidden ones, or a text."""
+        """The fine-tuning task that predicts like the objective: next words, masked words, or a text."""
         kinds: dict[str, type[Task]] = {"masked": MaskedLM, "seq2seq": Seq2SeqLM, "causal": CausalLM}
         kind = kinds[objective_of(model_type_of(self.config))]
         task = kind(self.config)
@@ -174,7 +173,7 @@ def _by_documents(kind: type[Objective], architecture: str, config: RunConfig) -
 
 
 def _refuse_flags_of_others(config: RunConfig, architecture: str, kind: type[Objective]) -> None:
-    """Refuse a flag that acts with other objectives only."""
+    """Refuse flags that only affect other objectives."""
     kinds: list[type[Objective]] = [*OBJECTIVES.values(), Pairs]
     for flag in sorted({flag for other in kinds for flag in other.flags}):
         if flag not in kind.flags and getattr(config.data, flag) != getattr(DataFlags(), flag):
@@ -184,7 +183,7 @@ def _refuse_flags_of_others(config: RunConfig, architecture: str, kind: type[Obj
 
 
 def _blended(corpora: Sequence[tuple[Corpus, Samples]], *, repeats: bool, cache: IndexCache) -> Samples | Blend | None:
-    """One set of the samples of several corpora; without weights, each in proportion to its size."""
+    """Combine the samples of several corpora into one set. Without weights each corpus counts by its size."""
     if not corpora:
         return None
     sets: list[Any] = [samples for _, samples in corpora]

@@ -29,19 +29,19 @@ from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 
 PLACES = ("start_positions", "end_positions")
-"""Fields of a batch with the first and the last token of each answer."""
+"""Batch fields with the first and the last token of each answer."""
 
 BEST = 20
-"""Starts and ends of each window that are combined into spans."""
+"""Number of best starts and ends per window that are combined into spans."""
 
 
 class QuestionAnswering(Task):
     """Columns ``question``, ``context`` and ``answers`` (texts and first characters), or SQuAD's own files.
 
-    A context that is too long becomes several windows (samples), which overlap by a quarter of the
-    sequence length, at most 128 tokens. Metrics are SQuAD's exact match and F1, in per cent, of the
-    best span over the windows of an example. ``--pair-column`` names the question, ``--text-column``
-    the context and ``--label-column`` the answers.
+    A context that is too long is split into several windows (samples). They overlap by a quarter of the sequence
+    length, at most 128 tokens. The metrics are SQuAD's exact match and F1, in per cent. They use the best span over all
+    windows of an example. ``--pair-column`` names the question, ``--text-column`` the context and ``--label-column``
+    the answers.
     """
 
     name = "question_answering"
@@ -68,7 +68,7 @@ class QuestionAnswering(Task):
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
     def _text_columns(self, part: Part) -> tuple[str, str]:
-        """Those of the questions and of the contexts."""
+        """Return the question column and the context column."""
         question = self.column(part, "pair_column", ("question",))
         return question, self.column(part, "text_column", ("context",))
 
@@ -79,7 +79,7 @@ class QuestionAnswering(Task):
         return TokenizedSamples({**fields, **dict(places)}), features
 
     def _tokens(self, part: Part, examples: list[Example]) -> tuple[dict[str, Ragged], list[Feature]]:
-        """The tokens of each window, and where they stand in the context."""
+        """Return the tokens of each window, and their offsets in the context."""
         ids: list[list[int]] = []
         types: list[list[int]] = []
         features: list[Feature] = []
@@ -95,7 +95,7 @@ class QuestionAnswering(Task):
         return fields, features
 
     def _windows(self, part: Part, examples: list[Example]) -> Iterator[tuple[int, Any]]:
-        """(number of the example, encoding) of each window."""
+        """Yield (index of the example, encoding) for each window."""
         stride = min(128, self.seq_length // 4)
         for start in range(0, len(examples), 1000):
             chunk = examples[start : start + 1000]
@@ -111,7 +111,7 @@ class QuestionAnswering(Task):
                 return_offsets_mapping=True,
                 verbose=False,
             )
-            assert encoded.encodings is not None  # a fast tokenizer has them
+            assert encoded.encodings is not None  # fast tokenizers always have encodings
             for row, encoding in zip(encoded["overflow_to_sample_mapping"], encoded.encodings, strict=True):
                 yield start + row, encoding
 
@@ -128,9 +128,9 @@ class QuestionAnswering(Task):
         self.features, self.examples = self._read[part_name(name)]
 
     def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The mean of the losses of the start and of the end, each a softmax over the tokens of its sample.
+        """Return the mean of the start and end losses. Each is a softmax over the tokens of the sample.
 
-        The model's own loss is one over padding, too, so that it depends on what else is in a batch.
+        The model's own loss includes padding, so it would depend on the other samples of a batch.
         """
         outputs = model(**{name: tensor for name, tensor in batch.items() if name not in PLACES})
         padding = batch["attention_mask"] == 0
@@ -141,7 +141,7 @@ class QuestionAnswering(Task):
         return (start + end) / 2
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
-        """The best starts and ends of each window; the true answers are known by the window's place in the data."""
+        """Return the best starts and ends of each window. The true answers are found by the window's index."""
         padding = batch["attention_mask"].cpu() == 0
         starts, ends = outputs.start_logits.float().cpu(), outputs.end_logits.float().cpu()
         candidates = [
@@ -151,7 +151,7 @@ class QuestionAnswering(Task):
         return candidates, [None] * len(candidates)
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
-        """Over the examples of the first windows of the set that is evaluated, as many as there are predictions."""
+        """Compute metrics for the first windows of the evaluated set, one window per prediction."""
         answers = best_answers(predictions, self.features, self.examples, may_be_null=self.may_be_null)
         truths = {number: [text for text, _ in self.examples[number].answers] for number in answers}
         count = max(1, len(answers))
@@ -161,7 +161,7 @@ class QuestionAnswering(Task):
         }
 
     def inputs(self, part: Part) -> Inputs:
-        """Each row with all of its windows."""
+        """Return each row with all of its windows."""
         part = flattened(part)
         question, context = self._text_columns(part)
         examples = [Example(q, c, ()) for q, c in zip(texts_of(part, question), texts_of(part, context), strict=True)]
@@ -174,10 +174,10 @@ class QuestionAnswering(Task):
         return Inputs(rows, np.asarray([max(len(s["input_ids"]) for s in row.samples) for row in rows]))
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
-        """The answers; empty where a model that was trained with such questions finds that there is none."""
+        """Return the answers. They may be empty if the model was trained with unanswerable questions."""
         windows = [sample for row in rows for sample in row.samples]
         candidates: list[Any] = []
-        for start in range(0, len(windows), len(rows)):  # no more at once than there are rows
+        for start in range(0, len(windows), len(rows)):  # at most one window per row in each batch
             candidates += self.predict(*self.outputs(model, windows[start : start + len(rows)]))[0]
         records, done = [], 0
         for row in rows:
@@ -190,7 +190,7 @@ class QuestionAnswering(Task):
 
 @dataclass(frozen=True)
 class _Windows:
-    """A row to predict: the samples and the features of its windows."""
+    """A row to predict, with the samples and features of its windows."""
 
     example: Example
     samples: list[dict[str, Any]]
@@ -198,7 +198,7 @@ class _Windows:
 
 
 def _best(scores: torch.Tensor, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(places, scores) of the best tokens of a window; ``tokens``: which places are no padding."""
-    positions = tokens.nonzero()[:, 0]  # a window may have fewer tokens than are asked for, beside longer ones
+    """Return (positions, scores) of the best tokens of a window. ``tokens`` is False for padding."""
+    positions = tokens.nonzero()[:, 0]  # a window may have fewer than BEST tokens
     best = scores[positions].topk(min(BEST, len(positions)))
     return positions[best.indices].numpy(), best.values.numpy()

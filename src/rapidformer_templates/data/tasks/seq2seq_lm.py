@@ -1,4 +1,4 @@
-"""Sequence to sequence: a target text is generated from a source text (translation, summaries …)."""
+"""Sequence to sequence: generate a target text from a source text (translation, summaries …)."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ TARGET_COLUMNS = ("target", "summary", "output", "response", "answer", "highligh
 
 
 class Seq2SeqLM(Task):
-    """Source and target are columns of text; an instruction takes its input along.
+    """Source and target are text columns. An instruction is combined with its input column.
 
-    Metrics are of greedily generated texts: ROUGE-L and exact match.
+    The metrics are ROUGE-L and exact match of greedily generated texts.
     """
 
     name = "seq2seq_lm"
@@ -58,7 +58,7 @@ class Seq2SeqLM(Task):
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
     def _columns(self, part: Part, *, answered: bool = True) -> tuple[str, str | None, Sequence[str | None]]:
-        """Those of the sources, of the targets where there are some, and what belongs to an instruction."""
+        """Return the source column, the target column if ``answered``, and the columns of an instruction."""
         source = self.column(part, "text_column", SOURCE_COLUMNS)
         target = self.column(part, "label_column", TARGET_COLUMNS) if answered else None
         known = self.columns or {}
@@ -83,7 +83,7 @@ class Seq2SeqLM(Task):
         return TokenizedSamples({"input_ids": sources, "labels": with_tokens(Ragged(labels), part, target)})
 
     def _tokenized_sources(self, part: Part, source: str, beside: Sequence[str | None]) -> Ragged:
-        """The tokens of the sources alone: the models take no token types."""
+        """Tokenize the sources. Only ``input_ids`` are kept because the models take no token types."""
         texts = _sources(part, source, beside)
         fields = tokenized(self.tokenizer, texts, truncation=True, max_length=self.seq_length)
         return with_tokens(fields["input_ids"], part, source)
@@ -93,7 +93,7 @@ class Seq2SeqLM(Task):
         self.longest_target = max(task.longest_target for task in others if isinstance(task, Seq2SeqLM))
 
     def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
-        """Greedy, as long as the longest target of the data."""
+        """Generate greedily, up to the length of the longest target in the data."""
         tokens = generate(model, self.tokenizer, batch, self.longest_target, together=True)
         return self._decoded(tokens.cpu().numpy())
 
@@ -112,7 +112,7 @@ class Seq2SeqLM(Task):
         return [text.strip() for text in texts]
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
-        """``outputs`` are the generated texts."""
+        """Return the generated texts in ``outputs``, and the decoded labels."""
         labels = batch["labels"].cpu().numpy()
         return list(outputs), self._decoded(np.where(labels == IGNORED, self.tokenizer.pad_token_id, labels))
 
@@ -125,7 +125,7 @@ class Seq2SeqLM(Task):
 
 
 def _sources(part: Part, source: str, beside: Sequence[str | None]) -> list[str]:
-    """The texts of the source; what belongs to an instruction (a system prompt, its input) stands around it."""
+    """Return the source texts. A system prompt comes before its text, and an input after it."""
     given, system = (
         texts_of(part, name, may_be_missing=True) if name and name in part.table.column_names else [""] * len(part)
         for name in beside or (None, None)
@@ -142,8 +142,8 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def longest_common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
-    """Length of the longest sequence that stands in both in this order, not necessarily without gaps."""
-    lengths = [0] * (len(b) + 1)  # for the words of ``a`` so far and each beginning of ``b``
+    """Return the length of the longest common subsequence. The subsequence may have gaps."""
+    lengths = [0] * (len(b) + 1)  # for the words of ``a`` so far and each prefix of ``b``
     for word in a:
         diagonal = 0
         for j, other in enumerate(b, start=1):

@@ -1,4 +1,4 @@
-"""One label, several labels or a number for each text or pair of texts."""
+"""Sequence classification: one label, several labels or a number for each text or pair of texts."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ PAIRS = {
     "question": "sentence",
     "text": "text_pair",
 }
-"""First columns of the usual text pairs, with their second ones."""
+"""First columns of common text pairs, mapped to their second columns."""
 
 LABEL_COLUMNS = ("label", "labels", "sentiment", "class", "category", "target")
 
 
 class SequenceClassification(Task):
-    """Labels are texts or whole numbers, lists of them, or numbers to predict (``--problem-type``).
+    """Labels are texts or integers, lists of them, or numbers to predict (``--problem-type``).
 
-    Metrics are accuracy, macro F1 and Matthews' correlation of one label a sample; micro and macro F1 and the share of
-    samples whose labels are all right of several; mean squared and absolute error and Pearson's correlation of numbers.
+    The metrics depend on the labels. One label per sample: accuracy, macro F1 and Matthews' correlation. Several
+    labels: micro and macro F1, and the fraction of samples whose labels are all right. Numbers: mean squared error,
+    mean absolute error and Pearson's correlation.
     """
 
     name = "sequence_classification"
@@ -66,7 +67,7 @@ class SequenceClassification(Task):
         self.skipped, self.notes = raw.skipped, []
         self._text_columns(raw.train)
         label = self.column(raw.train, "label_column", LABEL_COLUMNS)
-        # What was held out of one file may hold a rare label that is not among the rows that are left.
+        # Rows held out of one file may have a rare label that the remaining rows lack.
         known = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
         if not self.is_decided:
             self.problem = flags.problem_type or problem_of(known, label)
@@ -85,7 +86,7 @@ class SequenceClassification(Task):
         self.problem, self.best_metric = others[0].problem, others[0].best_metric
 
     def _label_names(self, known: Sequence[Part], column: str) -> list[str]:
-        """The classes; a number to predict has one place in the head, and no name of its own."""
+        """Return the class names. A regression head has one output, with the default name."""
         if self.problem == "regression":
             return ["LABEL_0"]
         several = self.problem == "multi_label_classification"
@@ -98,7 +99,7 @@ class SequenceClassification(Task):
         return names
 
     def _text_columns(self, part: Part) -> tuple[str, str | None]:
-        """The column of the texts, and that of second ones where there are some."""
+        """Return the text column, and the column of second texts or None."""
         text = self.column(part, "text_column", (*TEXT_COLUMNS, *PAIRS))
         return text, self.column_if_any(part, "pair_column", (PAIRS[text],) if text in PAIRS else ())
 
@@ -133,7 +134,7 @@ class SequenceClassification(Task):
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         if self.problem == "regression":
             return _errors(np.asarray(predictions), np.asarray(references))
-        # Here, because it takes a second and only an evaluation needs it.
+        # Imported here because it takes a second and only an evaluation needs it.
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
         if self.problem == "multi_label_classification":
@@ -176,7 +177,7 @@ class SequenceClassification(Task):
 
 
 def _errors(guesses: np.ndarray, truths: np.ndarray) -> dict[str, float]:
-    """Of numbers; a correlation with what does not vary is 0."""
+    """Return MSE, MAE and Pearson r. Pearson r is 0 if one side is constant."""
     apart, varies = guesses - truths, len(truths) > 1 and np.ptp(guesses) > 0 and np.ptp(truths) > 0
     return {
         "mse": float(np.mean(apart**2)),

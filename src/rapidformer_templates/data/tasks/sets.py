@@ -15,16 +15,16 @@ from rapidformer_templates.data.streaming.samples import Made, StreamedSamples, 
 from rapidformer_templates.planning.config import RunConfig
 
 Make = Callable[..., TokenizedSamples]
-"""Makes samples of (name, part, block): of a whole part, where ``block`` is None, or of a block of a stream."""
+"""Makes samples from (name, part, block). ``block`` is None for a whole part, else a block of a stream."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part is a block of a stream: nothing is told of it, and nothing may be left of it.
+    """Marks a part as a block of a stream. It gets no notes, and it may end up empty.
 
     Attributes:
-        generator: for what is drawn in making its samples.
-        skipped: takes ``file:line: reason`` of each row that cannot be used and is left out.
+        generator: random generator for making the samples.
+        skipped: receives ``file:line: reason`` of each bad row that is left out.
     """
 
     generator: np.random.Generator
@@ -32,7 +32,7 @@ class Block:
 
 
 def sets_of(raw: Raw, config: RunConfig, make: Make) -> dict[str, Any]:
-    """The samples of each part that is there, by its name."""
+    """Return the samples of each existing part by name."""
     whole = {name: part for name, part in raw.parts().items() if name != "train" or raw.stream is None}
     sets: dict[str, Any] = {name: make(name, part, None) for name, part in whole.items()}
     if raw.stream is not None:
@@ -53,7 +53,7 @@ def _streamed(rows: RowStream, config: RunConfig, make: Make) -> StreamedSamples
 
 @dataclass(frozen=True)
 class _MadeOfRows:
-    """Each row is a sample, or its share of a packed one; nothing is left over for the next block."""
+    """Makes one sample per row, or packs several rows. No rows are left over for the next block."""
 
     make: Make
 

@@ -37,12 +37,11 @@ TAG_COLUMNS = ("ner_tags", "tags", "pos_tags", "labels")
 
 
 class TokenClassification(Task):
-    """Words and tags are lists of one length, or texts with spaces between them.
+    """Words and tags are lists of equal length, or texts that are split at spaces.
 
-    The first piece of a word carries its tag; the other pieces, and words whose tag stands for none,
-    carry -100. Metrics are those of seqeval over whole entities (precision, recall, F1) and the accuracy
-    over words. Words that are cut off
-    at the sequence length count nowhere.
+    The first token of a word carries its tag. Its other tokens, and words without a tag, carry -100. The metrics are
+    seqeval's precision, recall and F1 over whole entities, and the accuracy over words. Words that are cut off at the
+    sequence length are not counted.
     """
 
     name = "token_classification"
@@ -55,7 +54,7 @@ class TokenClassification(Task):
         self.skipped, self.notes = raw.skipped, []
         _, tags = self._columns(raw.train)
         read = {name: (part, *self._words_and_tags(part)) for name, part in raw.parts().items()}
-        # What was held out of one file may hold a rare tag that is not among the rows that are left.
+        # Rows held out of one file may have a rare tag that the remaining rows lack.
         known = ("train", "valid") if raw.held_out else ("train",)
         distinct = {tag for name in known for row in read[name][2] for tag in row if tag is not None}
         if not distinct:
@@ -67,7 +66,7 @@ class TokenClassification(Task):
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
     def _columns(self, part: Part) -> tuple[str, str]:
-        """Those of the words and of the tags."""
+        """Return the column of words and the column of tags."""
         return self._words_column(part), self.column(part, "label_column", TAG_COLUMNS)
 
     def _words_column(self, part: Part) -> str:
@@ -93,7 +92,7 @@ class TokenClassification(Task):
         return with_tokens(Ragged(e.ids for e in encodings), part, self._words_column(part))
 
     def _encodings(self, words: list[list[str]]) -> list[Any]:
-        # Byte-level tokenizers know a word in a sentence by the space before it.
+        # Byte-level tokenizers recognize a word inside a sentence by the space before it.
         space = " " if getattr(self.tokenizer, "add_prefix_space", None) is False else ""
         spaced = [[space + word for word in row] for row in words]
         return [
@@ -106,7 +105,7 @@ class TokenClassification(Task):
         encoded = self.tokenizer(
             words, is_split_into_words=True, truncation=True, max_length=self.seq_length, verbose=False
         )
-        assert encoded.encodings is not None  # a fast tokenizer has them
+        assert encoded.encodings is not None  # fast tokenizers always have encodings
         return encoded.encodings
 
     def config_overrides(self) -> dict[str, Any]:
@@ -121,7 +120,7 @@ class TokenClassification(Task):
         return [[self.labels[i] for i in row[keep]] for row, keep in zip(numbers, wanted, strict=True)]
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
-        # Here, because it takes a second and only an evaluation needs it.
+        # Imported here because it takes a second and only an evaluation needs it.
         from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
 
         return {
@@ -144,7 +143,7 @@ class TokenClassification(Task):
         return Inputs(rows, ids.lengths)
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
-        """A tag for each word; None for one that is cut off at the sequence length."""
+        """Return a tag for each word, or None for a word that is cut off at the sequence length."""
         outputs, _ = self.outputs(model, [{"input_ids": row["input_ids"]} for row in rows])
         records = []
         for row, guesses in zip(rows, outputs.logits.argmax(dim=-1).cpu().tolist(), strict=True):
@@ -157,7 +156,7 @@ class TokenClassification(Task):
 
 
 def _first_pieces(word_ids: Sequence[int | None], tags: Sequence[int]) -> list[int]:
-    """For each token the tag of its word if it is the word's first piece, else -100."""
+    """Return one label per token: the tag of its word for the first token of a word, else -100."""
     labels, previous = [], None
     for word in word_ids:
         labels.append(IGNORED if word is None or word == previous else tags[word])
@@ -166,10 +165,10 @@ def _first_pieces(word_ids: Sequence[int | None], tags: Sequence[int]) -> list[i
 
 
 def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]], list[list[str | None]]]:
-    """The words and the names of the tags of each row; None is a word without a tag.
+    """Return the words and tag names of each row. None marks a word without a tag.
 
     Raises:
-        DataError: a row is empty, or has other numbers of words and tags.
+        DataError: a row is empty, or its numbers of words and tags differ.
     """
     names = declared_names(part, tags)
     all_words: list[list[str]] = []
@@ -198,7 +197,7 @@ def _words(text: Any, column: str, part: Part, row: int) -> list[str]:
 
 
 def _in_list(value: Any, column: str, part: Part, row: int) -> list[Any]:
-    """A list as it is; of a text what stands between spaces."""
+    """Return a list unchanged, and split a text at spaces."""
     if isinstance(value, str):
         return value.split()
     if not isinstance(value, list):

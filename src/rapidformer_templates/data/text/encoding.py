@@ -1,6 +1,6 @@
-"""From lines of raw text to the tokens of documents, in a worker process.
+"""Converts lines of raw text to tokens of documents, in a worker process.
 
-Imports neither torch nor transformers, so that a worker starts in a moment.
+Imports neither torch nor transformers, so that a worker starts quickly.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from rapidformer_templates.data.text.sentences import split_sentences
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done with the text; the same for all of it.
+    """How text is processed. It is the same for the whole corpus.
 
     Attributes:
         tokenizer: contents of its ``tokenizer.json``.
-        dtype: name of the type of the tokens.
-        end: token after each document; None puts none.
+        dtype: name of the dtype of the tokens.
+        end: token after each document, or None.
         keys: columns with text.
-        sentences: whether a document is split into sentences.
+        sentences: whether documents are split into sentences.
         skip: whether bad lines are left out.
-        vocabulary: name of what the tokens mean, which is kept beside them.
-        way: how the tokenizer is run; see :mod:`~rapidformer_templates.data.text.fast_tokenizers`.
+        vocabulary: id of the vocabulary, which is stored with the tokens.
+        way: how the tokenizer is run. See :mod:`~rapidformer_templates.data.text.fast_tokenizers`.
         keys_flag: the flag that names the columns, for messages.
-        text_unit: what a document is in a ``.txt`` file.
+        text_unit: the unit of text that is one document in a ``.txt`` file.
     """
 
     tokenizer: str
@@ -55,9 +55,9 @@ class Job:
 
     Attributes:
         path: its file.
-        part: lines of it, or rows that were read already, each with its place.
-        bytes: its size, for the progress.
-        check: whether a fast way is compared with the reference on it.
+        part: lines of the file, or rows that were already read, each with its position.
+        bytes: its size, for the progress bar.
+        check: whether the fast tokenizer is compared with the reference on it.
     """
 
     path: Path
@@ -71,10 +71,10 @@ class Tokens:
     """The documents of one column.
 
     Attributes:
-        tokens: of all sequences, one after another.
-        lengths: tokens of each sequence, none of them 0.
-        sequences: of each document; None means one each.
-        empty: documents without a token, which were left out.
+        tokens: tokens of all sequences, one after another.
+        lengths: number of tokens in each sequence, never 0.
+        sequences: number of sequences in each document. None means one each.
+        empty: number of documents without tokens, which were left out.
     """
 
     tokens: np.ndarray
@@ -85,12 +85,12 @@ class Tokens:
 
 @dataclass
 class Encoded:
-    """A job's result.
+    """The result of a job.
 
     Attributes:
-        columns: the documents by key, in the order of the keys.
+        columns: the documents of each key, in the order of the keys.
         skipped: ``file:line: reason`` of the lines that were left out.
-        compared: tokens that a fast way and the reference gave alike.
+        compared: number of tokens on which the fast tokenizer and the reference agreed.
     """
 
     columns: list[Tokens] = field(default_factory=list)
@@ -99,10 +99,10 @@ class Encoded:
 
 
 class Encoder:
-    """Does jobs.
+    """Tokenizes jobs.
 
     Raises:
-        Differs: the way is not that of transformers' tokenizer.
+        Differs: the fast tokenizer does not equal the one of transformers.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -110,11 +110,11 @@ class Encoder:
         self.encode, self.reference = proven(recipe.way, recipe.tokenizer)
 
     def __call__(self, job: Job) -> Encoded:
-        """The tokens of a job.
+        """Tokenize a job.
 
         Raises:
-            DataError: a line that cannot be used.
-            Differs: the way gave other tokens than the reference.
+            DataError: a line cannot be used.
+            Differs: the fast tokenizer gave other tokens than the reference.
         """
         bad = BadLines(skip=self.recipe.skip)
         rows = [texts for number, row in self._rows(job, bad) if (texts := self._texts(row, job.path, number, bad))]
@@ -130,13 +130,13 @@ class Encoder:
     def _rows(self, job: Job, bad: BadLines) -> Iterator[tuple[int, Row]]:
         if not isinstance(job.part, Span):
             return iter(job.part)
-        if job.path.suffix.lower() == ".txt":  # it has no columns; its text is that of the first one
+        if job.path.suffix.lower() == ".txt":  # text files have no columns, so their text is that of the first key
             texts = text_documents(job.path, bad, job.part, self.recipe.text_unit)
             return ((number, {self.recipe.keys[0]: text}) for number, text in texts)
         return jsonl_rows(job.path, bad, job.part)
 
     def _texts(self, row: Row, path: Path, number: int, bad: BadLines) -> list[list[str]] | None:
-        """For each key the sentences of its text, or the one text; None if the row cannot be used."""
+        """Return the sentences (or the single text) of each key. None if the row cannot be used."""
         columns = []
         for key in self.recipe.keys:
             value = row.get(key)
@@ -174,14 +174,14 @@ class Encoder:
 
 
 _worker: dict[str, Any] = {}
-"""What this worker process was started with, and its encoder once it has one."""
+"""The recipe that this worker process was started with, and its encoder after the first job."""
 
 
 def start_worker(recipe: Recipe, alive: Connection) -> None:
-    """Make this process a worker, which ends at once when the other end of ``alive`` is closed, or its process dies."""
+    """Make this process a worker. It exits at once if the other end of ``alive`` is closed or its process dies."""
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked as well, and ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent also gets the signal, and ends the workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker["recipe"] = recipe
     threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
@@ -195,7 +195,7 @@ def _end_with(alive: Connection) -> None:
 
 
 def work(job: Job) -> Encoded:
-    """Do a job, in a worker process."""
+    """Run a job in a worker process."""
     if "encoder" not in _worker:
         _worker["encoder"] = Encoder(_worker["recipe"])
     done: Encoded = _worker["encoder"](job)

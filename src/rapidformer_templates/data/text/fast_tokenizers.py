@@ -1,10 +1,10 @@
-"""Tokenizers as functions from texts to ids: that of transformers, and faster ways once they are proven equal.
+"""Tokenizers as functions from texts to ids: the one of transformers, and faster ones that are proven equal.
 
 - ``gigatoken``, the package (the extra ``fast-bpe``), splits and merges byte-level BPE many times faster.
-- ``pieces`` cuts texts where every usual splitting rule does, and lets transformers' tokenizer see each piece once.
-- ``whole`` is transformers' own, text by text: the reference.
+- ``pieces`` splits texts where every usual splitting rule does. transformers' tokenizer then sees each piece once.
+- ``whole`` is transformers' own tokenizer on whole texts. It is the reference.
 
-Nothing is taken on trust: on hard texts and on a share of the corpus the first two must give the ids of the third.
+The first two are only used if they give the ids of the third on hard texts and on a part of the corpus.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 COMPARED = 1 << 20
-"""Characters of a text, from its beginning, on which the two are compared."""
+"""Number of characters, from the beginning of a text, on which two tokenizers are compared."""
 
 
 Way = Literal["gigatoken", "pieces", "whole"]
@@ -28,12 +28,12 @@ Way = Literal["gigatoken", "pieces", "whole"]
 
 class Encode(Protocol):
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids of all texts one after another, number of ids of each), without tokens put around a text."""
+        """Return (ids of all texts one after another, number of ids of each text), without special tokens."""
         ...
 
 
 class Differs(Exception):
-    """A fast way is not that of transformers' tokenizer: it must not be used."""
+    """A fast tokenizer does not equal the one of transformers and must not be used."""
 
 
 def is_installed() -> bool:
@@ -41,7 +41,7 @@ def is_installed() -> bool:
 
 
 class Whole:
-    """The tokenizer of transformers, by its own library.
+    """The tokenizer of transformers, run by the tokenizers library.
 
     Args:
         description: contents of its ``tokenizer.json``.
@@ -49,7 +49,7 @@ class Whole:
 
     def __init__(self, description: str) -> None:
         self.tokenizer = Tokenizer.from_str(description)
-        # A description may cut long texts, as that of a sentence encoder does.
+        # A tokenizer may truncate long texts, as those of sentence encoders do.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.added = [str(token.content) for token in self.tokenizer.get_added_tokens_decoder().values()]
@@ -63,27 +63,30 @@ class Whole:
 
 _REST = r"[^\sA-Za-z0-9]*(?:[A-Za-z0-9]+(?:[^\s!-&(-~][^\sA-Za-z0-9]*)?)*"
 PIECE = re.compile(rf"\s*{_REST}(?:[^\S \t\n\r]\s*{_REST})*")
-"""Text up to the next place where a visible character stands before a blank, a tab or the end of a line, or a letter or
-digit of ASCII before a mark of ASCII that is no apostrophe."""
+"""Matches one piece of text.
+
+It ends between a visible character and a blank, a tab or a line end, or between an ASCII letter or digit and an ASCII
+punctuation mark other than an apostrophe.
+"""
 
 
 class Pieces:
-    """The same tokenizer on the pieces of a text, each different one only once.
+    """The same tokenizer, applied once to each distinct piece of text.
 
     Args:
         whole: the tokenizer.
 
     Attributes:
-        doubtful: tokens of the vocabulary that reach over a place where texts are cut: some can never come of a text,
-            such as BERT's ``[unused0]``, and others show that this way is not the same.
+        doubtful: tokens of the vocabulary that cross a place where texts are split. Some never occur in a text, such as
+            BERT's ``[unused0]``. Others show that this method gives different ids.
     """
 
     ROOM = 1 << 24
-    """Weight of the pieces that are remembered, about that of 100,000; then all are forgotten."""
+    """Maximum weight of the cached pieces, about 100,000 of them. Beyond it the cache is cleared."""
 
     def __init__(self, whole: Whole) -> None:
         self.whole = whole
-        # A special token can have letters beside marks, and must not be cut.
+        # A special token can mix letters and marks, and must not be split.
         self.added = re.compile("|".join(map(re.escape, whole.added))) if whole.added else None
         self.known: dict[str, list[int]] = {}
         self.weight = 0
@@ -105,13 +108,13 @@ class Pieces:
 
 
 class Gigatoken:
-    """The package of this name.
+    """The tokenizer of the package ``gigatoken``.
 
     Args:
         description: contents of the ``tokenizer.json`` of a byte-level BPE.
 
     Raises:
-        Differs: it has no form for this tokenizer.
+        Differs: it does not support this tokenizer.
     """
 
     def __init__(self, description: str) -> None:
@@ -119,8 +122,8 @@ class Gigatoken:
 
         try:
             self.backend = gigatoken.Tokenizer.from_json(description).backend
-        except Exception as error:  # its errors are of many kinds
-            reason = str(error).partition("\n")[0]  # places in its own source follow
+        except Exception as error:  # it raises many kinds of errors
+            reason = str(error).partition("\n")[0]  # the rest are locations in its own source
             raise Differs(f"it cannot read this tokenizer: {reason}") from error
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -133,15 +136,15 @@ def _joined(parts: list[Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compare(fast: Encode, reference: Encode, texts: Sequence[str], where: str) -> int:
-    """Tokenize the texts in both ways; the number of tokens that are the same.
+    """Check that two tokenizers give the same ids for some texts, and return the number of tokens.
 
     Args:
-        fast, reference: the two ways.
-        texts: of each, the first :data:`COMPARED` characters are taken.
-        where: the texts are from, for the message.
+        fast, reference: the two tokenizers.
+        texts: the first :data:`COMPARED` characters of each are used.
+        where: the source of the texts, for the message.
 
     Raises:
-        Differs: the ids differ; the first such text is named.
+        Differs: the ids differ. The message names the first such text.
     """
     texts = [text[:COMPARED] for text in texts]
     (ids, lengths), (right, right_lengths) = fast(texts), reference(texts)
@@ -175,11 +178,11 @@ ENDINGS = ("'s", "'t", "'re", "'VE", "'LL", "’s", "\r\n", "\n\n\n", "    ", " 
 
 
 def hard_texts(added: Sequence[str], count: int = 3000) -> list[str]:
-    """Made-up texts of runs of like characters, in which splitting rules go wrong; the same at every call.
+    """Generate texts with runs of similar characters, which are hard for splitting rules. Each call returns the same.
 
     Args:
-        added: special and added tokens of the tokenizer, which stand in some of them.
-        count: how many.
+        added: special and added tokens of the tokenizer. Some texts contain them.
+        count: number of texts.
     """
     chance = random.Random(0)
     texts = []
@@ -198,10 +201,10 @@ def hard_texts(added: Sequence[str], count: int = 3000) -> list[str]:
 
 
 def proven(way: Way, description: str) -> tuple[Encode, Whole]:
-    """A way, after it gave the ids of the reference on :func:`hard_texts`; and the reference.
+    """Return a tokenizer that gives the ids of the reference on :func:`hard_texts`, and the reference.
 
     Raises:
-        Differs: it did not.
+        Differs: the ids differ.
     """
     whole = Whole(description)
     if way == "whole":

@@ -1,7 +1,7 @@
-"""Readers of single files: rows or documents, one at a time, each with the line that it stands on.
+"""Readers of single files. They yield rows or documents one at a time, each with its line number.
 
-A line that cannot be read is an error that names file and line, or, with ``--skip-bad-lines``, is
-left out and remembered. Everything is read as UTF-8; a byte-order mark is allowed.
+A line that cannot be read is an error that names file and line. With ``--skip-bad-lines`` it is left out and recorded.
+Everything is read as UTF-8, and a byte-order mark is allowed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from rapidformer_templates.errors import DataError, did_you_mean
 Row = dict[str, Any]
 
 TextUnit = Literal["paragraph", "line", "file"]
-"""What a document is in a ``.txt`` file."""
+"""The unit of text that is one document in a ``.txt`` file."""
 
 
 @dataclass
 class BadLines:
-    """What to do with lines that cannot be read.
+    """How to handle lines that cannot be read.
 
     Attributes:
-        skip: leave them out instead of ending with an error.
-        skipped: ``file:line: reason`` of each that was left out.
+        skip: leave them out instead of raising an error.
+        skipped: ``file:line: reason`` of each line that was left out.
     """
 
     skip: bool = False
     skipped: list[str] = field(default_factory=list)
 
     def note(self, path: Path, line: int, reason: str, hint: str = "") -> None:
-        """Remember the line, or raise a :class:`DataError` about it."""
+        """Record the line, or raise a :class:`DataError` about it."""
         if not self.skip:
             advice = "mend the line, or leave such lines out with --skip-bad-lines"
             raise DataError(reason, where=f"{path}:{line}", hint=f"{hint}; {advice}" if hint else advice)
@@ -46,7 +46,7 @@ class BadLines:
 
 @dataclass(frozen=True)
 class Span:
-    """Whole lines of a file, so that several processes can read one.
+    """Whole lines of a file, so that several processes can share one file.
 
     Attributes:
         start, stop: its bytes, [start, stop).
@@ -58,16 +58,16 @@ class Span:
     line: int
 
     def read(self, path: Path) -> BinaryIO:
-        """The bytes, as a file in memory."""
+        """Read the bytes into an in-memory file."""
         with path.open("rb") as file:
             file.seek(self.start)
             return io.BytesIO(file.read(self.stop - self.start))
 
 
 def _lines(path: Path, span: Span | None = None) -> Iterator[tuple[int, str, bool]]:
-    """(line number from 1, text, whether it was UTF-8) of each line; a broken byte becomes U+FFFD.
+    """Yield (line number from 1, text, whether it was UTF-8) for each line. Invalid bytes become U+FFFD.
 
-    Lines are split before they are decoded, so that the number of a broken one is exact.
+    Lines are split before they are decoded, so that the number of an invalid line is exact.
     """
     with span.read(path) if span else path.open("rb") as file:
         for number, raw in enumerate(file, start=span.line if span else 1):
@@ -83,7 +83,7 @@ UTF8_HINT = "convert the file, for instance with iconv -f latin1 -t utf-8"
 
 
 def text_lines(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[tuple[int, str]]:
-    """(line number, text) of each line of a text file, or of a part of it, that is UTF-8."""
+    """Yield (line number, text) for each UTF-8 line of a text file or of a part of it."""
     for number, text, is_utf8 in _lines(path, span):
         if is_utf8:
             yield number, text
@@ -92,14 +92,14 @@ def text_lines(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[
 
 
 def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple[int, Row]]:
-    # The csv module's default limit of 128 KiB a field is made for spreadsheets, not for documents.
+    # The csv module's default limit of 128 KiB per field is meant for spreadsheets, not for documents.
     csv.field_size_limit(2**31 - 1)
     broken: set[int] = set()
-    # strict: an unclosed quote would otherwise swallow the rest of the file without a word.
+    # strict: an unclosed quote would otherwise silently swallow the rest of the file.
     reader = csv.reader(_decoded(path, broken), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
-        start = reader.line_num + 1  # a quoted field may hold line breaks: a record can span lines
+        start = reader.line_num + 1  # a quoted field may contain line breaks, so a record can span lines
         try:
             cells = next(reader)
         except StopIteration:
@@ -120,7 +120,7 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
 
 
 def _decoded(path: Path, broken: set[int]) -> Iterator[str]:
-    """The lines of a file; ``broken`` takes the numbers of those that are not UTF-8."""
+    """Yield the lines of a file. The numbers of lines that are not UTF-8 are added to ``broken``."""
     for number, text, is_utf8 in _lines(path):
         if not is_utf8:
             broken.add(number)
@@ -148,7 +148,7 @@ def _tsv_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
 
 
 def jsonl_rows(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[tuple[int, Row]]:
-    """(line number, object) of each line of a ``.jsonl`` file, or of a part of it."""
+    """Yield (line number, object) for each line of a ``.jsonl`` file or of a part of it."""
     for number, text in text_lines(path, bad, span):
         text = text.rstrip()
         if not text:
@@ -168,8 +168,8 @@ def jsonl_rows(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[
 
 
 def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
-    """Rows of a JSON file; their number is their place in the list, from 1."""
-    del bad  # one document: what is behind the broken place cannot be read
+    """Yield the rows of a JSON file, numbered by their position in the list, from 1."""
+    del bad  # one document: nothing after an invalid place can be read
     text = "".join(text for _, text in text_lines(path, BadLines()))
     try:
         rows = json.loads(text)
@@ -204,11 +204,11 @@ def parquet_row_count(path: Path) -> int:
 
 
 def parquet_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Row]]:
-    """(place from 1, row) of each row of a Parquet file.
+    """Yield (position from 1, row) for each row of a Parquet file.
 
     Args:
         path: the file.
-        columns: those to read; None reads all.
+        columns: the columns to read. None reads all.
 
     Raises:
         DataError: the file is not Parquet, or has no such column.
@@ -237,20 +237,20 @@ ROW_READERS: dict[str, Callable[[Path, BadLines], Iterator[tuple[int, Row]]]] = 
     ".jsonl": jsonl_rows,
     ".parquet": _parquet_rows,
 }
-"""For each kind of file, what yields its rows, each with its line (``.json``, ``.parquet``: its place from 1)."""
+"""Row readers by file extension. Rows come with their line (``.json``, ``.parquet``: their position from 1)."""
 
 NUMBERED_BY_LINE = (".csv", ".tsv", ".jsonl")
 
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
-"""Kinds of files that hold raw text."""
+"""Extensions of files with raw text."""
 
 
 def text_files(paths: Sequence[str], flag: str) -> list[Path]:
-    """The files of raw text that a flag names: files, folders (all of a known kind below them) and globs, in order.
+    """Return the raw text files that a flag names: files, folders (with all subfolders) and globs, in order.
 
     Raises:
-        DataError: a path is not there, or holds no such file.
+        DataError: a path does not exist, or has no such file.
     """
     files: list[Path] = []
     for path in paths:
@@ -282,11 +282,10 @@ def _no_text(path: str, base: Path, flag: str, *, exists: bool) -> DataError:
 def documents(
     path: Path, column: str, bad: BadLines, unit: TextUnit = "paragraph", flag: str = "--text-column"
 ) -> Iterator[str]:
-    """The documents of one file of raw text.
+    """Yield the documents of one file of raw text.
 
-    What a document is in a ``.txt`` file, ``unit`` says; ``.jsonl``, ``.parquet`` and the other formats
-    hold one document a row in ``column``. Empty documents are left out. ``flag`` is the one that names
-    the column, for messages.
+    ``unit`` defines the documents of a ``.txt`` file. ``.jsonl``, ``.parquet`` and the other formats have one document
+    per row in ``column``. Empty documents are left out. ``flag`` is the flag that names the column, for messages.
     """
     if path.suffix.lower() == ".txt":
         yield from (text for _, text in text_documents(path, bad, unit=unit))
@@ -301,7 +300,7 @@ def documents(
 
 
 def note_column(row: Row, column: str, flag: str, path: Path, line: int, bad: BadLines) -> None:
-    """Report a row whose column is not there or holds no text."""
+    """Report a row whose column is missing or is not text."""
     if column not in row:
         hint = f"name it with {flag}; columns: {', '.join(row)}"
         bad.note(path, line, f"there is no column '{column}'", hint)
@@ -312,13 +311,14 @@ def note_column(row: Row, column: str, flag: str, path: Path, line: int, bad: Ba
 def text_documents(
     path: Path, bad: BadLines, span: Span | None = None, unit: TextUnit = "paragraph"
 ) -> Iterator[tuple[int, str]]:
-    """(number of its first line, text) of each document of a ``.txt`` file, or of a part of it.
+    """Yield (number of its first line, text) for each document of a ``.txt`` file or of a part of it.
 
     Args:
         path: the file.
-        bad: what to do with lines that are not UTF-8.
-        span: the part; it ends where a document does.
-        unit: what a document is. Blank lines stand between paragraphs (the format of BERT's pretraining input).
+        bad: how to handle lines that are not UTF-8.
+        span: the part. It must end at the end of a document.
+        unit: the unit of text that is one document. Blank lines separate paragraphs (the format of BERT's pretraining
+            input).
     """
     first = 0
     lines: list[str] = []

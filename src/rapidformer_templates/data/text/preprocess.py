@@ -1,8 +1,8 @@
-"""Raw text to Megatron's indexed data sets, with all cores and flat memory.
+"""Converts raw text to Megatron's indexed data sets, with all cores and constant memory.
 
-This process cuts the files into parts of whole lines and hands them out by name and place; worker processes
-read, parse and tokenize them; their results are written in the order of the text. So the bytes do not depend
-on the number of workers.
+This process splits the files into parts of whole lines and sends out their names and positions. Worker processes read,
+parse and tokenize them. The results are written in the order of the text. So the bytes do not depend on the number of
+workers.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ JOB_BYTES = 1 << 20
 """A part of a file ends with the line that reaches this size."""
 
 AHEAD = 8
-"""Jobs a worker that are handed out before the oldest is written; with the size of a job it bounds the memory."""
+"""Maximum number of jobs in progress per worker. With the size of a job it limits the memory."""
 
 CHECKED = 64
-"""The first of so many jobs is tokenized in the fast way and by the reference."""
+"""The first of every 64 jobs is tokenized by both the fast tokenizer and the reference."""
 
 LISTED = 5
-"""Bad lines that are shown; the file beside the data sets has all of them."""
+"""Number of bad lines that are shown. The file next to the data sets lists all of them."""
 
 Backend = Literal["auto", "gigatoken", "transformers"]
 
 
 @dataclass
 class Made:
-    """What became of a corpus.
+    """The result of preprocessing a corpus.
 
     Attributes:
-        prefix: of the data set, by key.
-        documents, tokens, empty: how many were written and how many were left out as empty, by key.
-        dtype: type of the tokens.
+        prefix: prefix of the data set, by key.
+        documents, tokens, empty: how many were written, and how many were left out as empty, by key.
+        dtype: dtype of the tokens.
         skipped: number of bad lines that were left out.
         examples: the first of them.
-        skipped_file: which lists all of them; None if there are none.
+        skipped_file: the file that lists all of them. None if there are none.
         way: how the tokenizer was run.
-        compared: tokens on which this way was compared with the reference.
+        compared: number of tokens that were compared with the reference.
         notes: lines for the user.
-        seconds: that it took.
+        seconds: duration in seconds.
     """
 
     dtype: str
@@ -87,21 +87,21 @@ def preprocess(
     check_all: bool = False,
     overwrite: bool = False,
 ) -> Made:
-    """Tokenize files of raw text into ``PREFIX_KEY_document`` (or ``_sentence``), one set a key.
+    """Tokenize files of raw text into ``PREFIX_KEY_document`` (or ``_sentence``), one data set per key.
 
     Args:
         files: ``.jsonl``, ``.txt`` or ``.parquet``, in order.
-        prefix: of the data sets.
-        recipe: what to do with the text; its way is set here.
-        workers: processes that tokenize; with 0 this one does.
-        chunk_size: most lines (``.txt``: documents) that a worker is given at a time.
-        backend: ``gigatoken`` or ``transformers``; ``auto`` is the first where it is installed. What does not prove
-            equal is not used.
-        check_all: compare the fast way with the reference on all of the corpus, not on a share.
-        overwrite: replace data sets that are there.
+        prefix: prefix of the data sets.
+        recipe: how to process the text. This function sets its ``way``.
+        workers: number of tokenizing processes. With 0 this process tokenizes.
+        chunk_size: maximum number of lines (``.txt``: documents) per job.
+        backend: ``gigatoken`` or ``transformers``. ``auto`` is the first if it is installed. A tokenizer that is not
+            proven equal is not used.
+        check_all: compare the fast tokenizer with the reference on the whole corpus instead of a part.
+        overwrite: replace existing data sets.
 
     Raises:
-        DataError: a line that cannot be used, a set that is there, a full disk, or no document at all.
+        DataError: a line cannot be used, a data set exists, the disk is full, or there is no document at all.
         WorkerFailed: a worker was killed.
     """
     began = time.perf_counter()
@@ -127,7 +127,7 @@ TITLES: dict[Way, str] = {
 
 
 def _ways(backend: Backend) -> tuple[Way, ...]:
-    """The ways to try, fastest first."""
+    """Return the tokenizers to try, fastest first."""
     installed = fast_tokenizers.is_installed()
     if backend == "gigatoken" and not installed:
         hint = "pip install 'rapidformer_templates[fast-bpe]'"
@@ -138,7 +138,7 @@ def _ways(backend: Backend) -> tuple[Way, ...]:
 
 @dataclass(frozen=True)
 class _Run:
-    """One pass over the corpus; the fields are arguments of :func:`preprocess`."""
+    """One pass over the corpus. The fields are arguments of :func:`preprocess`."""
 
     files: Sequence[Path]
     prefix: str
@@ -190,7 +190,7 @@ class _Run:
 
 
 def _speed(writers: Sequence[IndexedWriter], began: float) -> str:
-    """Tokens and documents a second since then."""
+    """Return the tokens and documents per second since ``began``."""
     seconds = time.perf_counter() - began
     tokens, documents = sum(writer.tokens for writer in writers), sum(writer.documents for writer in writers)
     return f"{tokens / seconds:,.0f} tokens/s  {documents / seconds:,.0f} documents/s"
@@ -204,7 +204,7 @@ def split_files(
     unit: TextUnit = "paragraph",
     check_all: bool = False,
 ) -> Iterator[Job]:
-    """The jobs of a corpus, in order; see :func:`preprocess`."""
+    """Yield the jobs of a corpus in order. For the arguments see :func:`preprocess`."""
     number = 0
     for path in files:
         pieces: Iterator[tuple[Span | list[tuple[int, Row]], int]]
@@ -218,7 +218,7 @@ def split_files(
 
 
 def _spans(path: Path, chunk_size: int, unit: TextUnit) -> Iterator[tuple[Span, int]]:
-    """Parts of whole documents: of lines, of paragraphs with the blank line behind them, or the file."""
+    """Yield parts of whole documents: lines, paragraphs with the blank line after them, or the whole file."""
     with path.open("rb") as file:
         start = position = documents = 0
         first = 1
@@ -235,7 +235,7 @@ def _spans(path: Path, chunk_size: int, unit: TextUnit) -> Iterator[tuple[Span, 
 
 
 def _row_parts(path: Path, keys: Sequence[str], chunk_size: int) -> Iterator[tuple[list[tuple[int, Row]], int]]:
-    """Rows of a Parquet file, each counted as its share of the file."""
+    """Yield parts of a Parquet file. Each row counts an equal share of the file's bytes."""
     row_bytes = path.stat().st_size / max(parquet_row_count(path), 1)
     rows: list[tuple[int, Row]] = []
     size = 0
@@ -250,10 +250,10 @@ def _row_parts(path: Path, keys: Sequence[str], chunk_size: int) -> Iterator[tup
 
 
 def encoded(jobs: Iterator[Job], recipe: Recipe, workers: int) -> Iterator[tuple[Job, Encoded]]:
-    """Each job with its result, in order; a bounded number of them is under way.
+    """Yield each job with its result, in order. The number of jobs in progress is limited.
 
     Raises:
-        WorkerFailed: a worker ended before its time.
+        WorkerFailed: a worker exited too early.
     """
     if not workers:
         encoder = Encoder(recipe)
@@ -278,8 +278,8 @@ def encoded(jobs: Iterator[Job], recipe: Recipe, workers: int) -> Iterator[tuple
 
 @contextmanager
 def _pool(recipe: Recipe, workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Worker processes that end with the body, and with this process, whatever ends it."""
-    # Fresh processes: a fork would copy this one's threads' locks, and its end of the pipe.
+    """Run worker processes inside the context. They also end if this process ends in any way."""
+    # Start fresh processes. A fork would copy the locks of this process's threads, and its end of the pipe.
     context = multiprocessing.get_context("spawn")
     alive, ours = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(workers, context, start_worker, (recipe, alive))
@@ -292,7 +292,7 @@ def _pool(recipe: Recipe, workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 class _SkippedFile:
-    """``PREFIX.skipped.txt``: every line that was left out, with the reason; made only if there is one."""
+    """``PREFIX.skipped.txt``: every line that was left out, with the reason. It is only made if there is one."""
 
     def __init__(self, prefix: str) -> None:
         self.path = Path(f"{prefix}.skipped.txt")
@@ -328,5 +328,5 @@ class _SkippedFile:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,8 +1,8 @@
-"""Sentences of a text, by a rule of a few lines that needs no data.
+"""Splits a text into sentences by a short rule that needs no data.
 
-A sentence ends at a blank line, and after ``.``, ``!``, ``?`` or ``…`` (closing quotes and brackets
-included) before white space, unless a lower-case letter follows, or a usual abbreviation or a single
-initial stands before a full stop. Chinese and Japanese marks end one without white space.
+A sentence ends at a blank line, and after ``.``, ``!``, ``?`` or ``…`` (including closing quotes and brackets) before
+white space. It does not end if a lower-case letter follows, or if a full stop belongs to a common abbreviation or a
+single initial. Chinese and Japanese marks end a sentence without white space.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BOUNDARY = re.compile(
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, without the white space around them; none of them is empty."""
+    """Return the non-empty sentences of a text without the white space around them."""
     sentences: list[str] = []
     start = 0
     for boundary in BOUNDARY.finditer(text):

@@ -1,6 +1,6 @@
-"""``rapidformer data tokenizer``: trains a tokenizer on raw text, as a folder that transformers loads.
+"""``rapidformer data tokenizer``: trains a tokenizer on raw text and saves it as a folder for transformers.
 
-The text is streamed; what grows with it is the table of its different words. The same text gives the same files.
+The text is streamed. Only the table of its distinct words grows with it. The same text gives the same files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ END = "<|endoftext|>"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 ALPHABET = 1000
-"""Most characters that become tokens of a wordpiece vocabulary."""
+"""Maximum number of characters that become tokens of a wordpiece vocabulary."""
 
 Kind = Literal["bpe", "wordpiece"]
 
@@ -33,14 +33,14 @@ Kind = Literal["bpe", "wordpiece"]
 def train(
     texts: Iterable[str], kind: Kind, vocab_size: int, *, min_frequency: int = 2, lower_case: bool = False
 ) -> Tokenizer:
-    """Train on texts.
+    """Train a tokenizer on texts.
 
     Args:
-        texts: the corpus, taken one after another; ``wordpiece`` takes them twice.
+        texts: the corpus, read one text at a time. ``wordpiece`` reads it twice.
         kind: ``bpe`` of bytes with GPT-2's splitting rule, or ``wordpiece`` with BERT's.
-        vocab_size: tokens in all; a small corpus gives fewer.
-        min_frequency: of a pair of tokens that becomes one.
-        lower_case: of ``wordpiece``: without case and accents.
+        vocab_size: total number of tokens. A small corpus gives fewer.
+        min_frequency: minimum frequency of a pair of tokens to be merged.
+        lower_case: remove case and accents (``wordpiece`` only).
     """
     options: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -66,10 +66,10 @@ def train(
 
 
 def _characters(tokenizer: Tokenizer, texts: Iterable[str], most: int) -> tuple[list[str], list[str]]:
-    """The most frequent characters, and the tokens of those that can stand inside a word.
+    """Return the most frequent characters, and the tokens of those that can occur inside a word.
 
-    Left to itself the trainer numbers the latter in an order that changes from run to run, and with the numbers
-    the choice among pairs that are equally frequent.
+    Without this list the trainer numbers the latter in an order that changes from run to run. The numbers decide
+    between pairs of equal frequency.
     """
     counts: Counter[str] = Counter()
     for text in texts:
@@ -82,16 +82,16 @@ def _characters(tokenizer: Tokenizer, texts: Iterable[str], most: int) -> tuple[
 
 
 def _normal(tokenizer: Tokenizer, character: str) -> str:
-    """The character inside a word, as the tokenizer sees it."""
+    """Return the character inside a word, as the tokenizer sees it."""
     return str(tokenizer.normalizer.normalize_str(f"a{character}a"))
 
 
 def save(tokenizer: Tokenizer, kind: Kind, folder: Path, *, lower_case: bool = False) -> PreTrainedTokenizerFast:
-    """Write a folder for transformers, with the vocabulary's own files beside; it has no other name meanwhile.
+    """Write a tokenizer folder for transformers, with the vocabulary's own files. It gets its name when complete.
 
     Args:
         tokenizer: from :func:`train`, with the same ``kind`` and ``lower_case``.
-        folder: is replaced if it is there.
+        folder: the folder, which is replaced if it exists.
 
     Raises:
         DataError: the disk is full, or cannot be written to.
@@ -108,7 +108,7 @@ def save(tokenizer: Tokenizer, kind: Kind, folder: Path, *, lower_case: bool = F
 
 
 def main(options: argparse.Namespace) -> int:
-    """Train, write and say how to use it; the exit status."""
+    """Train and save a tokenizer, print how to use it, and return the exit status."""
     kind, folder = options.type, Path(options.output)
     if options.lower_case and kind == "bpe":
         raise ConfigError("a bpe keeps the case", where="--lower-case", hint="leave it out, or choose --type wordpiece")
@@ -147,7 +147,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 class _Texts:
-    """The documents of files, counted."""
+    """The documents of some files, with a count."""
 
     def __init__(self, files: Sequence[Path], keys: Sequence[str], bad: BadLines, unit: TextUnit) -> None:
         self.files, self.keys, self.bad, self.unit = files, keys, bad, unit

@@ -1,1 +1,1 @@
-"""Replicas of a model that is divided over workers."""
+"""Data parallelism over replicas of a model that is itself sharded over workers."""

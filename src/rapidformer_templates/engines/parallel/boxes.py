@@ -1,8 +1,8 @@
-"""Where the values of a sharded tensor lie in the whole one.
+"""Positions of the values of a sharded tensor in the whole tensor.
 
-A shard is not always one box: of a fused query-key-value matrix a rank holds a block of each of the three
-parts. Its placement says so (``_StridedShard`` of torch, whose split factor is the number of parts), and
-everything here is read off the placements; nothing is kept beside the tensor.
+A shard is not always a single box. For a fused query-key-value matrix, a rank holds a block of each of the three
+parts. The placement records this (torch's ``_StridedShard``, whose split factor is the number of parts). Everything in
+this module is computed from the placements, without other state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from rapidformer_templates.models.blocks import shape_of
 
 Segments = list[tuple[int, int]]
-"""(start, length) of the stretches of a dimension that a rank holds, in the order in which it holds them."""
+"""(start, length) of the ranges of a dimension that a rank holds, in their local order."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Box:
     """A box of a whole tensor that a rank holds.
 
     Attributes:
-        offset: where it begins in the whole tensor.
-        shape: its lengths.
-        local: where it lies in the local tensor.
+        offset: position in the whole tensor.
+        shape: size of the box.
+        local: position in the local tensor.
     """
 
     offset: tuple[int, ...]
@@ -38,20 +38,20 @@ class Box:
 
     @property
     def whole(self) -> tuple[slice, ...]:
-        """Where it lies in the whole tensor."""
+        """Position in the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor that ``tensor`` is a part of."""
+    """Return the shape of the whole tensor that ``tensor`` is a part of."""
     return shape_of(tensor)
 
 
 def local_boxes(tensor: torch.Tensor) -> list[Box]:
-    """The boxes that make up what this rank holds of a tensor; one for a plain tensor, none for an empty shard.
+    """Return the boxes of a tensor that this rank holds: one for a plain tensor, none for an empty shard.
 
-    Read a checkpoint by filling ``local[box.local]`` from ``whole[box.whole]`` for each of them, and write one the
-    other way round. Optimizer state that has its parameter's placements has its boxes, too.
+    To read a checkpoint, fill ``local[box.local]`` from ``whole[box.whole]`` for each box. Write one the other way
+    round. Optimizer state with the placements of its parameter also has its boxes.
     """
     if not isinstance(tensor, DTensor):
         return boxes_of(tuple(tensor.shape), (), (), ())
@@ -61,7 +61,7 @@ def local_boxes(tensor: torch.Tensor) -> list[Box]:
 
 
 def divided_over(tensor: torch.Tensor, dimension: str) -> int:
-    """How many workers along a dimension of its mesh hold different parts of a tensor; 1 if they hold the same."""
+    """Return how many workers along a mesh dimension hold different parts of a tensor. 1 if they hold the same."""
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh
@@ -72,13 +72,13 @@ def divided_over(tensor: torch.Tensor, dimension: str) -> int:
 def boxes_of(
     shape: tuple[int, ...], placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> list[Box]:
-    """As :func:`local_boxes`, for any rank and without a process group.
+    """Compute :func:`local_boxes` for any rank, without a process group.
 
     Args:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         placements: one for each dimension of the mesh.
-        mesh: lengths of the mesh.
-        coordinate: of the rank in the mesh.
+        mesh: size of each mesh dimension.
+        coordinate: coordinate of the rank in the mesh.
     """
     held: list[Segments] = [[(0, length)] for length in shape]
     for placement, size, rank in zip(placements, mesh, coordinate, strict=True):
@@ -100,7 +100,7 @@ def boxes_of(
 def local_shape(
     shape: tuple[int, ...], placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shape of what a rank holds of a tensor of ``shape``."""
+    """Return the shape of the part that a rank holds of a tensor of ``shape``."""
     lengths = list(shape)
     for placement, size, rank in zip(placements, mesh, coordinate, strict=True):
         if isinstance(placement, (Shard, _StridedShard)):
@@ -113,7 +113,7 @@ def local_shape(
 def local_values(
     whole: torch.Tensor, placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> torch.Tensor:
-    """What a rank holds of ``whole``, in memory of its own."""
+    """Copy the part of ``whole`` that a rank holds."""
     shape = tuple(whole.shape)
     local = whole.new_empty(local_shape(shape, placements, mesh, coordinate))
     for box in boxes_of(shape, placements, mesh, coordinate):
@@ -122,7 +122,7 @@ def local_values(
 
 
 def _share(segments: Segments, parts: int, size: int, rank: int) -> Iterator[tuple[int, int]]:
-    """The share of ``rank`` in each of ``parts`` equal parts of what ``segments`` cover, as ``torch.chunk`` cuts."""
+    """Yield the share of ``rank`` in each of ``parts`` equal parts of ``segments``, split like ``torch.chunk``."""
     total = sum(length for _, length in segments)
     if total % parts:
         raise ValueError(f"{total} cannot be divided into {parts} parts")
@@ -134,7 +134,7 @@ def _share(segments: Segments, parts: int, size: int, rank: int) -> Iterator[tup
 
 
 def _between(segments: Segments, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The stretches of ``segments`` from ``begin`` to ``end``, counted in what they cover."""
+    """Yield the parts of ``segments`` between the positions ``begin`` and ``end`` of their concatenation."""
     at = 0
     for start, length in segments:
         low, high = max(begin, at), min(end, at + length)
@@ -144,6 +144,6 @@ def _between(segments: Segments, begin: int, end: int) -> Iterator[tuple[int, in
 
 
 def _with_offsets(segments: Segments) -> list[tuple[int, int, int]]:
-    """(start in the whole, length, start in the local tensor) of each segment."""
+    """Return (start in the whole tensor, length, start in the local tensor) of each segment."""
     at = itertools.accumulate((length for _, length in segments), initial=0)
     return [(start, length, begin) for (start, length), begin in zip(segments, at, strict=False)]

@@ -1,4 +1,4 @@
-"""Who holds copies of a parameter: every data-parallel worker, or, of divided experts, those that have the same."""
+"""Which workers hold copies of a parameter: all data-parallel workers, or for sharded experts those with the same."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch.distributed.tensor import DTensor
 from rapidformer_templates.system.workers import Workers
 
 COPIES = "copies"
-"""The dimension of a mesh along which a tensor is the same."""
+"""The mesh dimension along which a tensor is replicated."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The workers that hold the same part of a parameter, as one of them sees them.
+    """The workers that hold the same part of a parameter, from the view of one of them.
 
-    Those of an expert are some of those of everything else: their number tells the sets of a worker apart.
+    The copies of an expert are a subset of the copies of other parameters. The size distinguishes the sets of a worker.
 
     Attributes:
-        size: how many they are.
-        rank: this worker's place among them.
-        group: their process group; None is that of all workers.
+        size: number of workers.
+        rank: index of this worker among them.
+        group: their process group. None is the group of all workers.
     """
 
     size: int = 1
@@ -32,11 +32,11 @@ class Copies:
 
 
 NONE = Copies()
-"""Of what a worker alone has."""
+"""For tensors that only one worker has."""
 
 
 def copies_of(tensor: torch.Tensor, workers: Workers) -> Copies:
-    """Who holds the same as this worker: what the tensor's own mesh says, or else the workers'."""
+    """Return the workers with the same values as this one, from the tensor's mesh or else the workers' mesh."""
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
     if mesh is None or COPIES not in (mesh.mesh_dim_names or ()):
         mesh = workers.mesh

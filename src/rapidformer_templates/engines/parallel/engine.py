@@ -1,4 +1,4 @@
-"""The engine of 3D layouts: data parallelism among replicas that tensor and pipeline parallelism may divide."""
+"""The engine of 3D layouts: data parallelism over replicas, which tensor and pipeline parallelism may shard."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from rapidformer_templates.system.workers import Workers
 
 
 class ParallelEngine(SingleEngine):
-    """Each worker trains its part of the model; the update of a part is shared out among its replicas.
+    """Each worker trains its part of the model. The replicas of a part share its update.
 
-    The parameters may be whole, or DTensors of a tensor-parallel group. The optimizer is over ordinary
-    tensors in the memory of the parameters: all that this worker has of each, or, where the optimizer
-    state is sharded over the replicas, runs of it. Of parameters of 16 bits it is over fp32 masters.
+    Parameters may be whole, or DTensors of a tensor-parallel group. The optimizer updates ordinary tensors in the
+    memory of the parameters: the whole local part of each, or runs of it if the optimizer state is sharded over the
+    replicas. For 16-bit parameters it updates fp32 masters.
     """
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
@@ -47,7 +47,7 @@ class ParallelEngine(SingleEngine):
         self._sharding: str | None = plan.engine_options.get("shard_over_data")
         self._gradient_types = _gradient_types(plan.engine_options.get("narrow_weights"))
         self._shards: DataShards
-        self._last = False  # whether this is a micro batch after which gradients are complete
+        self._last = False  # whether gradients are complete after this micro batch
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         self.model = accelerator.move(model, self.workers.device).train()
@@ -70,7 +70,7 @@ class ParallelEngine(SingleEngine):
         sum_rows_in_fp32(self.model)
         named = [(unit.of.name, unit.values) for unit in self._shards.units]
         differing = recipe.differences([(entry.name, entry.parameter) for entry in trained])
-        if not named:  # a stage of frozen blocks, or fewer elements than replicas: optimizers refuse an empty list
+        if not named:  # only frozen blocks, or fewer elements than replicas: optimizers reject an empty list
             named, differing = [("", nn.Parameter(torch.empty(0, 0, device=self.workers.device)))], {"": {}}
         self._parameters = [values for _, values in named]
         self._counted = self._counted_once()
@@ -78,7 +78,7 @@ class ParallelEngine(SingleEngine):
         self._updates_apart = updates_apart(_path_of(type(self.optimizer)))
 
     def _counted_once(self) -> list[Unit]:
-        """The units that this worker adds to the global norm, so that over all workers each value is added once."""
+        """Units that this worker adds to the global norm. Over all workers, each value counts once."""
         held = self._held_tensors()
         return [u for u in self._shards.units if held[u.of.name].counts and (u.is_run or u.of.copies.rank == 0)]
 
@@ -94,9 +94,9 @@ class ParallelEngine(SingleEngine):
         return trained
 
     def _open_groups_of_copies(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """A process group for each set of stages that hold copies of a parameter.
+        """Create a process group for each set of stages that hold copies of a parameter.
 
-        Every worker opens those of all, in one order: torch numbers groups where they are opened.
+        Every worker creates all groups in the same order, because torch numbers groups in order of creation.
         """
         workers, groups = self.workers, {}
         line = workers.copies * workers.tensor
@@ -108,7 +108,7 @@ class ParallelEngine(SingleEngine):
         return groups
 
     def _agree_on_weights(self, tied: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
-        """Replicas, and copies in several stages, begin with the values of the first, however they were drawn."""
+        """Broadcast initial weights from the first replica, and from the first stage for copies in several stages."""
         placement = placement_of(self.model)
         tensors = {
             placement.whole_name(canonical_name(name)): tensor.detach()
@@ -142,10 +142,10 @@ class ParallelEngine(SingleEngine):
         self._shards.reduce()
         if self.workers.copies > 1:
             self.receipts["gradient_exchange"] = self._shards.exchange()
-            self._follow_first_copy(self._kept_buffers)  # running means and the like, as DDP has it
+            self._follow_first_copy(self._kept_buffers)  # running statistics, for example, as DDP broadcasts them
 
     def _grad_norm(self) -> torch.Tensor:
-        """Global norm of the gradient of the loss, before its loss scale; of the summed gradient in the units."""
+        """Return the global norm of the summed gradients of all units, without the loss scale."""
         norms = self._shards.norms(self._counted)
         square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
         if norms:
@@ -165,7 +165,7 @@ class ParallelEngine(SingleEngine):
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         held = super().held()
-        # In fp32 the optimizer updates the parameters themselves.
+        # Without 16-bit parameters, the optimizer updates the parameters themselves.
         masters = [unit.values for unit in self._shards.units] if self._gradient_types else []
         return {**held, "gradients": self._shards.gradients(), "optimizer": [*held["optimizer"], *masters]}
 
@@ -188,10 +188,10 @@ class ParallelEngine(SingleEngine):
 
 
 def _path_of(kind: Any) -> str:
-    """Where Python has a class; of what else makes an optimizer nothing is known."""
+    """Return the import path of an optimizer class, or "" for any other factory."""
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else ""
 
 
 def _gradient_types(asked: Mapping[str, str] | None) -> GradientTypes | None:
-    """Of parameters of 16 bits; None where they are to stay as they are built."""
+    """Return the gradient types of 16-bit parameters. None if parameters keep their type."""
     return None if asked is None else GradientTypes(TYPES[asked["accumulate"]], TYPES[asked["reduce"]])

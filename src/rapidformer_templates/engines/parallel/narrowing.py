@@ -1,4 +1,4 @@
-"""Parameters of 16 bits in the place of fp32 ones: which of a model, and how."""
+"""Converts fp32 parameters of a model to 16 bits: which ones, and how."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class GradientTypes:
-    """Of the gradients of parameters of 16 bits.
+    """Types of the gradients of 16-bit parameters.
 
     Attributes:
-        accumulate: what they are added up in, over micro batches.
-        reduce: what they are summed in, over replicas.
+        accumulate: type in which they are accumulated over micro batches.
+        reduce: type in which they are summed over replicas.
     """
 
     accumulate: torch.dtype = torch.float32
@@ -30,10 +30,10 @@ IN_FP32 = GradientTypes()
 
 
 def narrowed_parameters(model: nn.Module) -> set[int]:
-    """Identities of the parameters that 16 bits are enough for: fp32 ones that are trained, but for those of norms.
+    """Return the ids of the parameters for which 16 bits are enough: trained fp32 parameters, except those of norms.
 
-    Norms are the modules whose own parameters all have fewer than two dimensions. Autocast computes them in fp32, of
-    inputs of any type, and torch's kernels for a CPU take no fp32 input beside parameters of 16 bits.
+    Norms are the modules whose own parameters all have fewer than two dimensions. Autocast computes them in fp32 for
+    inputs of any type, and torch's CPU kernels do not accept fp32 inputs with 16-bit parameters.
     """
     of_norms = {
         id(parameter)
@@ -50,25 +50,27 @@ def narrowed_parameters(model: nn.Module) -> set[int]:
 
 @torch.no_grad()
 def narrow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Round a parameter to 16 bits, in place: whoever has it, has the narrow one."""
+    """Round a parameter to 16 bits in place, so that all references to it see the change."""
     if not isinstance(parameter, DTensor):
         parameter.data = parameter.data.to(dtype)
         return
-    replacement = nn.Parameter(parameter.detach().to(dtype))  # the data of a DTensor is not that of its local part
+    replacement = nn.Parameter(
+        parameter.detach().to(dtype)
+    )  # assigning .data of a DTensor does not change its local part
     replacement.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, replacement)
 
 
 def sum_rows_in_fp32(model: nn.Module) -> None:
-    """Let gradients of narrow tables on a CPU be summed in fp32, row by row of the table, as on a GPU.
+    """Sum gradients of 16-bit embedding tables on a CPU in fp32 per row, as a GPU does.
 
-    torch's kernel for a CPU adds up the tokens of a row in 16 bits: after some hundreds of them the sum stands still.
+    Torch's CPU kernel adds up the tokens of a row in 16 bits. After some hundreds of them the sum stops growing.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
             weight, plain = module.weight, module.max_norm is None and not module.scale_grad_by_freq
             if plain and weight.device.type == "cpu" and weight.element_size() == 2 and not isinstance(weight, DTensor):
-                # Before all other hooks: what they make of the rows (noise, for one) is to stay.
+                # Runs before all other hooks, to keep their changes to the rows (such as noise).
                 module.register_forward_hook(_look_up, prepend=True, with_kwargs=True)
 
 
@@ -89,7 +91,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         (places,), (shape, dtype) = ctx.saved_tensors, ctx.table
-        found, numbers = places.flatten().unique(return_inverse=True)  # most tables have more rows than a batch names
+        found, numbers = places.flatten().unique(return_inverse=True)  # most tables have more rows than a batch uses
         sums = torch.zeros(len(found), shape[1]).index_add_(0, numbers, gradients[0].flatten(0, -2).float())
         if ctx.padding is not None:
             sums[found == ctx.padding] = 0

@@ -1,10 +1,10 @@
-"""Data parallelism inside a 3D layout: gradients summed over the replicas, the update shared out among them.
+"""Data parallelism inside a 3D layout: gradients are summed over the replicas, and the replicas share the update.
 
-ZeRO-1 and ZeRO-2 as Rajbhandari et al., 2020, describe them: each of N replicas keeps the optimizer state
-(and, in ZeRO-2, the summed gradients) of one N-th of its parameters, updates that and sends it to the others.
+ZeRO-1 and ZeRO-2 follow Rajbhandari et al., 2020. Each of N replicas keeps the optimizer state (and, in ZeRO-2, the
+summed gradients) of one N-th of its parameters. It updates that part and sends it to the others.
 
-Parameters may be of 16 bits, with fp32 masters that are updated in their place (Micikevicius et al., 2018): the
-masters are divided as the optimizer's state is, and gradients are added up in fp32 as they come.
+Parameters may have 16 bits, with fp32 masters that the optimizer updates instead (Micikevicius et al., 2018). The
+masters are sharded like the optimizer state, and gradients are accumulated in fp32 as they arrive.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rapidformer_templates.system.workers import Workers, all_gather, reduce_sca
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A parameter that is trained on this worker.
+    """A parameter that this worker trains.
 
     Attributes:
-        name: canonical, in the whole model.
-        parameter: the model's; under tensor parallelism a DTensor.
-        copies: the replicas' workers that hold the same of it.
-        narrow: the type of 16 bits that it is to be of, with a master in its own; None leaves it as it is.
-        stages: pipeline ranks that hold a copy of it; empty if this is the only one.
-        chunk: the local part of the pipeline whose backward brings its gradient; None is any.
+        name: canonical name in the whole model.
+        parameter: the parameter of the model, a DTensor under tensor parallelism.
+        copies: the workers of all replicas that hold the same values.
+        narrow: 16-bit type of the parameter, which then has a master in its original type. None keeps its type.
+        stages: pipeline ranks that hold a copy of it. Empty if this is the only one.
+        chunk: the local pipeline chunk whose backward produces its gradient. None means any chunk.
     """
 
     name: str
@@ -50,25 +50,25 @@ class Trained:
 
     @property
     def local(self) -> torch.Tensor:
-        """What this worker has of it."""
+        """The local part of the parameter."""
         return local_part(self.parameter).detach()
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """What this worker has of its gradient, as the backward leaves it."""
+        """The local part of its gradient, as the backward leaves it."""
         return None if self.parameter.grad is None else local_part(self.parameter.grad)
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What the optimizer updates at a time: a run of a flattened parameter, or, where it is not shared out, all of it.
+    """The unit of an update: a run of a flattened parameter, or the whole parameter if replicas do not share it.
 
     Attributes:
         of: the parameter.
         start: first element of the run in the parameter's flattened local part.
-        values: the run (a whole parameter in its shape), in the memory of the parameter itself, or, of a parameter of
-            16 bits, its master.
-        is_run: no other replica updates it.
+        values: the run, or a whole parameter in its shape. It is a view of the parameter's memory, or the master of
+            a 16-bit parameter.
+        is_run: whether no other replica updates it.
     """
 
     of: Trained
@@ -78,25 +78,25 @@ class Unit:
 
 
 class DataShards:
-    """The gradients and updates of a worker's parameters, among the replicas of the model.
+    """Exchanges the gradients and updates of a worker's parameters among the replicas of the model.
 
-    Every step is: backward passes (each between :meth:`begin_backward` and :meth:`end_backward`),
-    :meth:`reduce`, the optimizer's update of the ``units`` :meth:`in_turn`, :meth:`gather`, :meth:`drop`. Gradients
-    travel while the last backward runs; those of ZeRO-2, which no worker keeps whole, in each. What is summed and
-    shared out of a parameter, is so among those that have copies of it.
+    A step consists of backward passes (each between :meth:`begin_backward` and :meth:`end_backward`),
+    :meth:`reduce`, the optimizer's update of the ``units`` :meth:`in_turn`, :meth:`gather` and :meth:`drop`.
+    Gradients are exchanged during the last backward. ZeRO-2 exchanges them in every backward, because no worker keeps
+    them whole. A parameter is summed and sharded only among the workers that have copies of it.
 
     Args:
         trained: the parameters.
-        workers: this process among its peers.
+        workers: this process and its peers.
         shards: ``None``, ``optimizer`` (ZeRO-1) or ``gradients`` (ZeRO-2).
-        tied: the process group of the workers that hold copies of a parameter, by their pipeline ranks.
-        window: elements that are exchanged, or converted, at a time.
-        whole: whether parameters are shared out whole, for an update that needs more of them than a run.
-        types: those of the gradients of narrow parameters; others have one type throughout.
+        tied: process group of the workers that hold copies of a parameter, by their pipeline ranks.
+        window: number of elements that are exchanged, or converted, at a time.
+        whole: whether each parameter has a single owner, for updates that need the whole parameter.
+        types: gradient types of 16-bit parameters. Other gradients have the type of their parameter.
 
     Attributes:
-        units: what this rank's optimizer is over.
-        narrow: names of the parameters that are of 16 bits and have masters.
+        units: what the optimizer of this rank updates.
+        narrow: names of the 16-bit parameters that have masters.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class DataShards:
         self._types = types
         self._window = window
         self._windows, self._kind = _windows(trained, window, whole=whole and sharded)
-        # Only of those that several workers have there are shares.
+        # Only windows with several workers are sharded.
         self._runs: dict[Window, list[tuple[Unit, int]]] = {w: [] for w in self._windows if sharded and w.ranks > 1}
         runs = self._divide()
         self._shared = {segment.parameter for window in self._runs for segment in window.segments}
         self._exchanged = {segment.parameter for window in self._windows for segment in window.segments}
-        # Experts on their way to other workers let replicas wait for each other within a backward.
+        # Sending experts to other workers makes replicas wait for each other within a backward.
         self._meet = any(entry.copies.size < self.replicas for entry in trained)
         self._whole = {
             index: Unit(entry, 0, nn.Parameter(entry.local), False)
@@ -137,17 +137,17 @@ class DataShards:
             if entry.narrow:
                 narrow(entry.parameter, entry.narrow)
         self._sums: dict[Window, torch.Tensor] = {}  # this rank's share of the summed gradients
-        self._complete: dict[Unit, torch.Tensor] = {}  # the gradients of units, as they were added up
-        self._wide: dict[int, torch.Tensor] = {}  # of narrow parameters, what their gradients have come to so far
+        self._complete: dict[Unit, torch.Tensor] = {}  # the summed gradients of units
+        self._wide: dict[int, torch.Tensor] = {}  # gradients of 16-bit parameters accumulated so far
         self._reached = [False] * len(trained)
-        self._exchanging = False  # in this backward
+        self._exchanging = False  # whether the current backward exchanges gradients
         self._ready: set[int] = set()
         self._left: set[int] = set()
         self._queue: deque[Window] = deque()
         self._sent: set[Window] = set()
         self._pending: _Flight | None = None
         self._starts = self._early_starts = 0
-        self._waited = 0.0  # seconds of the host in this step
+        self._waited = 0.0  # seconds that the host has waited in this step
         self._seen = self._versions()
         for index, entry in enumerate(trained):
             if entry.narrow or self.replicas > 1:
@@ -164,25 +164,25 @@ class DataShards:
                 units.append(unit)
         return units
 
-    # The backward passes.
+    # Backward passes.
 
     def begin_backward(self, chunk: int | None = None, *, last: bool) -> None:
-        """Before a backward pass.
+        """Prepare a backward pass.
 
         Args:
-            chunk: the local part of the pipeline whose pass it is; None is the whole model.
-            last: of this step, for what it comes to.
+            chunk: the local pipeline chunk of this pass. None is the whole model.
+            last: whether this is the last pass of the step for these parameters.
         """
         self._exchanging = self.early or (last and self.replicas > 1)
         self._ready.clear()
         self._left.clear()
         if self._exchanging:
-            # What several parts may come to is complete only after the last of them.
+            # A parameter used by several chunks is complete only after the last of them.
             chunks = (None, chunk) if self.early or chunk is None else (chunk,)
             self._queue = deque(w for w in self._windows if self._kind[w].chunk in chunks)
 
     def end_backward(self) -> None:
-        """After it: what the loss did not reach counts as zero, because other ranks may have reached it."""
+        """Finish a backward pass. Unused parameters count as zero, because other ranks may have used them."""
         while self._queue:
             self._start(self._queue.popleft())
         if self.early:
@@ -191,7 +191,7 @@ class DataShards:
         self._left.clear()
 
     def _came(self, index: int) -> None:
-        """A gradient is there. Windows leave in one order on all ranks, each as soon as it is complete."""
+        """Queue a gradient. All ranks send windows in the same order, each as soon as it is complete."""
         if index in self._left:
             raise RapidformerError(
                 f"the gradient of {self.trained[index].name} came twice in one backward, and had been sent by then",
@@ -208,17 +208,18 @@ class DataShards:
                 self._early_starts += 1
 
     def _may_leave(self, window: Window) -> bool:
-        """Whether a window is complete, and need not wait here for the one before where that could be for ever.
+        """Whether a window is complete and can be sent without a possible deadlock.
 
-        A loss may reach a parameter here that it does not reach elsewhere: there its window leaves after the backward,
-        which comes to its end only if this one goes on, where the two exchange tokens.
+        The loss may use a parameter on this rank but not on others, where its window is sent after the backward. If the
+        backward exchanges tokens between ranks, theirs ends only if this one continues, so it must not wait here for
+        the previous window.
         """
         if self._meet and self._pending is not None and not self._pending.has_come:
             return False
         return all(segment.parameter in self._ready for segment in window.segments)
 
     def _widen(self, index: int) -> None:
-        """Add a gradient of 16 bits to those before it, and free it."""
+        """Add a 16-bit gradient to the accumulated one, and free it."""
         gradient = self.trained[index].gradient
         assert gradient is not None
         if index in self._wide:
@@ -228,13 +229,13 @@ class DataShards:
         self.trained[index].parameter.grad = None
 
     def _gradient(self, index: int) -> torch.Tensor | None:
-        """What this worker's backward passes have come to for a parameter."""
+        """Return the gradient that this worker's backward passes have accumulated for a parameter."""
         return self._wide[index] if index in self._wide else self.trained[index].gradient
 
-    # The exchange.
+    # Exchange.
 
     def reduce(self) -> None:
-        """Complete the sums of the gradients over the replicas; a parameter that no loss reached has none."""
+        """Complete the sums of the gradients over the replicas. Parameters that no loss used have none."""
         if self.replicas > 1 or self.tied:
             if not self.early:
                 for window in self._windows:
@@ -258,7 +259,7 @@ class DataShards:
                     yield unit, self._sums[window][offset : offset + unit.values.numel()].view(unit.values.shape)
 
     def _start(self, window: Window) -> None:
-        """Send a window's gradients on their way, and take in those of the one before."""
+        """Start the reduction of a window, and finish that of the previous one."""
         self._sent.add(window)
         self._starts += 1
         flat, copies = self._pack(window), self._kind[window].copies
@@ -275,7 +276,7 @@ class DataShards:
         self._pending = _Flight(window, flat, received, work)
 
     def _pack(self, window: Window) -> torch.Tensor:
-        """The gradients of a window, laid end to end; where there is none, zeros."""
+        """Pack the gradients of a window end to end. Missing gradients are zeros."""
         like = self.trained[window.segments[0].parameter]
         dtype = self._types.reduce if like.narrow else like.local.dtype
         flat = like.local.new_zeros(window.packed, dtype=dtype)
@@ -291,7 +292,7 @@ class DataShards:
         return flat
 
     def _finish(self) -> None:
-        """Wait for the window that is on its way."""
+        """Wait for the pending window."""
         if self._pending is None:
             return
         window, _, received, work = self._pending
@@ -310,13 +311,13 @@ class DataShards:
             self._unpack(window)
 
     def _unpack(self, window: Window) -> None:
-        """Put the sums where the model's gradients are."""
+        """Copy the sums back into the gradients of the model."""
         flat = self._sums.pop(window)
         for (index, start, count), offset in window.with_offsets():
             self._summed(index).view(-1)[start : start + count] = flat[offset : offset + count]
 
     def _summed(self, index: int) -> torch.Tensor:
-        """Where the summed gradient of a parameter is to lie."""
+        """Return the tensor for the summed gradient of a parameter."""
         entry = self.trained[index]
         if entry.narrow:
             if index not in self._wide:
@@ -327,20 +328,20 @@ class DataShards:
         return local_part(entry.parameter.grad)
 
     def _sum_tied(self) -> None:
-        """Add up what the copies of a parameter in several stages have got."""
+        """Sum the gradients of parameters that have copies in several stages."""
         for window in [w for w in self._windows if self._kind[w].stages]:
             dist.all_reduce(self._sums[window], group=self.tied[self._kind[window].stages])
             if window not in self._runs:
                 self._unpack(window)
 
     def _reached_anywhere(self) -> list[bool]:
-        """For each parameter, whether the loss of any replica or of any stage that has it reached it."""
-        # The gradient of what was exchanged is a sum by now, of zeros where no loss reached the parameter.
+        """For each parameter, whether the loss of any replica, or of any stage that has it, used it."""
+        # An exchanged gradient is a sum by now. It is zero if no loss used the parameter.
         here = [
             sent if index in self._exchanged else self._gradient(index) is not None
             for index, sent in enumerate(self._reached)
         ]
-        flags = torch.tensor(here, dtype=torch.float32)  # the hosts know it, and no device is waited for
+        flags = torch.tensor(here, dtype=torch.float32)  # known on the host, so no device wait
         if self.replicas > 1:
             dist.all_reduce(flags, group=self.group)
         for stages, group in self.tied.items():
@@ -350,10 +351,10 @@ class DataShards:
             flags[offsets] = part
         return [flag > 0 for flag in flags.tolist()]
 
-    # The update.
+    # Update.
 
     def norms(self, units: Iterable[Unit]) -> list[torch.Tensor]:
-        """The norm of the gradient of each of ``units`` that has one, in the unit's type."""
+        """Return the gradient norm of each unit that has a gradient, in the unit's type."""
         by_types: dict[tuple[torch.dtype, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for unit in units:
             if unit in self._complete:
@@ -363,11 +364,11 @@ class DataShards:
         return [norm for (dtype, _), values in groups for norm in torch._foreach_norm(values, dtype=dtype)]
 
     def in_turn(self, *, apart: bool) -> Iterator[None]:
-        """Let units have their gradients, in their own type, while the caller updates those that have one.
+        """Yield while units have their gradients, in their own type. The caller then updates those units.
 
         Args:
-            apart: whether one unit may be updated before another. Then gradients of 16 bits are converted by the
-                window, for all of them in fp32 would be twice what was saved.
+            apart: whether units may be updated separately. If so, 16-bit gradients are converted window by window. All
+                of them in fp32 would need twice the memory that was saved.
         """
         for units in self._turns if apart else [self.units]:
             for unit in units:
@@ -379,7 +380,7 @@ class DataShards:
 
     @cached_property
     def _turns(self) -> list[list[Unit]]:
-        """The units by when they are updated: all at once, where no gradient is converted."""
+        """Groups of units that are updated together. A single group if no gradient is converted."""
         if self._types.accumulate == torch.float32 or not self.narrow:
             return [self.units]
         of_windows = [[unit for unit, _ in runs] for runs in self._runs.values()]
@@ -388,12 +389,12 @@ class DataShards:
         return [*of_windows, *([whole[place] for place in places] for places in turns(sizes, self._window))]
 
     def _versions(self) -> dict[str, int]:
-        """How often narrow parameters have been changed in place, as autograd counts it."""
+        """In-place modification counts of 16-bit parameters, from autograd."""
         return {entry.name: entry.parameter._version for entry in self.trained if entry.narrow}
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Take over into the masters what somebody else has set of narrow parameters, as by a hook that masks them."""
+        """Copy external changes of 16-bit parameters, for example by a masking hook, to their masters."""
         found = self._versions()
         for unit in self.units:
             if unit.of.narrow and found[unit.of.name] != self._seen[unit.of.name]:
@@ -404,7 +405,7 @@ class DataShards:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Give every replica what the others have updated."""
+        """Send this rank's updates to all replicas."""
         self._send_updated()
         self._seen = self._versions()
 
@@ -419,7 +420,7 @@ class DataShards:
                 self.trained[index].local.view(-1)[start : start + count] = flat[offset : offset + count]
 
     def _all_of(self, window: Window, dtype: torch.dtype) -> torch.Tensor:
-        """What all replicas have of a window's units, laid end to end."""
+        """Gather a window's units from all replicas, packed end to end."""
         share = self.trained[window.segments[0].parameter].local.new_zeros(window.share, dtype=dtype)
         for unit, offset in self._runs[window]:
             share[offset : offset + unit.values.numel()] = unit.values.detach().view(-1)
@@ -433,7 +434,7 @@ class DataShards:
 
     @torch.no_grad()
     def masters(self) -> dict[str, torch.Tensor]:
-        """On the first of its copies what a worker has of each narrow parameter, in fp32; every worker must ask."""
+        """Return the local part of each 16-bit parameter in fp32 on its first copy. Call it on every worker."""
         whole = {unit.of.name: unit.values.detach() for unit in self._whole.values() if unit.of.narrow}
         for window in (window for window in self._runs if self._kind[window].narrow):
             flat = self._all_of(window, torch.float32)
@@ -445,8 +446,8 @@ class DataShards:
         return whole
 
     def drop(self) -> None:
-        """Forget the gradients, and those that an error has left on their way."""
-        self._pending = None  # not waited for: the other workers may be gone
+        """Free the gradients, including those that an error has left pending."""
+        self._pending = None  # does not wait, because the other workers may be gone
         self._queue.clear()
         self._sums.clear()
         self._complete.clear()
@@ -461,8 +462,10 @@ class DataShards:
             entry.parameter.grad = None
 
     def exchange(self) -> dict[str, Any]:
-        """Of this step: how many windows were exchanged, how many of them left while a backward was still at work, and
-        the seconds in which this worker's host did nothing but wait for them (none, where a device does the waiting).
+        """Return statistics of the gradient exchange in this step.
+
+        They are the number of windows that were exchanged, the number of them that were sent during a backward, and the
+        seconds in which this worker's host only waited for them (zero if a device does the waiting).
         """
         return {
             "windows": self._starts,
@@ -471,19 +474,19 @@ class DataShards:
         }
 
     def gradients(self) -> list[torch.Tensor]:
-        """What this rank has of gradients now, when what is on its way has come."""
+        """Return the gradients on this rank, after pending windows have arrived."""
         self._finish()
         whole = [entry.gradient for entry in self.trained]
         return [*(gradient for gradient in whole if gradient is not None), *self._wide.values(), *self._sums.values()]
 
 
 class _Flight(NamedTuple):
-    """A window on its way.
+    """A window that is being reduced.
 
     Attributes:
-        flat: what is sent.
-        received: where comes what this worker is to have of the sum.
-        work: what brings it; None where there is nobody to wait for.
+        flat: the data to send.
+        received: buffer for this worker's share of the sum.
+        work: handle of the collective. None if there is nothing to wait for.
     """
 
     window: Window
@@ -498,7 +501,7 @@ class _Flight(NamedTuple):
 
 @dataclass(frozen=True)
 class _Kind:
-    """What parameters must have in common to lie in one window."""
+    """The properties that all parameters of a window share."""
 
     copies: Copies
     dtype: torch.dtype
@@ -508,12 +511,12 @@ class _Kind:
 
 
 def _windows(trained: Sequence[Trained], limit: int, *, whole: bool) -> tuple[list[Window], dict[Window, _Kind]]:
-    """The windows in the order in which a backward completes them; it comes to a model in about the reverse order.
+    """Build the windows in the order in which a backward completes them, about the reverse order of the model.
 
-    What no other worker has is in none.
+    Parameters without copies on other workers are in no window.
 
-    Those of parameters with copies elsewhere come last, by the names of the parameters: in the same order
-    on every worker that has a copy.
+    Parameters with copies in other stages come last, sorted by name. This gives every worker with a copy the same
+    order.
     """
     members: dict[_Kind, list[tuple[int, int]]] = defaultdict(list)
     for index, entry in reversed(list(enumerate(trained))):

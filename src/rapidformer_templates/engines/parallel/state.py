@@ -1,4 +1,4 @@
-"""Weights and optimizer state of a 3D layout as pieces, and back."""
+"""Convert weights and optimizer state of a 3D layout to and from checkpoint pieces."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from rapidformer_templates.system.workers import Workers
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter or buffer of this worker in terms of the whole model.
+    """A parameter or buffer of this worker, in terms of the whole model.
 
     Attributes:
-        tensor: the model's.
-        counts: whether this worker is the one, among those with the same values in one replica, that
-            writes them.
-        copies: the replicas' workers that have them, too.
+        tensor: the tensor of the model.
+        counts: whether this worker writes the values. Only one of the workers with the same values in a replica does.
+        copies: the workers of all replicas that have them.
     """
 
     tensor: torch.Tensor
@@ -39,22 +38,22 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return whole_shape(self.tensor)
 
     @property
     def boxes(self) -> list[Box]:
-        """What this worker has of the whole tensor."""
+        """Boxes of the whole tensor on this worker."""
         return local_boxes(self.tensor)
 
     @property
     def local(self) -> torch.Tensor:
-        """The values that this worker has."""
+        """Values on this worker."""
         return local_part(self.tensor).detach()
 
 
 def held_tensors(model: nn.Module, workers: Workers) -> dict[str, Held]:
-    """The parameters and persistent buffers of this worker, by their names in the whole model."""
+    """Return the parameters and persistent buffers of this worker, by their names in the whole model."""
     placement = placement_of(model)
     held = {}
     for name, tensor in named_tensors(model).items():
@@ -73,10 +72,10 @@ def pieces(
     *,
     narrow: Collection[str] = (),
 ) -> Iterator[Piece]:
-    """What this rank writes of ``weights`` or ``optimizer``.
+    """Yield the pieces of ``weights`` or ``optimizer`` that this rank writes.
 
-    What has copies is shared out among those who have them by size; a run of a parameter is written by the one that
-    updates it. Of a narrow parameter its master is the weight.
+    Tensors with copies are distributed by size among the workers that have them. A run of a parameter is written by the
+    worker that updates it. The weight of a 16-bit parameter is its master.
     """
     loads: dict[Copies, list[int]] = {}
     owned = set()
@@ -107,11 +106,13 @@ def _state_pieces(entry: Held, unit: Unit, state: Mapping[str, Any]) -> Iterator
         if tensor.shape == unit.values.shape:
             yield from _run_pieces(name, entry, unit.start, tensor.reshape(-1))
         elif unit.start == 0 and all(box.offset == (0,) * len(box.offset) for box in entry.boxes[:1]):
-            yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)  # a count, or a factor of the whole
+            yield Piece(
+                name, tensor, tuple(tensor.shape), (0,) * tensor.ndim
+            )  # a count, or a factor of the whole tensor
 
 
 def _run_pieces(name: str, entry: Held, start: int, values: torch.Tensor) -> Iterator[Piece]:
-    """A run of the flattened local part, which begins at ``start``, in boxes of the whole tensor."""
+    """Yield a run of the flattened local part from ``start`` as boxes of the whole tensor."""
     shape, done = tuple(entry.local.shape), 0
     for offset, size in flat.boxes(shape, start, values.numel()):
         count = math.prod(size)
@@ -136,7 +137,7 @@ def _read_run(reader: StateReader, kind: str, name: str, entry: Held, start: int
 def _in_whole(
     offset: Sequence[int], size: Sequence[int], boxes: Sequence[Box]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """(where it begins in the whole tensor, where it lies in the box) of each part of a box of the local tensor."""
+    """Yield (offset in the whole tensor, slices of the box) for each part of a box of the local tensor."""
     for box in boxes:
         lows = [max(o, b.start) for o, b in zip(offset, box.local, strict=True)]
         highs = [min(o + s, b.stop) for o, s, b in zip(offset, size, box.local, strict=True)]
@@ -155,7 +156,7 @@ def load(
     *,
     optimizer_state: bool,
 ) -> None:
-    """Fill model and, if asked, optimizer from a checkpoint, each rank with what it holds; every rank must call it."""
+    """Load the local part of the model and, if requested, of the optimizer. Call it on every rank."""
     mine = ({name: entry.shape for name, entry in held.items()}, {unit.of.name for unit in units})
     shapes: dict[str, tuple[int, ...]] = {}
     trained: set[str] = set()
@@ -203,7 +204,7 @@ def _load_optimizer(
 
 
 def _read_state(reader: StateReader, name: str, shape: tuple[int, ...], entry: Held, unit: Unit) -> torch.Tensor:
-    """One entry of optimizer state: of the parameter's shape a run of it, else (a count, a factor) the whole."""
+    """Read an entry of optimizer state: the run of this unit, or the whole entry if its shape differs (a count)."""
     if shape != entry.shape:
         return reader.read("optimizer", name, (0,) * len(shape), shape)
     values = torch.empty(unit.values.numel(), dtype=unit.values.dtype)
@@ -214,12 +215,12 @@ def _read_state(reader: StateReader, name: str, shape: tuple[int, ...], entry: H
 def full_weights(
     held: Mapping[str, Held], masters: Mapping[str, torch.Tensor], workers: Workers
 ) -> dict[str, torch.Tensor] | None:
-    """Whole weights on the host on rank 0, None on the other ranks; every rank must call it.
+    """Return the full weights on the host of rank 0, None on other ranks. Call it on every rank.
 
-    They come to rank 0 one after another from the workers that have the first copies.
+    Workers with the first copies send their weights to rank 0 one tensor at a time.
 
     Args:
-        masters: what stands for the narrow parameters of a worker that has the first copies of them.
+        masters: values for the 16-bit parameters of a worker with their first copies.
     """
     mine = {name: entry for name, entry in held.items() if entry.counts and entry.copies.rank == 0}
     values_of = {name: masters.get(name, entry.local) for name, entry in mine.items()}

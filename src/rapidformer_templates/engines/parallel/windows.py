@@ -1,4 +1,4 @@
-"""Windows over parameters laid end to end: what is reduced at a time, and who updates which run of it."""
+"""Windows (buckets) of parameters packed end to end: the unit of a reduction, and which rank updates which run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rapidformer_templates.planning.deepspeed_file.buckets import LEAST
 Kind = TypeVar("Kind", bound=Hashable)
 
 MOST = 2**23
-"""Elements of the largest window: 32 MB in fp32, enough to keep a link busy."""
+"""Elements of the largest window: 32 MB in fp32, enough to saturate a link."""
 
 WINDOWS_EACH = 4
-"""Windows of whole parameters that each worker has at least, as far as parameters are small enough: for even shares."""
+"""Minimum number of whole-parameter windows per worker, if parameters are small enough. It balances the shares."""
 
 
 def window_for(width: int) -> int:
-    """Elements of a window: in a square block one matrix, as in a bucket of ZeRO; so it is little beside a model.
+    """Return the elements of a window: one matrix of a square block, like a ZeRO bucket. Small compared with a model.
 
     Args:
-        width: of the model.
+        width: hidden size of the model.
     """
     return min(max(width * width, LEAST), MOST)
 
@@ -31,7 +31,7 @@ class Segment(NamedTuple):
     """A run of a flattened parameter.
 
     Attributes:
-        parameter: its place among the parameters.
+        parameter: index of the parameter.
         start: first element of the run.
         length: elements of the run.
     """
@@ -43,12 +43,12 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Runs of consecutive parameters, laid end to end.
+    """Runs of consecutive parameters, packed end to end.
 
     Attributes:
         segments: the runs in their order.
-        ranks: workers that share it; each updates one of as many equal shares, the last of them padded.
-        owner: the one of them that updates all of it, whose share it is; None where it is shared.
+        ranks: number of workers that share it. Each updates one of ``ranks`` equal shares. The last one is padded.
+        owner: the rank that updates the whole window. None if the ranks share it.
     """
 
     segments: tuple[Segment, ...]
@@ -57,32 +57,32 @@ class Window:
 
     @cached_property
     def length(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return sum(segment.length for segment in self.segments)
 
     @property
     def share(self) -> int:
-        """Elements of the share of each rank that has one, with padding."""
+        """Number of elements, with padding, in each nonempty share."""
         return self.length if self.owner is not None else -(-self.length // self.ranks)
 
     @property
     def packed(self) -> int:
-        """Elements that travel: all shares."""
+        """Number of elements in all shares, which an exchange transfers."""
         return self.share if self.owner is not None else self.share * self.ranks
 
     def share_of(self, rank: int) -> int:
-        """Elements of a rank's share, with padding."""
+        """Return the number of elements, with padding, in a rank's share."""
         return self.share if self.owner in (None, rank) else 0
 
     def with_offsets(self) -> Iterator[tuple[Segment, int]]:
-        """The runs with their offsets in the window."""
+        """Yield the runs with their offsets in the window."""
         offset = 0
         for segment in self.segments:
             yield segment, offset
             offset += segment.length
 
     def owned(self, rank: int) -> Iterator[tuple[Segment, int]]:
-        """The runs in a rank's share, each with its offset in the share."""
+        """Yield the runs in a rank's share, each with its offset in the share."""
         place = rank if self.owner is None else 0 if rank == self.owner else 1
         begin, end = place * self.share, (place + 1) * self.share
         for (index, start, count), offset in self.with_offsets():
@@ -92,12 +92,12 @@ class Window:
 
 
 def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int) -> list[Window]:
-    """Divide parameters, laid end to end, into windows.
+    """Divide parameters, packed end to end, into windows.
 
     Args:
         sizes: (index, elements) of each parameter.
-        ranks: workers that share each window.
-        limit: elements of a window; a multiple of ``ranks`` is taken, so that only the last one is padded.
+        ranks: number of workers that share each window.
+        limit: elements of a window, rounded down to a multiple of ``ranks``, so that only the last one is padded.
     """
     limit = max(1, limit // ranks) * ranks
     finished: list[Window] = []
@@ -116,16 +116,16 @@ def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int) -> list[Wi
 
 
 def whole_windows(sizes: Sequence[tuple[int, int]], loads: list[int], limit: int) -> list[Window]:
-    """Share out whole parameters among workers, for updates that need more of a parameter than a run.
+    """Distribute whole parameters among workers, for updates that need more of a parameter than a run.
 
-    A window has one owner: of the windows, the largest first, each goes to whoever has fewest elements, as OSS shares
-    out parameters.
+    A window has one owner. Starting with the largest window, each goes to the worker with the fewest elements, as OSS
+    distributes parameters.
 
     Args:
         sizes: (index, elements) of each parameter.
-        loads: elements that each worker has so far; those of these windows are added.
-        limit: elements of a window; a larger parameter has its own. In a small model it is less, so that each worker
-            has some.
+        loads: elements that each worker has so far. The elements of these windows are added to it.
+        limit: elements of a window. A larger parameter gets its own window. A small model has a lower limit, so that
+            each worker gets some parameters.
     """
     limit = min(limit, sum(size for _, size in sizes) // (WINDOWS_EACH * len(loads)))
     found = [
@@ -147,15 +147,15 @@ def windows_of_kinds(
     whole: bool,
     is_tied: Callable[[Kind], bool],
 ) -> dict[Window, Kind]:
-    """The windows of parameters that may lie together only with those of their kind.
+    """Build windows that each contain parameters of only one kind.
 
     Args:
         members: (index, elements) of each parameter, by kind.
         limit: elements of a window.
-        ranks: of a kind, the workers that share each window.
-        whole: whether parameters are shared out whole.
-        is_tied: whether those of a kind have copies in other stages, all of which must have the same owner: what else a
-            stage has plays no part in who it is.
+        ranks: returns the number of workers that share the windows of a kind.
+        whole: whether each parameter has a single owner.
+        is_tied: whether parameters of a kind have copies in other stages. All copies need the same owner, so the
+            other parameters of a stage must not affect the choice.
     """
     found: dict[Window, Kind] = {}
     loads: dict[int, list[int]] = {}
@@ -175,7 +175,7 @@ def windows_of_kinds(
 
 
 def turns(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Share out whole parameters, by their places, among turns of at most ``limit`` elements; a larger one has its own.
+    """Group whole parameters, by index, into turns of at most ``limit`` elements. Larger ones get their own turn.
 
     Args:
         sizes: elements of each parameter.

@@ -1,1 +1,1 @@
-"""A DeepSpeed file of the user's own, read into a plan."""
+"""Reads a user's DeepSpeed file into a plan."""

@@ -1,7 +1,7 @@
-"""A DeepSpeed file and the flags: each value stands in one of them, or in both alike. Imports no torch.
+"""A DeepSpeed file and the flags. Each value is in one of them, or the same in both. Does not import torch.
 
-What the file says and no flag says becomes a flag, so that one plan shows everything; ``"auto"`` is
-filled from the flags; what both say must agree. What no flag knows is handed to DeepSpeed as it is.
+Values that are only in the file become flags, so that one plan shows everything. ``"auto"`` is filled from the flags.
+Values in both must agree. Values without a flag are passed to DeepSpeed unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _whole(value: Any) -> Any:
-    """``2e8``, which is no whole number in JSON, as one."""
+    """Convert ``2e8``, which JSON reads as a float, to an integer."""
     return int(value) if isinstance(value, float) and math.isfinite(value) and value.is_integer() else value
 
 
@@ -33,9 +33,9 @@ class Entry:
     """A value of the file that is also a flag.
 
     Attributes:
-        path: its place in the file, with dots.
+        path: its path in the file, with dots.
         field: the flag's field.
-        to_flag: the flag's value for one in the file.
+        to_flag: converts the file's value to the flag's.
     """
 
     path: str
@@ -57,16 +57,16 @@ ENTRIES = (
 ZERO = tuple(f"zero_{level}_memory_optimization" for level in (1, 2, 3))
 OFFLOADS = ("offload_optimizer", "offload_param")
 LOUD = ("wall_clock_breakdown", "memory_breakdown", "dump_state")
-"""Keys by which DeepSpeed prints."""
+"""Keys that make DeepSpeed print."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a file says in the words of a flag.
+    """A value of a file as a flag.
 
     Attributes:
         field: the flag's field.
-        path: the key that says so.
+        path: the key in the file.
         value: the flag's value.
         shown: the key's value as messages show it.
     """
@@ -78,16 +78,16 @@ class Said:
 
 
 def read(text: str) -> DeepSpeedFile:
-    """A DeepSpeed file, or JSON that is given in its place, in the spelling of the installed DeepSpeed.
+    """Read a DeepSpeed file, or JSON in its place, and rename its keys as in the installed DeepSpeed.
 
     Raises:
-        ConfigError: there is no such file, it is no JSON object, or a key stands in it twice.
+        ConfigError: the file does not exist or is not a JSON object, or it has a key twice.
     """
     file = parse(text)
     content, moved = _booleans(file.content), {}
     zero = content.get("zero_optimization")
     if isinstance(zero, dict):
-        if "aio" in zero and "aio" not in content:  # where the guide has it
+        if "aio" in zero and "aio" not in content:  # its place in the guide
             content["aio"], moved["aio"] = zero.pop("aio"), "zero_optimization.aio"
         for name in [name for name in zero if f"stage3_{name}" in _ZERO_STAGE_3]:
             zero[f"stage3_{name}"] = zero.pop(name)
@@ -103,17 +103,17 @@ _ZERO_STAGE_3 = {entry.path.rpartition(".")[2] for entry in ENTRIES} | {"stage3_
 
 
 def _booleans(value: Any) -> Any:
-    """The file's values, with ``"false"`` for what it means."""
+    """Replace ``"true"`` and ``"false"`` with booleans in the file's values."""
     if isinstance(value, dict):
         return {key: _booleans(inner) for key, inner in value.items()}
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[Said]:
-    """What the file says in the words of the flags.
+    """Return the values of the file that are also flags.
 
     Raises:
-        ConfigError: a value is of another kind than its flag's, or out of its range.
+        ConfigError: a value does not have its flag's type, or is out of range.
     """
     content, said = file.content, []
 
@@ -145,7 +145,7 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[Said]:
 
 
 def _disks(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(field, key, folder) of each section that offloads to a disk."""
+    """Return (field, key, folder) of each section that offloads to a disk."""
     for section in OFFLOADS:
         key = f"zero_optimization.{section}.nvme_path"
         if look_up(content, key) is not None and look_up(content, f"zero_optimization.{section}.device") == "nvme":
@@ -153,14 +153,14 @@ def _disks(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _precision(content: Mapping[str, Any]) -> str | None:
-    """``fp16`` or ``bf16``, an empty word where one of them is off; None where the file says nothing."""
+    """Return ``fp16`` or ``bf16``, an empty string if one of them is off, or None if the file has neither."""
     enabled = {kind: look_up(content, f"{kind}.enabled") for kind in ("fp16", "bf16")}
     off = "" if any(value is False for value in enabled.values()) else None
     return next((kind for kind, value in enabled.items() if value), off)
 
 
 def _of_adam(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(field, key, value) of the betas and the epsilon that can be used; a rule speaks of the others."""
+    """Yield (field, key, value) of valid betas and epsilon. A rule reports invalid ones."""
     betas, eps = (look_up(content, f"optimizer.params.{name}") for name in ("betas", "eps"))
     if are_betas(betas):
         yield from (
@@ -172,7 +172,7 @@ def _of_adam(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _of_schedule(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """(parameter, value, as messages show it) of those parameters of the schedule that are flags."""
+    """Yield (parameter, value, value as messages show it) of the schedule's parameters that are flags."""
     kind = look_up(content, "scheduler.type")
     given = look_up(content, "scheduler.params")
     given = given if isinstance(given, Mapping) else {}
@@ -184,7 +184,7 @@ def _of_schedule(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def adopt(config: RunConfig) -> RunConfig:
-    """The configuration with what the file says and no flag does; the file is its origin.
+    """Return the configuration with the values that are only in the file, with the file as their origin.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -196,18 +196,18 @@ def adopt(config: RunConfig) -> RunConfig:
     for said in as_flags(file, config):
         if said.field in config.origins or said.value is None or _agree(said, config.get(said.field)):
             continue
-        if not (has_zero_stage and said.field in ZERO):  # the file's stage is the same one, or a contradiction
+        if not (has_zero_stage and said.field in ZERO):  # the file has the same stage, or it is a contradiction
             config = config.replace(file.where(said.path), **{said.field: said.value})
     return config
 
 
 def _agree(said: Said, value: Any) -> bool:
-    """Whether a flag's value is what the file says; of Adam there are several implementations."""
+    """Return whether a flag's value matches the file. All implementations of Adam match each other."""
     return said.value == value or (said.field == "optimizer" and "adam" in said.value and "adam" in value)
 
 
 def contradictions(request: Request) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(what the file says otherwise than the flags, fields of those flags), one after another."""
+    """Yield (message, fields of the flags) for each value of the file that contradicts the flags."""
     file = read_for(request)
     for said in as_flags(file, request.config):
         name, flag_value = said.field, request.config.get(said.field)
@@ -230,7 +230,7 @@ def contradictions(request: Request) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _zero_stages(config: RunConfig) -> list[str]:
-    """The ZeRO flags that are on."""
+    """Return the ZeRO flags that are on."""
     return [name for name in ZERO if config.get(name)]
 
 
@@ -241,15 +241,15 @@ def _said(request: Request, name: str) -> str:
 
 
 def read_for(request: Request) -> DeepSpeedFile:
-    """The file of a request; an empty one where there is none."""
+    """Return the file of a request, or an empty one if there is none."""
     text = request.config.get("deepspeed_config")
-    # That the file is there has been seen when it was adopted; a plan of switches alone has none.
+    # adopt() has already checked that the file exists. A plan of switches alone has no file.
     given = text is not None and (text.lstrip().startswith("{") or Path(text).is_file())
     return read(text) if given else DeepSpeedFile(str(text), {})
 
 
 def effective(request: Request, precision: str) -> dict[str, Any]:
-    """The DeepSpeed configuration of a run: the file, with what the flags say.
+    """Return the DeepSpeed configuration of a run: the file, combined with the flags.
 
     Args:
         precision: ``fp32``, ``bf16`` or ``fp16``.
@@ -259,19 +259,19 @@ def effective(request: Request, precision: str) -> dict[str, Any]:
     merged = _merged(content, from_flags(request, precision))
     steps = said.get("steps_per_print")
     if isinstance(steps, int) and any(content.get(name) for name in LOUD):
-        merged["steps_per_print"] = steps  # what it prints, it prints every so many steps
+        merged["steps_per_print"] = steps  # the interval at which DeepSpeed prints
     return merged
 
 
 def from_flags(request: Request, precision: str) -> dict[str, Any]:
-    """What the flags say, in DeepSpeed's words."""
+    """Return the flags as DeepSpeed's configuration."""
     config, sizes = request.config, request.sizes
     return {
         "train_batch_size": sizes.global_batch,
         "train_micro_batch_size_per_gpu": sizes.micro_batch,
         "gradient_accumulation_steps": sizes.accumulation,
         "gradient_clipping": config.training.clip_grad,
-        "steps_per_print": 2**31,  # progress and metrics are ours
+        "steps_per_print": 2**31,  # this library reports progress and metrics
         "zero_allow_untested_optimizer": True,  # RF025 refuses those that cannot update shards
         "zero_force_ds_cpu_optimizer": False,
         "fp16": {
@@ -299,32 +299,34 @@ def _zero(request: Request) -> dict[str, Any]:
         section |= {
             "stage3_max_live_parameters": config.get("zero_3_max_live_parameters"),
             "stage3_max_reuse_distance": config.get("zero_3_max_live_parameters"),
-            # These two would replace a function of torch, and Module.apply, for the whole process.
+            # These two would replace a torch function, and Module.apply, in the whole process.
             "memory_efficient_linear": False,
             "override_module_apply": False,
         }
     pinned = request.environment.device != "cpu"
     if "nvme-offload" in request.active:
         device = {"device": "nvme", "nvme_path": config.get("nvme_path"), "pin_memory": pinned}
-        # The optimizer state passes through memory a sub-group at a time, in four buffers of that size.
+        # The optimizer state passes through memory one sub-group at a time, in four buffers of that size.
         buffers = {"buffer_size": _largest_share(request)}
         section |= {"offload_optimizer": device, "offload_param": {**device, **buffers}, "sub_group_size": 25_000_000}
     elif "cpu-offload" in request.active:
         device = {"device": "cpu", "pin_memory": pinned}
         section |= {"offload_optimizer": device} | ({"offload_param": dict(device)} if zero_stage == 3 else {})
     named = {name for name in OFFLOADS if isinstance(look_up(_zero_of(request), name), Mapping)}
-    # A file that names one of the two offloads that one.
+    # A file that names one of the two offloads only that one.
     return {key: value for key, value in section.items() if not named or key not in OFFLOADS or key in named}
 
 
 def _zero_of(request: Request) -> Mapping[str, Any]:
-    """The section of the file."""
     section = read_for(request).content.get("zero_optimization")
     return section if isinstance(section, Mapping) else {}
 
 
 def _buckets(request: Request, zero_stage: int) -> dict[str, Any]:
-    """The sizes of buckets, by a flag or by the width; ``"auto"`` where only the model itself will tell its width."""
+    """Return the sizes of buckets from a flag or from the width.
+
+    ``"auto"`` if the width is known only from the model.
+    """
     width = None if request.environment.white_box else request.model.hidden_size
     sizes: dict[str, Any] = by_width(width or 1)
     if width is None:
@@ -337,19 +339,19 @@ def _buckets(request: Request, zero_stage: int) -> dict[str, Any]:
 
 
 def _largest_share(request: Request) -> int:
-    """Elements of a buffer that a worker's share of any parameter passes through on its way to a disk.
+    """Return the elements of a buffer that holds a worker's share of any parameter on its way to a disk.
 
-    The largest parameter is the embedding or a feed-forward; where the sizes are not known, DeepSpeed's default.
+    The largest parameter is the embedding or a feed-forward. If the sizes are unknown, it is DeepSpeed's default.
     """
     model, workers = request.model, request.sizes.data
     if request.environment.white_box or model.hidden_size is None or model.vocab_size is None:
         return 100_000_000
     largest = model.hidden_size * max(-(-model.vocab_size // 128) * 128, 8 * model.hidden_size)
-    return -(-largest // workers) + 2**20  # and what alignment adds
+    return -(-largest // workers) + 2**20  # plus padding for alignment
 
 
 def _merged(content: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's values where it has any, ours where it has none or ``"auto"``."""
+    """Merge two configurations. The file's values replace ours, except ``"auto"``."""
     result: dict[str, Any] = copy.deepcopy(dict(ours))
     for name, value in content.items():
         if isinstance(value, dict):

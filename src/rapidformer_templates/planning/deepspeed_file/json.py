@@ -1,4 +1,4 @@
-"""The text of a DeepSpeed file: its values, and the line of each. Imports no torch."""
+"""The text of a DeepSpeed file: its values, and the line of each. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rapidformer_templates.errors import ConfigError
 
 INLINE = "the JSON of --deepspeed-config"
 
-# DeepSpeed reads its files by hjson, and files in the wild have comments and commas before a closing bracket.
+# DeepSpeed reads its files with hjson, and real files contain comments and trailing commas.
 LENIENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
 TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]|\n')
@@ -21,13 +21,13 @@ TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]|\n')
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
-    """What a file says, and where.
+    """The content of a file, with line numbers.
 
     Attributes:
-        name: how messages call it.
+        name: its name in messages.
         content: its values.
         lines: the line of each key, by its path with dots.
-        moved: keys that are read elsewhere than they stand: new path → the file's.
+        moved: keys that are read at another path than the file's: new path → the file's.
     """
 
     name: str
@@ -36,7 +36,7 @@ class DeepSpeedFile:
     moved: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, path: str) -> str:
-        """The place of a key, or of the section that it would stand in: ``ds.json:12``."""
+        """Return the location of a key, or of the section where it would be: ``ds.json:12``."""
         while path and path not in self.lines:
             path = self.moved.get(path, path.rpartition(".")[0])
         line = self.lines.get(path)
@@ -44,10 +44,10 @@ class DeepSpeedFile:
 
 
 def parse(text: str) -> DeepSpeedFile:
-    """A DeepSpeed file, or the JSON that is given in its place.
+    """Parse a DeepSpeed file, or JSON in its place.
 
     Raises:
-        ConfigError: there is no such file, it is no JSON object, or a key stands in it twice.
+        ConfigError: the file does not exist or is not a JSON object, or it has a key twice.
     """
     inline = text.lstrip().startswith("{")
     name = INLINE if inline else Path(text).name
@@ -69,13 +69,13 @@ def parse(text: str) -> DeepSpeedFile:
 
 
 def _plain(text: str) -> str:
-    """The text without comments and last commas; every line stays where it is."""
+    """Remove comments and trailing commas from the text. Line numbers do not change."""
     text = LENIENT.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
     return LAST_COMMA.sub(lambda found: found[1] or "", text)
 
 
 def _keys(text: str) -> Iterator[tuple[str, int]]:
-    """(path with dots, line) of every key of valid JSON, those inside of lists left out."""
+    """Yield (path with dots, line) of every key of valid JSON, except keys inside lists."""
     path: list[str] = []
     line, word, lists = 1, "", 0
     for token in TOKEN.findall(text):

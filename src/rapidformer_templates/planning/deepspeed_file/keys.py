@@ -1,6 +1,6 @@
-"""What becomes of each key of a DeepSpeed file: a flag, handed to DeepSpeed, said in the plan, or refused.
+"""How each key of a DeepSpeed file is handled: as a flag, by DeepSpeed, as a note in the plan, or refused.
 
-Imports no torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWN = frozenset(
         "scheduler",
     }
 )
-"""Keys that are flags, or that the library does itself in DeepSpeed's way."""
+"""Keys that are flags, or that the library implements itself in the same way."""
 
 HANDED_ON = frozenset(
     {
@@ -39,7 +39,7 @@ HANDED_ON = frozenset(
         "zero_force_ds_cpu_optimizer",
     }
 )
-"""Keys by which DeepSpeed acts as it does anywhere."""
+"""Keys that are passed to DeepSpeed and have their usual effect."""
 
 SAID = {
     "steps_per_print": "progress is shown and logged by --log-interval",
@@ -47,7 +47,7 @@ SAID = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "the export holds the whole weights without it",
     "zero_optimization.gather_16bit_weights_on_model_save": "the export holds the whole weights without it",
 }
-"""Keys that ask for what happens anyway; the plan says so."""
+"""Keys that request what happens anyway. The plan mentions them."""
 
 METRICS = "metrics go to metrics.jsonl; send them elsewhere in on_step_end and on_evaluate"
 ORDER = "the order of the data is the library's; leave it out"
@@ -95,7 +95,7 @@ REFUSED = {
     "disable_allgather": "leave it out",
     "prescale_gradients": "ZeRO scales gradients itself; leave it out",
 }
-"""Keys that DeepSpeed reads, or once read, and that would do nothing or take over what the library does."""
+"""Keys that DeepSpeed reads, or once read, and that would do nothing here or replace a part of the library."""
 
 ONLY: dict[str, tuple[Any, str]] = {
     "gradient_allreduce_op": ("mean", "the loss is the mean over the targets of the global batch"),
@@ -120,7 +120,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "zero_optimization.offload_optimizer.ratio": (1.0, "all of the state is offloaded"),
     "zero_optimization.offload_optimizer.super_offload": (False, "all of the state is offloaded"),
 }
-"""Keys with the one value that fits the library, and why; it is DeepSpeed's default."""
+"""Keys with the only value that fits the library, and why. It is DeepSpeed's default."""
 
 OPTIMIZERS = {
     "adam": "apex_adam",
@@ -129,7 +129,7 @@ OPTIMIZERS = {
     "muon": "muon",
     "adafactor": "adafactor",
 }
-"""Types of DeepSpeed with the flag's value that makes their update."""
+"""Optimizer types of DeepSpeed, with the flag's value that makes the same update."""
 
 ADAM_OPTIONS = frozenset({"betas", "eps", "adam_w_mode", "torch_adam", "bias_correction", "amsgrad"})
 OPTIMIZER_OPTIONS = frozenset({"lr", "weight_decay", *ADAM_OPTIONS, "max_grad_norm"})
@@ -144,14 +144,14 @@ Problem = tuple[str, str]
 
 
 def asks_nothing(value: Any) -> bool:
-    """Whether a value leaves everything as it is: off, ``"auto"``, or a section of such values."""
+    """Return whether a value changes nothing: off, ``"auto"``, or a section of such values."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or all(asks_nothing(inner) for inner in value.values())
     return value is None or value is False or value == AUTO
 
 
 def unknown(file: DeepSpeedFile) -> Iterator[Problem]:
-    """Keys that neither DeepSpeed nor the library knows, and those that DeepSpeed is about to forget."""
+    """Yield keys that neither DeepSpeed nor the library knows, and keys that DeepSpeed has deprecated."""
     schema = known_keys()
     top = OWN | HANDED_ON | REFUSED.keys() | SAID.keys() | {path for path in ONLY if "." not in path}
     for key, value in file.content.items():
@@ -161,7 +161,7 @@ def unknown(file: DeepSpeedFile) -> Iterator[Problem]:
             yield from _unknown_in(value, key, schema[key])
     yield from _unknown_words(file.content, "optimizer", OPTIMIZER_OPTIONS, ("type", "params", "legacy_fusion"))
     kind = _type_of(file.content, "scheduler")
-    known = {*PARAMETERS[kind], "last_batch_iteration"} if kind in PARAMETERS else None  # another is refused as idle
+    known = {*PARAMETERS[kind], "last_batch_iteration"} if kind in PARAMETERS else None  # others are refused as idle
     yield from _unknown_words(file.content, "scheduler", known, ("type", "params"))
 
 
@@ -183,7 +183,7 @@ def _unknown_in(section: Any, path: str, keys: Keys) -> Iterator[Problem]:
 def _unknown_words(
     content: Mapping[str, Any], section: str, known: Collection[str] | None, around: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """Of a section with a type and its parameters."""
+    """Yield the unknown keys of a section with a type and parameters."""
     given = content.get(section)
     if given is None:
         return
@@ -205,7 +205,7 @@ def _no_such_key(path: str, known: Iterable[str]) -> str:
 
 
 def idle(file: DeepSpeedFile) -> Iterator[Problem]:
-    """Keys that are known and would do nothing here, or something else than the library does."""
+    """Yield known keys that would do nothing here, or something else than the library does."""
     content = file.content
     for key, hint in REFUSED.items():
         if key in content and not asks_nothing(content[key]):
@@ -229,7 +229,7 @@ def idle(file: DeepSpeedFile) -> Iterator[Problem]:
 
 
 def _idle_optimizer(content: Mapping[str, Any]) -> Iterator[Problem]:
-    kind = _type_of(content, "optimizer") or "AdamW"  # as the guide has it where none is named
+    kind = _type_of(content, "optimizer") or "AdamW"  # the guide's default
     if kind.lower() not in OPTIMIZERS:
         known = "Adam, AdamW, Lamb, Muon, Adafactor"
         yield "optimizer.type", f"optimizer.type = {kind} is not among the optimizers of --optimizer: {known}"
@@ -270,7 +270,7 @@ def _idle_scheduler(content: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _wrong(name: str, value: Any) -> str | None:
-    """What is wrong with a parameter of a schedule."""
+    """Return what is wrong with a parameter of a schedule, or None."""
     if name == "last_batch_iteration":
         return None if value == -1 else "a resume goes on where the run was; leave it out"
     if name == "warmup_type":
@@ -297,22 +297,22 @@ def _is_number(value: Any) -> bool:
 
 
 def is_epsilon(value: Any) -> bool:
-    """Whether a value can be Adam's epsilon."""
+    """Return whether a value can be Adam's epsilon."""
     return _is_number(value) and value >= 0
 
 
 def are_betas(value: Any) -> bool:
-    """Whether a value can be Adam's two decays."""
+    """Return whether a value can be Adam's two decays."""
     return isinstance(value, list) and len(value) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
 
 
 def _json(value: Any) -> str:
-    """A value as a file spells it."""
+    """Return a value as a file spells it."""
     return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 
 def look_up(content: Mapping[str, Any], path: str) -> Any:
-    """The value at a path with dots; None where there is none, or ``"auto"``."""
+    """Return the value at a path with dots, or None if it is missing or ``"auto"``."""
     value: Any = content
     for key in path.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -322,7 +322,7 @@ def look_up(content: Mapping[str, Any], path: str) -> Any:
 
 
 def leaves(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every value inside of sections."""
+    """Yield (path, value) of every value inside sections."""
     for key, value in content.items():
         here = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):

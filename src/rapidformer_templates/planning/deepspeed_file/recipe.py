@@ -1,6 +1,6 @@
-"""The optimizer and the schedule of a DeepSpeed file as the plan holds them, and what the plan says of the file.
+"""The optimizer and the schedule of a DeepSpeed file in the plan, and the plan's notes about the file.
 
-Imports no torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLAGS_OF_SECTIONS = {
 
 
 def file_options(request: Request) -> dict[str, Any]:
-    """The options of the optimizer that a file names beside the learning rate and the weight decay."""
+    """Return the options of the file's optimizer other than learning rate and weight decay."""
     params = look_up(read_for(request).content, "optimizer.params")
     given = params if isinstance(params, Mapping) else {}
     options = {name: given[name] for name in ("betas", "eps") if given.get(name, AUTO) not in (AUTO, None)}
@@ -36,12 +36,12 @@ def file_options(request: Request) -> dict[str, Any]:
 
 
 def decays_in_the_gradient(request: Request) -> bool:
-    """Whether a file asks for Adam with the weight decay in the gradient, not beside it."""
+    """Return whether a file requests Adam with the weight decay in the gradient (L2), not decoupled."""
     return look_up(read_for(request).content, "optimizer.params.adam_w_mode") is False
 
 
 def schedule(request: Request) -> dict[str, Any] | None:
-    """The type and parameters of a file's schedule."""
+    """Return the type and parameters of a file's schedule."""
     section = read_for(request).content.get("scheduler")
     if not isinstance(section, Mapping) or section.get("type") not in PARAMETERS:
         return None
@@ -49,7 +49,7 @@ def schedule(request: Request) -> dict[str, Any] | None:
 
 
 def notes(request: Request) -> Iterator[str]:
-    """What the plan says of what a file asks for."""
+    """Yield the plan's notes about a file."""
     file = read_for(request)
     yield from _moved(file)
     for path, why in SAID.items():
@@ -75,8 +75,8 @@ def _moved(file: DeepSpeedFile) -> Iterator[str]:
 
 
 def _filled(request: Request, file: DeepSpeedFile) -> Iterator[str]:
-    """The sections' values that were left to be filled and that no flag shows."""
-    precision = "fp32"  # of no matter here
+    """Yield a note about ``"auto"`` values of the file that no flag shows."""
+    precision = "fp32"  # it does not matter here
     ours = dict(leaves(from_flags(request, precision)))
     told = dict(leaves(effective(request, precision)))
     auto = [path for path, value in leaves(file.content) if value == AUTO and path in told and path in ours]
@@ -94,7 +94,7 @@ def _shown(value: Any) -> str:
 
 
 def two_schedules(request: Request) -> Iterator[tuple[str, str]]:
-    """(message, field) of each flag that a file's schedule would leave without effect."""
+    """Yield (message, field) of each flag that has no effect with a file's schedule."""
     file, asked = read_for(request), schedule(request)
     if asked is None:
         return
@@ -112,7 +112,7 @@ def two_schedules(request: Request) -> Iterator[tuple[str, str]]:
 
 
 def for_deepspeed_alone(request: Request) -> list[str]:
-    """The keys that ask for something of DeepSpeed itself, which no flag asks for."""
+    """Return the keys that request something from DeepSpeed itself, which no flag does."""
     return [
         path
         for path, value in leaves(read_for(request).content)

@@ -1,7 +1,7 @@
-"""The learning-rate schedules of a DeepSpeed file, by DeepSpeed's own formulas. Imports no torch.
+"""The learning-rate schedules of a DeepSpeed file, with DeepSpeed's own formulas. Does not import torch.
 
-DeepSpeed sets the first rate when it builds a schedule and moves on after each update: update ``s`` (from 0)
-runs at iteration ``s - 1``, and iteration -1 is the beginning.
+DeepSpeed sets the first rate when it builds a schedule, and advances it after each update. So update ``s`` (from 0) has
+the rate of iteration ``s - 1``, and iteration -1 is the start.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "lr_range_test_staircase": False,
     },
 }
-"""The schedules with their parameters and DeepSpeed's defaults; None where there is no number by default."""
+"""The schedules with their parameters and DeepSpeed's defaults. None if there is no default number."""
 
 NEEDED = {
     "WarmupDecayLR": ("total_num_steps",),
@@ -64,20 +64,20 @@ FLAGS = {
     "warmup_num_steps": "lr_warmup_iters",
     "total_num_steps": "lr_decay_iters",
 }
-"""Parameters that are flags, so that one of them may be filled from the other."""
+"""Parameters that are also flags, so that one of them can be filled from the other."""
 
 Rate = Callable[[int], float]
-"""The learning rate of an iteration."""
+"""Returns the learning rate of an iteration."""
 
 
 def rates(kind: str, given: Mapping[str, Any], *, lr: float, warmup: int, total: int) -> Rate:
-    """The learning rate of each update, counted from 0.
+    """Return a function that maps an update, counted from 0, to its learning rate.
 
     Args:
         kind: a name of :data:`PARAMETERS`.
-        given: the parameters; what is absent has DeepSpeed's default.
-        lr: what stands for the peak where it is ``"auto"`` or left to the optimizer.
-        warmup, total: what stands for ``"auto"`` in the numbers of steps.
+        given: the parameters. Missing ones have DeepSpeed's defaults.
+        lr: the peak if it is ``"auto"`` or left to the optimizer.
+        warmup, total: the numbers of steps that replace ``"auto"``.
     """
     automatic = {"warmup_max_lr": lr, "warmup_num_steps": max(1, warmup), "total_num_steps": total, "cycle_max_lr": lr}
     p = dict(PARAMETERS[kind])
@@ -96,7 +96,7 @@ def rates(kind: str, given: Mapping[str, Any], *, lr: float, warmup: int, total:
 
 
 def _risen(p: Mapping[str, Any], iteration: int, steps: int) -> float:
-    """How far a warmup has come."""
+    """Return the progress of a warmup as a fraction."""
     if p["warmup_type"] == "linear":
         return iteration / steps
     return math.log(iteration + 1) / math.log(steps)
@@ -143,7 +143,7 @@ def _one_cycle(p: Mapping[str, Any]) -> Rate:
     whole = up + down
 
     def height(position: float) -> float:
-        """Of a place in the cycle, counted from its beginning in updates."""
+        """Return the height, from 0 to 1, at a position in the cycle, in updates from its start."""
         rises = position <= up
         done, of, stairs = (position, up, stairs_up) if rises else (whole - position, down, stairs_down)
         return math.floor(done * stairs / of) / stairs if stairs > 0 else done / of

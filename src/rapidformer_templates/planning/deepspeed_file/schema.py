@@ -1,7 +1,7 @@
-"""The keys that the installed DeepSpeed reads, out of its own configuration classes. Imports neither it nor torch.
+"""The keys that the installed DeepSpeed reads, from its own configuration classes. Imports neither DeepSpeed nor torch.
 
-DeepSpeed's sections are pydantic models. Their fields are read from the source, because a plan is made where nothing
-is to be imported that takes seconds and chooses a device.
+DeepSpeed's sections are pydantic models. Their fields are parsed from the source code. Importing them would take
+seconds and choose a device, which making a plan must not do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SECTIONS = {
     "fp16": "DeepSpeedFP16Config",
     "bf16": "DeepSpeedBF16Config",
 }
-"""Sections with the class that reads them."""
+"""Sections, with the class that reads them."""
 
 SOURCES = (
     "runtime/zero/config.py",
@@ -35,8 +35,8 @@ class Keys:
     """The keys of a section.
 
     Attributes:
-        names: the keys; for one that is a section itself, its keys.
-        replaced: keys that DeepSpeed is about to forget, with what takes their place.
+        names: the keys. A key that is a section itself maps to its keys.
+        replaced: deprecated keys of DeepSpeed, with their replacements.
     """
 
     names: Mapping[str, Keys | None]
@@ -45,7 +45,10 @@ class Keys:
 
 @cache
 def known_keys() -> Mapping[str, Keys]:
-    """The keys of the sections that are handed to DeepSpeed; none where DeepSpeed is absent or built otherwise."""
+    """Return the keys of the sections that are passed to DeepSpeed.
+
+    Empty without DeepSpeed, or with unknown sources.
+    """
     found = importlib.util.find_spec("deepspeed")
     if found is None or not found.submodule_search_locations:
         return {}
@@ -61,7 +64,7 @@ def known_keys() -> Mapping[str, Keys]:
 
 
 def _keys(model: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Keys:
-    """The keys of a model: its fields, by the name and by the alias of each."""
+    """Return the keys of a model: the names and aliases of its fields."""
     names: dict[str, Keys | None] = {}
     replaced = {}
     for entry in model.body:
@@ -82,17 +85,17 @@ def _is_section(model: ast.ClassDef) -> bool:
 
 
 def _options(value: ast.expr | None) -> dict[str, ast.expr]:
-    """The keywords of ``Field(…)``."""
+    """Return the keyword arguments of ``Field(…)``."""
     return {word.arg: word.value for word in value.keywords if word.arg} if isinstance(value, ast.Call) else {}
 
 
 def _texts(value: ast.expr | None) -> list[str]:
-    """The strings in an expression, in their order."""
+    """Return the strings in an expression, in order."""
 
     def walk(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
-        if isinstance(node, ast.Dict):  # keys and values beside each other
+        if isinstance(node, ast.Dict):  # each key, then its value
             for key, entry in zip(node.keys, node.values, strict=True):
                 yield from [text for part in (key, entry) if part is not None for text in walk(part)]
         else:

@@ -1,1 +1,1 @@
-"""Checkpoints: written whole, checked, read into any layout."""
+"""Checkpoints: written atomically, verified, and loadable in any layout."""

@@ -1,9 +1,9 @@
-"""Saving while the training goes on: a step waits for a copy of the state in host memory, and no longer.
+"""Saves checkpoints in the background. A step only waits for a copy of the state in host memory.
 
-A thread of each rank writes its copy. The ranks agree on what has become of it in the main thread, between
-two steps, where they exchange a few numbers anyway. So no collective runs beside those of the training, no
-rank polls a folder, and a full disk can be told to all. The price is that of several workers none knows
-before the next step that all have written; rank 0 makes the folder a checkpoint then.
+A thread on each rank writes its copy. The main threads exchange a few numbers between two steps anyway, and use this to
+agree on the state of the save. So no collective runs concurrently with training, no rank polls a folder, and a full
+disk can be reported to all ranks. The drawback: with several workers, no rank knows before the next step that all have
+written. Rank 0 completes the checkpoint then.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Parts = Generator[Callable[[], Any], Any, str | None]
 class AsyncSaver:
     """Writes one checkpoint at a time in the background.
 
-    All ranks call its methods alike, :meth:`close` aside. The memory of the copies is kept for the next save;
-    the first save of a process is slower, because it has to get that memory.
+    All ranks must call its methods alike, except :meth:`close`. The memory of the copies is kept for the next save. The
+    first save of a process is slower, because it has to allocate that memory.
 
     Attributes:
-        pending: whether a save is under way; the same on all ranks.
+        pending: whether a save is in progress, the same on all ranks.
     """
 
     def __init__(self, root: Path, workers: Workers, keep: int) -> None:
-        """Save into the ``checkpoints`` folder ``root``, of which the newest ``keep`` are kept."""
+        """Save to the ``checkpoints`` folder ``root``, which keeps the newest ``keep`` checkpoints."""
         self._root = root
         self._workers = workers
         self._keep = keep
@@ -54,18 +54,18 @@ class AsyncSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's thread has work to do."""
+        """Whether this rank's thread is working."""
         return self._part is not None and not self._part.done()
 
     def start(self, step: int, engine: Source, progress: Mapping[str, Any], protected: int | None) -> None:
-        """Copy the state, and begin to write it; no save may be pending.
+        """Copy the state and start to write it. No save may be pending.
 
         Args:
-            step, engine, progress: as for :func:`checkpoint.save`.
-            protected: as for :func:`checkpoint_check.delete_older`.
+            step, engine, progress: see :func:`checkpoint.save`.
+            protected: see :func:`checkpoint_check.delete_older`.
 
         Raises:
-            CheckpointError: there is no memory for the copy, or no folder; earlier checkpoints are untouched.
+            CheckpointError: there is not enough memory for the copy, or no folder. Earlier checkpoints are unchanged.
         """
         assert not self.pending
         attempt = Attempt(self._root, step, engine.state(), progress, self._workers)
@@ -90,10 +90,10 @@ class AsyncSaver:
         return copies, written
 
     def _parts_of(self, attempt: Attempt, copies: Mapping[str, Copy], written: Written, protected: int | None) -> Parts:
-        """What the thread has to do, part by part; in between all ranks exchange what came of a part.
+        """Yield the work of the thread in parts. Between parts, all ranks exchange their results.
 
         Returns:
-            What people should know of older checkpoints that were not deleted.
+            A message for users about older checkpoints that were not deleted.
         """
         workers, main = self._workers, self._workers.is_main
 
@@ -116,10 +116,10 @@ class AsyncSaver:
         return problem
 
     def proceed(self) -> Path | None:
-        """Once no rank is :attr:`busy`: the next part of the pending save; the checkpoint, when it is whole.
+        """Start the next part of the pending save, once no rank is :attr:`busy`. Returns the checkpoint when complete.
 
         Raises:
-            CheckpointError: some rank could not write; the save is given up.
+            CheckpointError: some rank could not write. The save is aborted.
         """
         attempt, parts, part = self._attempt, self._parts, self._part
         assert attempt is not None
@@ -143,10 +143,10 @@ class AsyncSaver:
         return attempt.final
 
     def wait(self) -> Path | None:
-        """Until the pending save is whole: that checkpoint; None where none is pending.
+        """Wait for the pending save and return its checkpoint. None if no save is pending.
 
         Raises:
-            CheckpointError: as :meth:`proceed`.
+            CheckpointError: see :meth:`proceed`.
         """
         whole = None
         while self.pending:
@@ -154,7 +154,7 @@ class AsyncSaver:
         return whole
 
     def close(self) -> None:
-        """Let the thread end what it does; for a run that cannot go on, on this rank alone."""
+        """Wait for the thread to finish. If a run cannot continue, a rank may call this alone."""
         self._thread.shutdown()
 
     def _forget(self) -> None:
@@ -162,7 +162,7 @@ class AsyncSaver:
 
 
 def _through(parts: Parts) -> str | None:
-    """All parts of the only worker, which has nobody to exchange anything with."""
+    """Run all parts on a single worker, which exchanges nothing."""
     result = None
     while True:
         try:
@@ -174,4 +174,4 @@ def _through(parts: Parts) -> str | None:
 
 
 def _nothing() -> None:
-    """What a rank other than 0 has to do in some parts."""
+    """The part of ranks other than 0 if only rank 0 has work."""

@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, and which are deleted. The ranks share the work: each file is read by one of them."""
+"""Checks which checkpoints are complete, and deletes old ones. The ranks share the work: one rank reads each file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rapidformer_templates.system.workers import Workers
 
 
 def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint, or None.
+    """Return what is wrong with a checkpoint, or None.
 
     Args:
         folder: a checkpoint.
-        rank: of the ``world`` that share the work; each looks at the files that fall to it.
-        contents: whether they are read; otherwise they need only be there.
+        rank: index of this rank among ``world`` ranks that share the work. Each checks a part of the files.
+        contents: whether to read the files. Otherwise only their existence and size are checked.
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def _problem_of_file(folder: Path, name: str, size: int, crc: int, *, contents: 
 
 
 def _needed(folder: Path) -> set[str]:
-    """The files that a checkpoint must have, by what it says of itself."""
+    """Return the files that a checkpoint must have according to its index and state."""
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     needed = {"index.json", "state.json"}
@@ -68,12 +68,12 @@ def _needed(folder: Path) -> set[str]:
 
 
 def problem_together(folder: Path, workers: Workers) -> str | None:
-    """What is wrong with a checkpoint, or None; every rank must call it, and reads its share of the files."""
+    """Return what is wrong with a checkpoint, or None. Call it on every rank. Each reads its share of the files."""
     return next((p for p in workers.gather(problem_of(folder, workers.rank, workers.world)) if p), None)
 
 
 def newest_whole(root: Path, workers: Workers) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, and what was wrong with newer ones; every rank must call it."""
+    """Return the newest complete checkpoint, and the problems of newer ones. Call it on every rank."""
     passed_over: list[str] = []
     for folder in workers.broadcast(candidates(root)):
         problem = problem_together(folder, workers)
@@ -84,15 +84,15 @@ def newest_whole(root: Path, workers: Workers) -> tuple[Path | None, list[str]]:
 
 
 def delete_older(newest: Path, keep: int, protected: int | None, workers: Workers) -> str | None:
-    """Delete older checkpoints, once a new one is read back whole; every rank must call it, and reads its share.
+    """Delete older checkpoints after verifying the new one. Call it on every rank. Each reads its share.
 
     Args:
-        newest: the new one.
-        keep: so many are kept, the new one among them.
-        protected: step of a checkpoint that stays in any case (the best one).
+        newest: the new checkpoint.
+        keep: number of checkpoints to keep, including the new one.
+        protected: step of a checkpoint that is never deleted (the best one).
 
     Returns:
-        What people should know: why some were not deleted. The new one does not depend on it.
+        A message for users if some were not deleted. The new checkpoint is not affected.
     """
     doomed = workers.broadcast(surplus(newest, keep, protected))
     if not doomed:
@@ -104,7 +104,7 @@ def delete_older(newest: Path, keep: int, protected: int | None, workers: Worker
 
 
 def surplus(newest: Path, keep: int, protected: int | None) -> list[Path]:
-    """The checkpoints that :func:`delete_older` deletes."""
+    """Return the checkpoints that :func:`delete_older` deletes."""
     older = [folder for folder in candidates(newest.parent) if step_of(folder) < step_of(newest)]
     return [folder for folder in older[keep - 1 :] if step_of(folder) != protected]
 
@@ -114,12 +114,12 @@ def not_deleted(newest: Path, problem: str) -> str:
 
 
 def delete(folders: Iterable[Path]) -> str | None:
-    """Delete checkpoints; what went wrong, or None."""
+    """Delete checkpoints. Returns the problems, or None."""
     problems = []
     for folder in folders:
         doomed = folder.with_name(folder.name + ".tmp")
         try:
-            folder.rename(doomed)  # what is half deleted must not look like a checkpoint
+            folder.rename(doomed)  # a half-deleted folder must not look like a checkpoint
             shutil.rmtree(doomed)
         except OSError as error:
             problems.append(f"{folder.name} could not be deleted: {explain(error)[0]}")

@@ -1,9 +1,9 @@
-"""Checkpoints: folders that are whole or do not count.
+"""The checkpoint format. A checkpoint folder is complete, or it does not count.
 
-A checkpoint is written to ``step-N.tmp/``: safetensors and JSON, never pickle. Each rank writes what
-it holds, in parts of bounded size; the index tells where the boxes of each tensor lie, so that any layout
-can read what another wrote. A manifest has the size and CRC-32 of every file. Files and folder are flushed
-to the disk, the folder is renamed to ``step-N/``, its parent flushed, and ``latest`` is written last.
+A checkpoint is written to ``step-N.tmp/`` as safetensors and JSON, never pickle. Each rank writes its own
+tensors, in files of bounded size. The index lists the boxes of each tensor and their files, so that any layout can
+read what another has written. A manifest has the size and CRC-32 of every file. Files and folder are flushed to
+disk. Then the folder is renamed to ``step-N/``, its parent is flushed, and ``latest`` is written last.
 
 All workers must see the same folder.
 """
@@ -34,10 +34,10 @@ FORMAT = 2
 T = TypeVar("T")
 KINDS = ("weights", "optimizer")
 PART_BYTES = 10**9
-"""So much goes into a file; of a state that an engine brings from elsewhere, so much is in memory at a time."""
+"""Maximum bytes per file. An engine that fetches state from elsewhere also needs this much memory at a time."""
 
 FAILURES = (OSError, MemoryError)
-"""What may go wrong in a save without a mistake in this library or in the model."""
+"""Errors of a save that are not bugs in this library or in the model."""
 
 
 def step_of(folder: Path) -> int:
@@ -60,21 +60,21 @@ def is_checkpoint(path: Path) -> bool:
 
 
 class Source(Protocol):
-    """What a checkpoint needs of an engine."""
+    """The part of an engine that a checkpoint needs."""
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        """What this rank has to write of ``weights`` or ``optimizer``."""
+        """Yield the pieces of ``weights`` or ``optimizer`` that this rank writes."""
 
     def state(self) -> dict[str, Any]:
-        """What else must be kept: plain values for JSON."""
+        """Return the remaining state as plain values for JSON."""
 
 
 class Written(TypedDict):
-    """What a rank has written.
+    """The result of writing on one rank.
 
     Attributes:
         index: (kind, name, whole shape, [file, key, offset]) of each box.
-        files: their seals by name.
+        files: seal (size and checksum) of each file by name.
     """
 
     index: list[tuple[str, str, list[int], list[Any]]]
@@ -83,7 +83,7 @@ class Written(TypedDict):
 
 @dataclass
 class File:
-    """A file that a rank has to write, and its part of the index."""
+    """A file that a rank must write, with its part of the index."""
 
     name: str
     tensors: dict[str, torch.Tensor]
@@ -92,15 +92,15 @@ class File:
 
 
 def save(root: Path, step: int, engine: Source, progress: Mapping[str, Any], workers: Workers) -> Path:
-    """Write a checkpoint; every rank must call it, and all return or raise alike.
+    """Write a checkpoint. Call it on every rank: all return or all raise.
 
     Args:
         root: the run's ``checkpoints`` folder.
-        step: number of steps that are done.
-        progress: where the run stands: plain values for JSON.
+        step: number of completed steps.
+        progress: the progress of the run as plain values for JSON.
 
     Raises:
-        CheckpointError: it cannot be written, a full disk for instance; earlier ones are untouched.
+        CheckpointError: it cannot be written, for example because the disk is full. Earlier ones are unchanged.
     """
     attempt = Attempt(root, step, engine.state(), progress, workers)
     attempt.begin()
@@ -111,10 +111,10 @@ def save(root: Path, step: int, engine: Source, progress: Mapping[str, Any], wor
 
 
 class Attempt:
-    """A checkpoint that is being written: its steps, which all ranks go through alike.
+    """A checkpoint that is being written. All ranks go through its steps together.
 
     Attributes:
-        folder, final: where it is written, and what that is renamed to.
+        folder, final: the temporary folder, and the path that it is renamed to.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Attempt:
         self._state = {**state, "engine": engine, **progress}
 
     def begin(self) -> None:
-        """Make an empty folder; what a run that was killed in a save has left is removed."""
+        """Create an empty folder, and delete what a run that was killed during a save has left."""
         self.together(lambda: self._make_folder() if self.workers.is_main else None)
 
     def _make_folder(self) -> None:
@@ -137,7 +137,7 @@ class Attempt:
         self.folder.mkdir(parents=True)
 
     def write_share(self, engine: Source) -> Written:
-        """Write what this rank holds."""
+        """Write the tensors of this rank."""
         written: Written = {"index": [], "files": {}}
 
         def write(file: File) -> None:
@@ -148,7 +148,7 @@ class Attempt:
         return written
 
     def finish(self, by_rank: Sequence[Written]) -> None:
-        """On one rank, once all have written: index, state, manifest; from the renaming on it counts."""
+        """Write index, state and manifest on one rank after all have written. Renaming makes the checkpoint count."""
         index: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
         files: dict[str, Seal] = {}
         for written in by_rank:
@@ -160,7 +160,7 @@ class Attempt:
         write_synced(self.folder / "manifest.json", to_json({"format": FORMAT, "files": files}))
         sync(self.folder)
         old = self.final.with_name(self.final.name + "-old.tmp")
-        if self.final.exists():  # one that a resume has passed over
+        if self.final.exists():  # a broken checkpoint that a resume has skipped
             self.final.rename(old)
         self.folder.rename(self.final)
         sync(self.root)
@@ -168,26 +168,26 @@ class Attempt:
         write_text(self.root / "latest", self.final.name + "\n")
 
     def together(self, body: Callable[[], T]) -> T:
-        """Run ``body`` on each rank; what it returns on this one.
+        """Run ``body`` on each rank and return its local result.
 
         Raises:
-            CheckpointError: something around it failed on some rank; raised on all of them.
-            Exception: what else the body raised; on other ranks a RuntimeError that tells of it.
+            CheckpointError: a file or memory error occurred on some rank. Raised on all ranks.
+            Exception: any other error of the body. Other ranks raise a RuntimeError that reports it.
         """
         results: list[T] = []
         failure: Exception | None = None
         try:
             results.append(body())
-        except Exception as error:  # the other ranks wait to be told
+        except Exception as error:  # the other ranks wait for the outcome
             failure = error
         self.agree(failure)
         return results[0]
 
     def agree(self, failure: Exception | None) -> None:
-        """Give up, on all ranks alike, if one of them has failed.
+        """Abort on all ranks if one of them has failed.
 
         Raises:
-            CheckpointError, Exception: as :meth:`together`.
+            CheckpointError, Exception: see :meth:`together`.
         """
         told = [t for t in self.workers.gather(_told(failure)) if t is not None]
         if not told:
@@ -208,7 +208,7 @@ class Attempt:
 
 
 def _told(failure: Exception | None) -> tuple[str, str | None] | None:
-    """(what went wrong, what to do about it) for all ranks; (the stack trace, None) of a mistake in the code."""
+    """Describe a failure for all ranks: (problem, remedy), or (stack trace, None) for a bug."""
     if failure is None:
         return None
     if isinstance(failure, OSError):
@@ -219,10 +219,10 @@ def _told(failure: Exception | None) -> tuple[str, str | None] | None:
 
 
 def for_each_file(engine: Source, rank: int, body: Callable[[File], None]) -> None:
-    """Call ``body`` with each file that a rank has to write.
+    """Call ``body`` with each file that a rank must write.
 
-    What the body raises is raised at the end: an engine may exchange tensors with other ranks while it
-    brings its pieces, and these would wait for ever for a rank that brings no more.
+    An error in ``body`` is raised at the end. An engine may exchange tensors with other ranks while it yields its
+    pieces, and they would wait forever for a rank that stops.
     """
     failure: Exception | None = None
     for file in _files(engine, rank):
@@ -236,7 +236,7 @@ def for_each_file(engine: Source, rank: int, body: Callable[[File], None]) -> No
 
 
 def _files(engine: Source, rank: int) -> Iterator[File]:
-    """The files, each as soon as it is full: earlier ones do not stay in memory."""
+    """Yield each file as soon as it is full. Earlier files do not stay in memory."""
     for kind in KINDS:
         for number, pieces in enumerate(_parts(_keyed(engine.pieces(kind)))):
             name = f"{kind}-{rank:05d}-{number:05d}.safetensors"
@@ -246,13 +246,13 @@ def _files(engine: Source, rank: int) -> Iterator[File]:
             file = File(name, {key: piece.tensor for key, piece in pieces.items()}, index)
             pieces.clear()
             yield file
-            file.tensors.clear()  # before the engine brings more
+            file.tensors.clear()  # free memory before the engine yields more
     tensors, metadata = capture()
     yield File(f"random-{rank:05d}.safetensors", tensors, [], metadata)
 
 
 def _parts(pieces: Iterable[tuple[str, Piece]]) -> Iterator[dict[str, Piece]]:
-    """Pieces by the files they go into; there is one file even if there are no pieces."""
+    """Group pieces into files. Without pieces there is one empty file."""
     part: dict[str, Piece] = {}
     size, number = 0, 0
     for key, piece in pieces:
@@ -267,7 +267,7 @@ def _parts(pieces: Iterable[tuple[str, Piece]]) -> Iterator[dict[str, Piece]]:
 
 
 def _keyed(pieces: Iterable[Piece]) -> Iterator[tuple[str, Piece]]:
-    """Pieces with their keys in a file: the name, with a number where a rank holds several boxes of a tensor."""
+    """Yield pieces with their keys: the name, plus a number if this rank holds several boxes of the tensor."""
     counts: Counter[str] = Counter()
     for piece in pieces:
         yield (f"{piece.name}#{counts[piece.name]}" if counts[piece.name] else piece.name), piece
@@ -275,12 +275,12 @@ def _keyed(pieces: Iterable[Piece]) -> Iterator[tuple[str, Piece]]:
 
 
 class Reader:
-    """Reads boxes of the tensors of a checkpoint, whatever layout wrote them.
+    """Reads boxes of the tensors in a checkpoint that any layout has written.
 
-    That the checkpoint is whole was seen before, by all ranks together: it is not read a second time for that.
+    All ranks together have already checked that the checkpoint is complete. The reader does not check again.
 
     Raises:
-        CheckpointError: a file cannot be read after all.
+        CheckpointError: a file cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -315,7 +315,7 @@ class Reader:
         return result
 
     def random_state(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """The random state that a rank had."""
+        """Return the random state that a rank saved."""
         source = self._file(f"random-{rank:05d}.safetensors")
         return {key: source.get_tensor(key) for key in source.keys()}, source.metadata()  # noqa: SIM118
 

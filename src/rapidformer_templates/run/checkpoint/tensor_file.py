@@ -1,11 +1,11 @@
-"""Safetensors files, written fast and durably: the bytes go past the page cache, their CRC-32 is taken on the way.
+"""Writes safetensors files fast and durably: writes bypass the page cache, and the CRC-32 is computed on the way.
 
-The format: eight bytes with the length of the header, the header (JSON: type, shape and place of each
-tensor, padded with spaces to a multiple of eight), the tensors one after another. They are ordered by the
-size of their values, so that each begins where its type may begin.
+The format has eight bytes with the length of the header, the header, and the tensors one after another. The header is
+JSON with type, shape and position of each tensor, padded with spaces to a multiple of eight. Tensors are sorted by
+the size of their elements, so that each is aligned for its type.
 
-:func:`write` needs a few blocks of memory besides the tensors, which may be on any device.
-:func:`copy_whole` makes the file in memory, for :func:`write_copy` to write while the tensors change.
+:func:`write` needs a few blocks of memory in addition to the tensors, which may be on any device. :func:`copy_whole`
+builds the file in memory. :func:`write_copy` can then write it while the tensors change.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import torch
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.files import PAGE, Seal, unbuffered, write_at
 
-BLOCK = 16 << 20  # bytes of a write
-IN_FLIGHT = 3  # blocks that are being written at a time
+BLOCK = 16 << 20  # bytes per write
+IN_FLIGHT = 3  # number of blocks that are written concurrently
 COPY = 8 << 20  # bytes that a thread copies at a time
-COPIERS = 4  # threads; more do not make memory faster
+COPIERS = 4  # number of threads: more do not make memory faster
 NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -51,15 +51,15 @@ NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
-"""What the format calls the types."""
+"""Names of the types in the format."""
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Seal:
-    """Write a file and flush it to the disk.
+    """Write a file and flush it to disk.
 
     Raises:
         OSError: it cannot be written.
-        ValueError: the format has no name for a type.
+        ValueError: the format does not support a type.
     """
     header, by_itemsize, size = _lay_out(tensors, metadata)
     return _write_blocks(path, size, _blocks(header, by_itemsize))
@@ -70,8 +70,8 @@ class Copy:
     """A file in memory.
 
     Attributes:
-        memory: host memory, of a multiple of :data:`PAGE` bytes.
-        size: of the file, bytes.
+        memory: host memory, a multiple of :data:`PAGE` bytes.
+        size: size of the file in bytes.
     """
 
     memory: torch.Tensor
@@ -81,22 +81,22 @@ class Copy:
 def copy_whole(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None, memory: torch.Tensor | None = None
 ) -> Copy:
-    """Make the file in memory.
+    """Build the file in memory.
 
-    Copies from a GPU into pinned memory are only begun: synchronise before anything changes the tensors
-    or reads the copy.
+    Copies from a GPU to pinned memory are asynchronous. Synchronize before anything changes the tensors or reads the
+    copy.
 
     Args:
-        memory: of an earlier copy; it is used again if it is large enough.
+        memory: memory of an earlier copy. It is used again if it is large enough.
 
     Raises:
         OSError, MemoryError: there is not enough memory.
-        ValueError: the format has no name for a type.
+        ValueError: the format does not support a type.
     """
     header, by_itemsize, size = _lay_out(tensors, metadata)
     if memory is None or len(memory) < size:
         memory = host_memory(size, pinned=any(accelerator.computes_apart(tensor.device) for tensor in by_itemsize))
-    # Not torch's threads: they wait for one another after each tensor, for long where others use the cores too.
+    # Not torch's threads: they wait for each other after each tensor, for a long time if other jobs use the cores.
     with ThreadPoolExecutor(min(torch.get_num_threads(), COPIERS)) as pool:
         deque(pool.map(_copy_together, _batches(memory, [_tensor_of(header), *map(_bytes_of, by_itemsize)])), maxlen=0)
     return Copy(memory, size)
@@ -106,7 +106,7 @@ Batch = list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
 
 
 def _batches(memory: torch.Tensor, sources: list[torch.Tensor]) -> Iterator[Batch]:
-    """(target, source) of what is to be copied on the host, for a thread at a time; from a GPU it is begun here."""
+    """Yield (target, source) pairs for host copies, one batch per thread. Copies from a GPU are started here."""
     batch: Batch = []
     whole, offset, size = memory.numpy(), 0, 0
     for source in sources:
@@ -127,11 +127,11 @@ def _batches(memory: torch.Tensor, sources: list[torch.Tensor]) -> Iterator[Batc
 
 def _copy_together(batch: Batch) -> None:
     for target, source in batch:
-        np.copyto(target, source)  # does not hold Python's lock
+        np.copyto(target, source)  # releases Python's lock
 
 
 def write_copy(path: Path, copy: Copy) -> Seal:
-    """Write what :func:`copy_whole` made, and flush it to the disk; it uses no torch, and may run in a thread.
+    """Write the result of :func:`copy_whole`, and flush it to disk. It uses no torch, and may run in a thread.
 
     Raises:
         OSError: it cannot be written.
@@ -144,7 +144,7 @@ def write_copy(path: Path, copy: Copy) -> Seal:
 def _lay_out(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, list[torch.Tensor], int]:
-    """(length and header, the tensors in the order of the file, size of the file in bytes)."""
+    """Return (length and header, the tensors in the order of the file, size of the file in bytes)."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     by_itemsize = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     end = 0
@@ -168,21 +168,21 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_memory(size: int, *, pinned: bool) -> torch.Tensor:
-    """Memory that begins with a page, as writing past the page cache asks for."""
+    """Allocate page-aligned memory, which writes that bypass the page cache need."""
     size = max(-(-size // PAGE), 1) * PAGE
     if pinned:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:  # CUDA's own
+        except RuntimeError as error:  # raised by CUDA
             raise MemoryError(f"({size / 1e6:.0f} MB of page-locked memory: {error})") from error
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_DONTFORK"):
-        pages.madvise(mmap.MADV_DONTFORK)  # loader processes would hold on to it, and cost a second copy
+        pages.madvise(mmap.MADV_DONTFORK)  # loader processes would keep it, and need a second copy
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _blocks(header: bytes, by_itemsize: list[torch.Tensor]) -> Iterator[memoryview]:
-    """The file's bytes in whole blocks, the last one too; a block holds until IN_FLIGHT more were asked for."""
+    """Yield the bytes of the file in full blocks. A block stays valid until IN_FLIGHT more were requested."""
     memory = [host_memory(BLOCK, pinned=False) for _ in range(IN_FLIGHT)]
     number, filled = 0, 0
     for source in (_tensor_of(header), *map(_bytes_of, by_itemsize)):
@@ -200,19 +200,19 @@ def _blocks(header: bytes, by_itemsize: list[torch.Tensor]) -> Iterator[memoryvi
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if source.device.type == "cpu":
-        np.copyto(target.numpy(), source.numpy())  # the other cores have to write and to take the CRC
+        np.copyto(target.numpy(), source.numpy())  # single-threaded: the other cores write and compute the CRC
     else:
         target.copy_(source)
 
 
 def _write_blocks(path: Path, size: int, blocks: Iterator[memoryview]) -> Seal:
-    """Write whole blocks, truncate the file, flush it; a block must hold until IN_FLIGHT later ones came."""
+    """Write full blocks, truncate and flush the file. A block must stay valid until IN_FLIGHT later ones arrive."""
     crc, offset = 0, 0
     pending: deque[Future[None]] = deque()
     with unbuffered(path) as descriptor, ThreadPoolExecutor(IN_FLIGHT) as pool:
         for block in blocks:
             pending.append(pool.submit(write_at, descriptor, block, offset))
-            # While it is being written: neither the CRC nor a write holds Python's lock.
+            # Runs during the write: neither the CRC nor a write holds Python's lock.
             crc = zlib.crc32(block[: size - offset], crc)
             offset += len(block)
             if len(pending) == IN_FLIGHT:

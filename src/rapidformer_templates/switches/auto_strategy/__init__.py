@@ -1,1 +1,1 @@
-"""The planner: which layouts of workers and batches fit into memory, and which of them is fastest."""
+"""The planner: which layouts of workers and batches fit into memory, and which is the fastest."""

@@ -1,4 +1,4 @@
-"""``rapidformer plan --auto-strategy``, and the layout that a training command takes."""
+"""``rapidformer plan --auto-strategy``, and the layout that a training command uses."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class NothingFits(RapidformerError):
 
 
 def search(config: RunConfig, environment: Environment, registry: Registry = REGISTRY) -> tuple[SearchResult, Hardware]:
-    """All layouts, and the devices that they are for.
+    """Search all layouts. Return them, and the devices that they are for.
 
     Raises:
-        Refused: a rule is broken that no layout could mend.
+        Refused: a rule is broken that no layout can satisfy.
         ModelError: the model cannot be built.
-        ConfigError: the memory of the devices is not known.
+        ConfigError: the memory of the devices is unknown.
     """
     by_memory = _balances_memory(config)
-    if by_memory:  # each layout with a pipeline asks for it, and no other one may
+    if by_memory:  # every layout with a pipeline requests it, and no other layout may
         config = config.replace("default", pipeline_stages=None)
     plan = _without_a_layout(config, environment, registry)
     hardware = find_hardware(environment, precision(registry.complete(config), environment))
@@ -46,16 +46,17 @@ def _balances_memory(config: RunConfig) -> bool:
 
 
 def _without_a_layout(config: RunConfig, environment: Environment, registry: Registry) -> Plan:
-    """The plan of the flags as they stand: what is wrong with them is refused, with the usual message."""
+    """Return the plan of the flags without a layout. Invalid flags are refused with the usual message."""
     open_sizes = {"micro_batch_size": 1, "global_batch_size": None}
     return resolve(registry.complete(config).replace("default", **open_sizes), environment, registry)
 
 
 def best_layout(config: RunConfig, environment: Environment) -> dict[str, Any]:
-    """The fields of the best layout that the user has left open, shown before they are returned.
+    """Return the best layout's fields that the user has left open. They are shown first.
 
     Raises:
-        NothingFits: no layout does; and as :func:`search`.
+        NothingFits: no layout fits.
+        Refused, ModelError, ConfigError: see :func:`search`.
     """
     result, hardware = search(config, environment)
     if not result.layouts:
@@ -72,7 +73,7 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, Any]:
 
 
 def plan_command(config: RunConfig, environment: Environment, *, as_json: bool) -> int:
-    """Search and print; the exit status: 1 if nothing fits."""
+    """Search and print. Return the exit status, which is 1 if nothing fits."""
     result, hardware = search(config, environment)
     if as_json:
         print_json(result, hardware)

@@ -1,4 +1,4 @@
-"""The automatic strategy: search for the best feasible layout, and take it."""
+"""The automatic strategy: search for the best feasible layout, and use it."""
 
 from __future__ import annotations
 

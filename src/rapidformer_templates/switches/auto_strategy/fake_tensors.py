@@ -1,4 +1,4 @@
-"""Tensors without data, which transformers takes for real ones."""
+"""Tensors without data that transformers treats as real ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _as_if_real: ContextVar[bool] = ContextVar("fake tensors taken for real ones", d
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Tensors without data; transformers takes the same path through a model as with data."""
+    """Enable tensors without data. transformers takes the same path through a model as with data."""
     install(import_utils, "is_fake_tensor", lambda check, tensor: not _as_if_real.get() and check(tensor))
     token = _as_if_real.set(True)
     try:

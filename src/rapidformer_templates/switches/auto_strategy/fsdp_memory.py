@@ -1,8 +1,8 @@
-"""What lies beside FSDP's shards in each phase of a micro batch: whole parameters, whole gradients, and what travels.
+"""Memory beyond FSDP's shards in each phase of a micro batch: whole parameters, whole gradients, and transfers.
 
-A block's parameters arrive in one run and are copied out of it; its gradients are copied into one run and leave. The
-root's (embeddings, last norm, head) are whole from the beginning to the end, and so are its gradients: they leave
-last.
+A block's parameters arrive in one buffer and are copied out of it. Its gradients are copied into one buffer and sent.
+The root's parameters (embeddings, last norm, head) are whole from beginning to end. So are its gradients, which are
+sent last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Sharded:
     """A micro batch of a model whose states FSDP shards.
 
     Attributes:
-        width: bytes of a number of the whole parameters, and of their gradients as they come.
+        width: bytes per element of the whole parameters, and of their gradients as the backward produces them.
     """
 
     model: ModelShapes
@@ -34,8 +34,8 @@ class Sharded:
     phases: Sequence[Phase]
 
     def moments(self) -> Iterator[Moment]:
-        """Where most may be alive; where gradients are added up, in the last micro batch."""
-        # Until they are copied out of their run; gloo copies the run once more.
+        """Yield the candidates for the peak. With accumulation, they are those of the last micro batch."""
+        # Before they are copied out of their buffer. gloo copies the buffer once more.
         yield Moment(0, self._gradients(0, 0), (2 if self.setting.gpu else 3) * self.width * self.model.outside_blocks)
         before = 0
         for number, phase in enumerate(self.phases):
@@ -44,40 +44,40 @@ class Sharded:
         yield self._root_leaves(before)
 
     def _of(self, phase: Phase, before: int, gathered: int) -> Iterator[Moment]:
-        """``before``: bytes of the gradients that were finished when it began; ``gathered``: of whole parameters."""
+        """``before``: bytes of gradients finished when the phase began. ``gathered``: bytes of whole parameters."""
         outside = min(before, self._of_head)
         of_blocks = before - outside
-        run = self._run  # leaves while the next block works
+        run = self._run  # sent while the next block computes
         leaving = run if of_blocks else 0
         yield Moment(phase.peak_beside_earlier, self._gradients(outside, of_blocks), gathered + leaving)
         if phase.name != "backward":
             return
-        if phase.blocks > 1:  # the last one of those that it stands for
+        if phase.blocks > 1:  # the last of the blocks that the phase represents
             others = phase.blocks - 1
             alive = phase.peak_beside_earlier - others * phase.kept_by_each
             earlier = of_blocks + (phase.finished - before) * others // phase.blocks
             yield Moment(alive, self._gradients(outside, earlier), gathered + run)
-        # Its own have gone into their run, which gloo copies once more; its parameters have been given up.
+        # Its gradients are in their buffer, which gloo copies once more. Its parameters have been freed.
         yield Moment(phase.end, self._gradients(outside, phase.finished - outside), gathered - self._block + 2 * run)
 
     def _root_leaves(self, finished: int) -> Moment:
-        """FSDP's loop over the gradients holds the last one while their run is on its way."""
+        """Moment in which the root's gradients are sent. FSDP's loop over the gradients still holds the last one."""
         outside = [facts.count for name, facts in self.model.parameters.items() if not self.model.block_of(name)]
         width = FP32 if self._adds_up else self.width
         leaving = 2 * FP32 * sum(outside) + width * sum(outside[-1:])
         return Moment(self.phases[-1].end, self._to_fp32(finished) // self.layout.shares, leaving)
 
     def _gathered(self, number: int) -> int:
-        """Bytes of whole parameters in a phase: of the root, of the block at work, and of the one that arrives."""
+        """Bytes of whole parameters in a phase: of the root, of the active block, and of the block that arrives."""
         if not self.setting.reshards:
             return self.width * sum(p.among(self.layout.experts).count for p in self.model.all_parameters.values())
         blocks = {"forward": 2, "end": 0}.get(self.phases[number].name, 1)
-        if self._begins <= number < self._ends:  # after the last one none arrives
+        if self._begins <= number < self._ends:  # after the last one, none arrives
             blocks = 2
         return self.width * self.model.outside_blocks + blocks * self._block
 
     def _gradients(self, outside: int, of_blocks: int) -> int:
-        """Of gradients that are finished, of the root and of blocks: those whole, and the shards of the others."""
+        """Bytes of gradients, from the finished ones of root and blocks: whole gradients, and shards of the others."""
         of_blocks = self._to_fp32(of_blocks)
         shards = of_blocks // self.layout.shares
         if not self._adds_up:
@@ -90,7 +90,7 @@ class Sharded:
 
     @property
     def _adds_up(self) -> bool:
-        """Whether gradients of earlier micro batches lie whole in the type of the sum."""
+        """Whether gradients of earlier micro batches are kept whole in the type of the sum."""
         return self.layout.accumulation > 1
 
     @cached_property
@@ -114,10 +114,10 @@ class Sharded:
 
     @property
     def _begins(self) -> int:
-        """The number of the first backward of a block."""
+        """Index of the first backward of a block."""
         return self._backwards[0] if self._backwards else 0
 
     @property
     def _ends(self) -> int:
-        """The number of the last one."""
+        """Index of the last backward of a block."""
         return self._backwards[-1] if self._backwards else 0

@@ -1,4 +1,4 @@
-"""The devices that a plan is for: memory, rates and bandwidths, each measured, given, or assumed and said so.
+"""The devices that a plan is for: memory, rates and bandwidths. Each value is measured, given, or marked as assumed.
 
 Imports no torch.
 """
@@ -21,14 +21,14 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Assumed:
-    """What is taken for a device where nothing else is said.
+    """Values assumed for a device if nothing else is known.
 
     Attributes:
-        tflops: 10^12 operations of matrix products a second, as reached in training, by precision.
+        tflops: 10^12 operations per second in matrix products, as reached in training, by precision.
         memory_bandwidth: GB/s between the device and its memory.
         intra_node, inter_node: GB/s that a worker sends to others in its node, and to other nodes.
         host_link: GB/s between the device and the memory of its host, in one direction.
-        context_gb: what a process takes before it has a model: contexts, libraries, buffers of collectives.
+        context_gb: memory of a process before it has a model: contexts, libraries, buffers of collectives.
     """
 
     tflops: Mapping[str, float]
@@ -40,7 +40,7 @@ class Assumed:
 
 
 ASSUMED = {
-    # An A100: 45 % of 312 TFLOP/s in 16 bits and 80 % of 19.5 in fp32; 80 % of 2 TB/s; NVLink 3 and 200 Gbit/s a GPU;
+    # An A100: 45 % of 312 TFLOP/s in 16 bits and 80 % of 19.5 in fp32; 80 % of 2 TB/s; NVLink 3; 200 Gbit/s per GPU;
     # two thirds of the 32 GB/s of PCIe 4 with 16 lanes.
     "cuda": Assumed({"fp32": 15.6, "bf16": 140.0, "fp16": 140.0}, 1600.0, 200.0, 20.0, 21.3, 1.5),
     # One core of a server; workers share its memory.
@@ -55,7 +55,7 @@ GIVEN = {
     "inter_node": "INTER_NODE_GBS",
     "host_link": "HOST_LINK_GBS",
 }
-"""Environment variables that say what is otherwise measured or assumed."""
+"""Environment variables for values that are otherwise measured or assumed."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Hardware:
     """One worker's device and its connections.
 
     Attributes:
-        device: ``cpu``, or what torch calls the accelerator.
-        precision: what ``tflops`` is of.
-        memory_gb: of the device that this worker may have, 10^9 bytes.
-        tflops: 10^12 operations of matrix products a second, sustained.
+        device: ``cpu``, or torch's name of the accelerator.
+        precision: precision that ``tflops`` applies to.
+        memory_gb: device memory that this worker may use, 10^9 bytes.
+        tflops: 10^12 operations per second in matrix products, sustained.
         memory_bandwidth, intra_node, inter_node, host_link: GB/s.
         context_gb: see :class:`Assumed`.
         sources: where each value is from.
@@ -84,7 +84,7 @@ class Hardware:
     sources: Mapping[str, str]
 
     def lines(self, *, offloads: bool = False) -> list[str]:
-        """What is assumed, for people.
+        """Return the assumptions as lines for people.
 
         Args:
             offloads: whether activations go to the host.
@@ -104,10 +104,10 @@ class Hardware:
 
 
 def find_hardware(environment: Environment, precision: str) -> Hardware:
-    """The devices of this machine, or those that ``--device-kind`` or the environment variables of ``GIVEN`` describe.
+    """Return the devices of this machine, or those that ``--device-kind`` or the variables in ``GIVEN`` describe.
 
     Raises:
-        ConfigError: a variable is not a positive number, or nothing says how much memory there is.
+        ConfigError: a variable is not a positive number, or the memory is unknown.
     """
     assumed = ASSUMED["cpu" if environment.device == "cpu" else "cuda"]
     values: dict[str, float] = {
@@ -133,11 +133,11 @@ def find_hardware(environment: Environment, precision: str) -> Hardware:
 
 
 TENSOR_SHARE, FP32_SHARE, MEMORY_SHARE, LINK_SHARE = 0.45, 0.8, 0.8, 2 / 3
-"""What training reaches of a data sheet's peaks: products in 16 bits and in fp32, memory, links in a node."""
+"""Share of a data sheet's peak that training reaches: 16-bit products, fp32 products, memory, links in a node."""
 
 
 def _sustained(name: str, precision: str) -> dict[str, float]:
-    """What can be expected of a kind of GPU."""
+    """Return the values to expect from a kind of GPU."""
     kind = DEVICE_KINDS[name]
     peak: float = getattr(kind, f"{precision}_tflops")
     return {
@@ -173,7 +173,7 @@ def _measured_gb(environment: Environment) -> float:
 
 
 def _gpu_gb() -> float | None:
-    """Memory of the smallest visible GPU, GB."""
+    """Memory of the smallest visible GPU in GB."""
     query = shutil.which("nvidia-smi")
     if query is None:
         return None
@@ -184,7 +184,7 @@ def _gpu_gb() -> float | None:
 
 
 def _host_gb() -> float:
-    """Memory of this machine, or of the container that this process is in, GB."""
+    """Memory of this machine, or of the container of this process, in GB."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"

@@ -1,4 +1,4 @@
-"""Tasks in processes of their own, for what Python itself computes and would keep one core busy with."""
+"""Run tasks in separate processes, for Python work that would keep only one core busy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 def in_forks(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """What the tasks return, all of them at work at the same time.
+    """Run tasks in parallel in forked processes and return their results.
 
-    A task sees everything that is in memory here, and what it changes there is lost. What does not come to its end
-    is left out, with its error: whoever needs it meets that error again. Nothing is done where there is one task
-    only, or where forking is not safe (macOS) or not possible.
+    A task sees everything in this process's memory, and its changes are lost. The result of a task that fails is left
+    out, and its error is not raised here: code that needs the result meets the error again. The list is empty if there
+    is only one task, or if forking is unsafe (macOS) or impossible.
     """
     if len(tasks) < 2 or sys.platform != "linux":
         return []
     context = multiprocessing.get_context("fork")
-    gc.freeze()  # else its collections would write to, and so copy, all that the processes share
+    gc.freeze()  # otherwise, garbage collection would write to all shared memory and so copy it
     under_way = []
     for task in tasks:
         ours, theirs = context.Pipe(duplex=False)

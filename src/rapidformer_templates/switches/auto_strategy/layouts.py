@@ -1,4 +1,4 @@
-"""Layout: how the workers and the batch divide. What the search chooses between. Imports no torch."""
+"""Layout: how workers and batch are divided. The search chooses between layouts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ PARTITIONINGS: Mapping[str, str | None] = {
     "fsdp": "fsdp_memory_optimization",
     "zero-3": "zero_3_memory_optimization",
 }
-"""Ways to divide the model's states over the replicas, each with its flag; the fastest first [D]."""
+"""Ways to divide the model's states over the replicas, each with its flag. The fastest is first [D]."""
 
 RECOMPUTED = ("none", "selective", "full")
-"""What is computed again in the backward; the fastest first."""
+"""Choices of activations that the backward recomputes. The fastest is first."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes, and what is saved at which cost.
+    """Sizes of a layout, and the memory savings it uses.
 
     Attributes:
         tensor: workers that share the matrices of each block.
         pipeline: stages that the blocks are cut into.
         data: replicas of the model.
-        micro_batch: samples of a forward.
-        accumulation: micro batches of an optimizer step on each replica.
+        micro_batch: samples per forward.
+        accumulation: micro batches per optimizer step on each replica.
         partitioning: a key of ``PARTITIONINGS``.
-        recompute: of each block's activations: ``RECOMPUTED``.
-        sequence_parallel: norms and dropout are divided along the sequence, too.
-        shard_size: workers of a group that FSDP divides a copy of the states over; None: all replicas.
-        stages: blocks of each stage; empty where they follow from the parameters.
-        virtual: stages that each worker of the pipeline has; above one they are interleaved.
+        recompute: which of each block's activations are recomputed, one of ``RECOMPUTED``.
+        sequence_parallel: whether norms and dropout are divided along the sequence, too.
+        shard_size: workers of a group that FSDP divides a copy of the states over. None means all replicas.
+        stages: blocks of each stage. Empty means that they follow from the parameters.
+        virtual: stages per pipeline worker. With more than one, they are interleaved.
         experts: replicas that one copy of the experts is divided over.
         context: workers that share each sequence.
-        offload: what the blocks keep goes to host memory.
+        offload: whether activations that the blocks keep go to host memory.
     """
 
     tensor: int = 1
@@ -73,17 +73,17 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Copies of the states that the replicas have, if they are partitioned."""
+        """Number of copies of the states over all replicas, if they are partitioned."""
         return self.replicas // self.shares
 
     @property
     def partitioned(self) -> str:
-        """The partitioning in a table: ``fsdp / 8`` in groups of eight workers."""
+        """The partitioning as a table shows it: ``fsdp / 8`` for groups of eight workers."""
         return f"{self.partitioning} / {self.shard_size}" if self.shard_size else self.partitioning
 
     @property
     def pipelined(self) -> str:
-        """The pipeline in a table: ``4 · 2`` of four workers with two stages each."""
+        """The pipeline as a table shows it: ``4 · 2`` for four workers with two stages each."""
         return f"{self.pipeline} · {self.virtual}" if self.virtual > 1 else str(self.pipeline)
 
     @property
@@ -92,7 +92,7 @@ class Layout:
 
     @property
     def is_divided(self) -> bool:
-        """Whether the engine of 3D layouts trains it, in whatever precision."""
+        """Whether the engine of 3D layouts trains it, in any precision."""
         context = self.context > 1 and self.partitioning != "fsdp"
         return self.tensor * self.pipeline > 1 or context or self.partitioning == "distributed-optimizer"
 
@@ -103,18 +103,18 @@ class Layout:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which a pipeline's worker waits: (p - 1) / (v m + p - 1) (Narayanan et al., 2021)."""
+        """Share of the step in which a pipeline worker waits: (p - 1) / (v m + p - 1) (Narayanan et al., 2021)."""
         return (self.pipeline - 1) / (self.virtual * self.accumulation + self.pipeline - 1)
 
     @property
     def largest_share(self) -> float:
-        """Of the blocks, those of the worker that has most."""
+        """Share of the blocks on the worker that has most of them."""
         if not self.stages:
             return 1 / self.pipeline
         return max(sum(self.stages[rank :: self.pipeline]) for rank in range(self.pipeline)) / sum(self.stages)
 
     def values(self) -> dict[str, Any]:
-        """The fields of the configuration that ask for this layout; those that are off are among them."""
+        """Return the configuration fields that request this layout, including those that are off."""
         flags = {flag: name == self.partitioning for name, flag in PARTITIONINGS.items() if flag}
         return {
             "tensor_model_parallel_size": self.tensor,
@@ -134,24 +134,24 @@ class Layout:
         }
 
     def values_that_act(self, given: Container[str] = ()) -> dict[str, Any]:
-        """Those of :meth:`values` that differ from a plain run, and that the user has not given."""
+        """Return the entries of :meth:`values` that differ from a plain run and that the user has not given."""
         batches = ("micro_batch_size", "global_batch_size")
         acting = {n: v for n, v in self.values().items() if n in batches or v is True or v not in (None, False, 1)}
         return {name: value for name, value in acting.items() if name not in given}
 
     def flags(self) -> list[str]:
-        """What to put on the training command."""
+        """Return the flags to add to the training command."""
         words: list[str] = []
         acting = self.values_that_act()
         if "recompute_granularity" in acting:
-            del acting["checkpoint_activations"]  # which it says, too
+            del acting["checkpoint_activations"]  # it implies this flag
         for name, value in acting.items():
             words += [spelling(name)] if value is True else [spelling(name), str(value)]
         return words
 
 
 def layout_of(plan: Plan) -> Layout:
-    """The layout of a resolved run."""
+    """Return the layout of a resolved run."""
     sizes, values = plan.sizes, plan.values
     granularity = values.get(spelling("recompute_granularity"), {}).get("value") or "full"
     return Layout(

@@ -1,4 +1,4 @@
-"""Live storages: how many bytes the tensors that a piece of code makes take at each moment."""
+"""Live storages: how many bytes the tensors of a piece of code use at each moment."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rapidformer_templates.engines.pieces import local_part
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of the storages made inside of it that are still alive, on real or on fake tensors.
+    """Counts the bytes of live storages that are created inside it, with real or fake tensors.
 
-    Views share a storage, which counts once. What a kernel allocates for itself and frees before it
-    returns is not a tensor and is not seen.
+    Views share a storage, which counts once. Memory that a kernel allocates for itself and frees before it
+    returns is not in a tensor and does not count.
 
     Attributes:
-        live: bytes now.
-        peak: the most since the last :meth:`restart`.
+        live: current bytes.
+        peak: highest value of ``live`` since the last :meth:`restart`.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
-        """``known``: tensors that were there before and do not count."""
+        """``known``: tensors that existed before and do not count."""
         super().__init__()
         self.live = 0
         self.peak = 0
@@ -42,18 +42,18 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor, if it is a new one."""
+        """Count the storage of a tensor if it is new."""
         storage = local_part(tensor).untyped_storage()
         if id(storage) not in self._sizes:
             self._watch(storage, storage.nbytes())
             self.peak = max(self.peak, self.live)
 
     def restart(self) -> None:
-        """Let the peak begin anew at what lives now."""
+        """Reset the peak to the bytes that are live now."""
         self.peak = self.live
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage anew that has got another size: FSDP gives up and takes memory in this way."""
+        """Update the size of a resized storage. FSDP frees and allocates memory in this way."""
         key = id(storage)
         if key in self._sizes:
             self.live += storage.nbytes() - self._sizes[key]

@@ -1,4 +1,4 @@
-"""Memory of a worker: the model's states by the rules of the engine, and the phases of a micro batch beside them."""
+"""Memory of a worker: the model's states by the rules of the engine, plus the phases of a micro batch."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     },
     "nvme": {"zero-3": each_divided_on_disk},
 }
-"""What each engine holds of the states between two steps, by where the optimizer's state is offloaded to."""
+"""Bytes of the states that each engine holds between two steps, by where the optimizer's state is offloaded."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one worker when most are alive.
+    """Bytes of one worker at its peak.
 
     Attributes:
-        parameters, gradients, optimizer: the states; gradients as they are when the update begins.
-        buffers: what an engine holds beside them: buckets, whole parameters of blocks that are at work.
-        activations: everything else that is alive then. Where the peak is before the gradients are
-            there, their memory is used for activations, and only the rest counts here.
-        host: of offloaded states and activations, in the host memory of a GPU's worker; no part of the total.
+        parameters, gradients, optimizer: the states. Gradients are those at the start of the update.
+        buffers: what an engine holds in addition: buckets, whole parameters of active blocks.
+        activations: everything else that is alive at the peak. If the peak comes before the gradients
+            exist, activations use their memory, and only the rest counts here.
+        host: offloaded states and activations in the host memory of a GPU worker. It is not part of the total.
     """
 
     parameters: int
@@ -80,7 +80,7 @@ PLAIN = Setting()
 
 
 def predict(model: ModelShapes, layout: Layout, setting: Setting = PLAIN, *, exact: bool = True) -> Memory:
-    """The memory of the worker that needs most.
+    """Predict the memory of the worker that needs most.
 
     Args:
         exact: see :meth:`ModelShapes.trace`.
@@ -95,7 +95,7 @@ def predict(model: ModelShapes, layout: Layout, setting: Setting = PLAIN, *, exa
 
 
 def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN) -> list[Held]:
-    """The states of every worker, by rank: tensor-parallel peers lie closest, then replicas, then stages."""
+    """Return the states of every worker, by rank. Tensor-parallel peers are adjacent, then replicas, then stages."""
     if setting.by_parallel_engine(layout):
         return [
             Stage(model, layout, stage, setting, peer).held(replica)
@@ -124,7 +124,7 @@ def _beside_experts(layout: Layout) -> Formula:
 
 
 def states_alone(model: ModelShapes, layout: Layout, setting: Setting) -> Memory:
-    """The states of the worker that holds most, without anything beside them: a lower bound that costs nothing."""
+    """Return only the states of the worker that holds most of them. It is a lower bound that costs nothing."""
     if setting.by_parallel_engine(layout):
         held = [stage.held() for stage in telling_stages(model, layout, setting)]
     else:
@@ -139,23 +139,23 @@ def _sum_of_states(held: Held) -> int:
 
 
 def of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
-    """The memory of a stage's worker."""
+    """Return the memory of a stage's worker."""
     held = stage.held()
     memory = _memory(model, held, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
     return _with_host(memory, stage.sent(variant, exact=exact))
 
 
 def _with_host(memory: Memory, activations: int) -> Memory:
-    """With what the blocks keep in host memory."""
+    """Add the activations that the blocks keep in host memory."""
     return replace(memory, host=memory.host + activations)
 
 
 NARROWING = ("zero-1", "zero-2", "zero-3", "fsdp")
-"""DeepSpeed converts the model, and FSDP gathers its parameters in the type that is computed in."""
+"""Partitionings with parameters in the compute type. DeepSpeed converts the model, FSDP gathers in that type."""
 
 
 def variant_of(layout: Layout, setting: Setting) -> Variant:
-    """What a micro batch of this layout's activations depends on."""
+    """Return the fields that the activations of a micro batch of this layout depend on."""
     shared = layout.tensor, layout.sequence_parallel
     variant = Variant(
         layout.micro_batch,
@@ -184,7 +184,7 @@ def _worst(model: ModelShapes, layout: Layout, setting: Setting, held: Held, tra
 
 
 def _memory(model: ModelShapes, held: Held, moments: Sequence[Moment], *, gpu: bool) -> Memory:
-    """The worst of the moments, in the parts that people know."""
+    """Report the moment with the highest total, in the parts that people know."""
     here, beside = (held.on_gpu, held.beside_gpu) if gpu else (held, 0)
     worst = max(moments, key=lambda moment: moment.total)
     activations = worst.total - worst.buffers - here.gradients
@@ -193,12 +193,12 @@ def _memory(model: ModelShapes, held: Held, moments: Sequence[Moment], *, gpu: b
 
 
 def _width(layout: Layout, setting: Setting) -> int:
-    """Bytes of a number of the parameters that are computed with."""
+    """Bytes per element of the parameters that the model computes with."""
     return 2 if variant_of(layout, setting).weights == "narrow" else FP32
 
 
 def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, phase: Phase) -> list[Moment]:
-    """What may lie beside parameters and optimizer state in a phase, in the first micro batch and in later ones."""
+    """Memory in a phase beyond parameters and optimizer state, in the first micro batch and in later ones."""
     width = _width(layout, setting)
     whole = width * sum(p.count for p in model.parameters.values())
     later = layout.accumulation > 1
@@ -207,14 +207,14 @@ def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, ph
     bucket = setting.bucket * width
     match layout.partitioning:
         case "none" | "oss" if layout.replicas > 1:
-            return [Moment(alone, held.gradients, 0)]  # in DDP's buckets, and nowhere else
+            return [Moment(alone, held.gradients, 0)]  # only in DDP's buckets
         case "none" | "oss" | "oss-sdp":
             return [Moment(alone, apart, 0)] + ([Moment(alone, whole, 0)] if later else [])
         case "zero-1" if later:
-            # Gradients are added up whole, apart from those that come, and the bucket is there from the first one on.
+            # Accumulated gradients are whole and separate from new ones. The bucket exists from the first one on.
             return [Moment(alone, whole, bucket + (whole if phase.after_first_gradient else 0))]
         case "zero-1" | "zero-2":
-            # From the first gradient on: the bucket, and the parameters' gradients until they are given up.
+            # From the first gradient on, there are the bucket and the parameters' gradients until they are freed.
             begun = phase.after_first_gradient
             added_up = held.gradients if layout.partitioning == "zero-2" and later else 0
             return [Moment(phase.peak if begun and not later else alone, 2 * added_up, bucket + whole if begun else 0)]
@@ -224,11 +224,11 @@ def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, ph
 
 
 def _update(layout: Layout, held: Held) -> Moment:
-    """While the update runs: ZeRO-1 and -2 flatten the gradients of their share once more, in fp32."""
+    """Memory during the update. ZeRO-1 and -2 flatten the gradients of their share once more, in fp32."""
     flat = held.optimizer // 3 if layout.partitioning in ("zero-1", "zero-2") else 0
     return Moment(0, held.gradients, flat)
 
 
 def _gathered_by_zero(model: ModelShapes, setting: Setting, width: int) -> int:
-    """Whole parameters that ZeRO-3 holds: all of them, until there are 10^9 elements, and what they arrive in."""
+    """Bytes of whole parameters that ZeRO-3 holds (all of them, up to 10^9 elements), and of their receive buffers."""
     return 2 * width * sum(p.count for p in model.all_parameters.values() if p.count > setting.how.kept_whole)

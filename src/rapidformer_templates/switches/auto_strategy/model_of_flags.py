@@ -1,4 +1,4 @@
-"""The model that a plan is about, from the flags of a training command."""
+"""Build the model that a plan is about, from the flags of a training command."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_ME
 from rapidformer_templates.system.workers import Workers
 
 HEADS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
-"""The head that an objective of pretraining needs."""
+"""The head that each pretraining objective needs."""
 
 
 class Subject:
     """A model with its batches.
 
     Attributes:
-        shapes: its parameters and what a micro batch takes.
+        shapes: parameters of the model, and the memory of a micro batch.
         facts: sizes for the time model.
     """
 
     def __init__(self, config: RunConfig, plan: Plan | None = None, *, gpu: bool) -> None:
-        """The model of the flags, with the switches of the plan that change its structure.
+        """Build the model of the flags, with the switches of the plan that change its structure.
 
         Raises:
-            ModelError: no model is named, or it cannot be built in these sizes.
+            ModelError: no model is named, or it cannot be built with these sizes.
         """
         self._config = config
         self._kind = model_type_of(config)
@@ -75,13 +75,13 @@ class Subject:
         )
 
     def _visits(self) -> int:
-        """Experts that a token visits, in those blocks that have any: of ours, or of those of the architecture."""
+        """Experts that a token visits, summed over blocks with experts: ours, or the architecture's."""
         gates = [module for module in self.shapes.whole.modules() if isinstance(module, Gate)]
         return sum(gate.top_k for gate in gates or routers_of(self.shapes.whole))
 
     @cached_property
     def experts(self) -> int:
-        """What divides the experts of every block that has any; 0 where none has."""
+        """Greatest common divisor of the numbers of experts in all blocks. 0 without experts."""
         whole = self.shapes.whole
         ours = [len(experts.up) for experts in whole.modules() if isinstance(experts, Experts)]
         return math.gcd(*ours, *(experts.num_experts for experts in own_experts(whole)))
@@ -97,7 +97,7 @@ class Subject:
         return with_switches(model.train(), self._config, self._plan)
 
     def _batch(self, samples: int) -> Mapping[str, torch.Tensor]:
-        """A micro batch in the shapes of the task's own collate function."""
+        """Return a micro batch with the shapes of the task's own collate function."""
         samples *= rows_per_sample(self._config)
         rows = torch.zeros((samples, self._tokens), dtype=torch.long)
         one = torch.zeros(samples, dtype=torch.long)
@@ -120,7 +120,7 @@ class Subject:
 
 
 def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> nn.Module:
-    """A model without data, after the transforms of those of the plan's switches that are planned by their transforms.
+    """Apply the transforms of all switches in the plan whose effect the planner traces, to a model without data.
 
     Raises:
         ModelError: a switch cannot act on this model.
@@ -145,7 +145,7 @@ def _auto_class(config: RunConfig, model_type: str) -> str:
 
 
 class _OwnVocabulary:
-    """Stands for a tokenizer where none is named: the vocabulary is that of the architecture's own."""
+    """Placeholder if no tokenizer is named. The vocabulary is that of the architecture's default configuration."""
 
     def __init__(self, default: PreTrainedConfig) -> None:
         self._size = int(default.vocab_size)
@@ -160,13 +160,13 @@ class _OwnVocabulary:
 def _tokenizer(config: RunConfig) -> Any:
     named = (config.data.tokenizer_type, config.data.tokenizer_path, config.model.pretrained_model_name_or_path)
     kind = str(config.model.model_type)
-    if any(named) or kind not in CONFIG_MAPPING:  # an unknown architecture is refused with what is near
+    if any(named) or kind not in CONFIG_MAPPING:  # an unknown architecture is refused later, with similar names
         return load_tokenizer(config) if any(named[:2]) else None
     return _OwnVocabulary(CONFIG_MAPPING[kind]())
 
 
 def _shortened(model_config: PreTrainedConfig, blocks: int) -> PreTrainedConfig:
-    """The configuration of a model with so many blocks a stack; its other sizes are the same."""
+    """Return the configuration of a model with ``blocks`` blocks per stack. Its other sizes are the same."""
     shorter = copy.deepcopy(model_config)
     before = model_config.num_hidden_layers
     shorter.num_hidden_layers = blocks
@@ -174,6 +174,6 @@ def _shortened(model_config: PreTrainedConfig, blocks: int) -> PreTrainedConfig:
         if hasattr(shorter, twin):
             setattr(shorter, twin, blocks)
     for name, value in vars(model_config).items():
-        if isinstance(value, list) and len(value) == before:  # one entry a block, such as ``layer_types``
+        if isinstance(value, list) and len(value) == before:  # one entry per block, such as ``layer_types``
             setattr(shorter, name, value[:blocks])
     return shorter

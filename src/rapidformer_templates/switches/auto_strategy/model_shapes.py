@@ -1,4 +1,4 @@
-"""A model by its shapes: its parameters, its blocks, and what a micro batch of it takes. No data, no weights."""
+"""Shapes of a model: its parameters, its blocks, and the memory of a micro batch. It has no data and no weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures imp
 from rapidformer_templates.switches.optimizer.muon import tables_of
 
 TRACED_SAMPLES = (2, 4)
-"""Micro batches that are traced where the exact one need not be. Not one sample: dimensions of one spare copies."""
+"""Micro-batch sizes to trace if the exact one is not needed. Not 1, because dimensions of size 1 save copies."""
 
 COMPUTE_TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SUM_TYPES = {FP32: torch.float32, BF16: torch.bfloat16}
@@ -50,20 +50,20 @@ SUM_TYPES = {FP32: torch.float32, BF16: torch.bfloat16}
 
 @dataclass(frozen=True)
 class Variant:
-    """What the memory of a micro batch depends on besides the model.
+    """Everything that the memory of a micro batch depends on, except the model.
 
     Attributes:
         micro_batch: samples.
         recompute: one of ``layouts.RECOMPUTED``.
         precision: ``fp32``, ``bf16`` or ``fp16``.
-        weights: ``fp32``; ``narrow``, of that type themselves, as ZeRO and FSDP have them; or ``masters``, of that
-            type but for norms, beside fp32 masters.
+        weights: ``fp32``, ``narrow`` or ``masters``. With ``narrow``, all parameters have the type of ``precision``, as
+            ZeRO and FSDP have them. With ``masters``, all parameters except norms have that type, plus fp32 masters.
         tensor: workers that share each block's matrices.
-        sequence_parallel: whether they share the rest along the sequence.
-        sums: with masters, bytes of a number of the sums of gradients.
-        offload: whether what the blocks keep goes to the host.
+        sequence_parallel: whether these workers divide the other activations along the sequence.
+        sums: with masters, bytes per element of the gradient sums.
+        offload: whether activations that the blocks keep go to the host.
         context: workers that share each sequence.
-        context_kind: how attention sees it whole; None where the heads say so.
+        context_kind: how attention covers the whole sequence. None: the number of heads decides.
     """
 
     micro_batch: int
@@ -80,11 +80,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A worker's part of a replica: its stage, and its rank among those who share each block's matrices.
+    """Position of a worker in a replica: its stage, and its rank among the workers that share each block's matrices.
 
     Attributes:
-        parts: its runs of blocks, each from one number up to the other; several where stages are interleaved.
-        experts: workers that have one copy of the experts together.
+        parts: runs of blocks of this worker, each as (first block, end). Interleaved stages have several.
+        experts: number of workers that hold one copy of the experts together.
     """
 
     tensor: int
@@ -96,7 +96,7 @@ class Coordinates:
 
 
 class _Kind(NamedTuple):
-    """What parameters have in common that may lie in one window: see :class:`Exchanged`."""
+    """Key of parameters that may share a window. See :class:`Exchanged` for the fields."""
 
     narrow: bool
     ends: frozenset[str]
@@ -105,13 +105,13 @@ class _Kind(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """A window of gradients.
+    """A window of gradients that replicas exchange.
 
     Attributes:
-        narrow: whether its parameters are of 16 bits, with masters.
-        is_tied: whether other stages have copies of them.
-        part: of the worker's parts the one whose backward completes it.
-        over: workers that one copy of them is divided over.
+        narrow: whether its parameters have 16 bits and fp32 masters.
+        is_tied: whether other stages have copies of its parameters.
+        part: the part of the worker whose backward completes it.
+        over: number of workers that one copy of its parameters is divided over.
     """
 
     window: Window
@@ -122,24 +122,27 @@ class Exchanged(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The place of its first parameter in the model, the last to get its gradient."""
+        """Index of its first parameter in the model, which is the last to get its gradient."""
         return min(segment.parameter for segment in self.window.segments)
 
     def share_of(self, replica: int) -> int:
-        """Elements that the worker of a replica sums and updates, with padding; neighbours share one copy."""
+        """Elements that the worker of a replica sums and updates, including padding.
+
+        ``over`` neighbours share one copy.
+        """
         return self.window.share_of(replica // self.over)
 
 
 @dataclass
 class ModelShapes:
-    """What the planner knows of a model.
+    """Everything that the planner knows about a model.
 
     Attributes:
-        build: the model with so many blocks in each stack; None for all of them.
-        batch: a micro batch of so many samples.
-        gpu: whether it will run on a GPU.
-        stages: blocks of each pipeline stage, where the user has said so.
-        has_copy: whether a frozen copy of it stands beside it, divided as it is.
+        build: builds the model with the given number of blocks in each stack, or with all of them for None.
+        batch: builds a micro batch with the given number of samples.
+        gpu: whether the model will run on a GPU.
+        stages: blocks of each pipeline stage, if the user has set them.
+        has_copy: whether there is also a frozen copy of the model, divided in the same way.
     """
 
     build: Callable[[int | None], nn.Module]
@@ -158,13 +161,13 @@ class ModelShapes:
 
     @cached_property
     def whole(self) -> nn.Module:
-        """The model on the meta device."""
+        """The full model on the meta device."""
         with torch.device("meta"):
             return self.build(None)
 
     @cached_property
     def all_parameters(self) -> dict[str, Facts]:
-        """Trained and frozen parameters by canonical name; tied ones once."""
+        """Trained and frozen parameters by canonical name. Tied parameters appear once."""
         tables, experts, depths = tables_of(self.whole), _expert_parameters(self.whole), depths_of(self.whole)
         narrowed = narrowed_parameters(self.whole)
         return {
@@ -184,12 +187,12 @@ class ModelShapes:
 
     @cached_property
     def parameters(self) -> dict[str, Facts]:
-        """The trained ones."""
+        """Trained parameters by canonical name."""
         return {name: facts for name, facts in self.all_parameters.items() if facts.is_trained}
 
     @cached_property
     def width(self) -> int:
-        """What the sizes of buckets follow."""
+        """Width of the model. Bucket sizes depend on it."""
         return width_of(self.whole)
 
     @cached_property
@@ -199,12 +202,12 @@ class ModelShapes:
 
     @cached_property
     def blocks(self) -> dict[str, tuple[str, int]]:
-        """The blocks by name: the stack that each stands in, and its number there."""
+        """Stack and index in the stack of each block, by block name."""
         return stacks_of(self.whole)
 
     @cached_property
     def depths(self) -> Mapping[str, int]:
-        """How many blocks each stack has."""
+        """Number of blocks in each stack."""
         counts: dict[str, int] = {}
         for stack, _ in self.blocks.values():
             counts[stack] = counts.get(stack, 0) + 1
@@ -212,7 +215,7 @@ class ModelShapes:
 
     @cached_property
     def block_elements(self) -> dict[str, int]:
-        """Elements of the parameters of each block; a parameter that two blocks share counts in the first."""
+        """Elements of the parameters of each block. A parameter that two blocks share counts in the first one."""
         return self._by_block(self.all_parameters)
 
     def _by_block(self, parameters: Mapping[str, Facts]) -> dict[str, int]:
@@ -224,7 +227,7 @@ class ModelShapes:
         return elements
 
     def block_of(self, name: str) -> str | None:
-        """The block that a parameter is in."""
+        """Return the block that contains a parameter, or None."""
         return self._block_of.get(name)
 
     @cached_property
@@ -239,7 +242,7 @@ class ModelShapes:
         return homes
 
     def names_of(self, name: str) -> list[str]:
-        """Every name of a parameter, which may be tied."""
+        """Return all names of a parameter, which may be tied."""
         return self._names.get(name, [name])
 
     @cached_property
@@ -250,11 +253,11 @@ class ModelShapes:
         return {same[0]: same for same in names.values()}
 
     def largest_block(self, experts: int = 1) -> int:
-        """Elements of the largest block, of its experts a share of those of so many workers."""
+        """Return the elements of the largest block, whose experts are divided over this number of workers."""
         return self._most_in_a_block(self.all_parameters, experts)
 
     def most_trained_in_a_block(self, experts: int = 1) -> int:
-        """Trained elements of the block that has most of them."""
+        """Return the highest number of trained elements in a block."""
         return self._most_in_a_block(self.parameters, experts)
 
     def _most_in_a_block(self, parameters: Mapping[str, Facts], experts: int) -> int:
@@ -263,27 +266,27 @@ class ModelShapes:
 
     @cached_property
     def outside_blocks(self) -> int:
-        """Elements of what stands in no block: embeddings, last norm, head."""
+        """Elements outside the blocks: embeddings, last norm, head."""
         return sum(facts.count for facts in self.all_parameters.values()) - sum(self.block_elements.values())
 
     @cached_property
     def repeats(self) -> bool:
-        """Whether the blocks of a stack are alike, so that three of them tell of all."""
+        """Whether the blocks of each stack are equal, so that a trace of three blocks is enough."""
         if not self.depths or min(self.depths.values()) <= TRACED_BLOCKS:
             return False
         kinds: dict[str, set[object]] = {}
         for name, (stack, number) in self.blocks.items():
             block = self.whole.get_submodule(name)
             shapes = tuple(tuple(p.shape) for p in block.parameters())
-            # A first block may have more, such as the table of T5's relative positions.
+            # The first block may have more, such as T5's table of relative positions.
             kinds.setdefault(stack, set()).update({(type(block), shapes)} if number else set())
         return all(len(alike) == 1 for alike in kinds.values())
 
     def trace(self, variant: Variant, blocks: int | None = None, *, exact: bool = True) -> Trace:
-        """The phases of a micro batch through the whole model, or through one with so many blocks.
+        """Return the phases of a micro batch through the whole model, or through a model with ``blocks`` blocks.
 
         Args:
-            exact: whether the very micro batch is traced; otherwise it follows from ``TRACED_SAMPLES``.
+            exact: whether to trace exactly this micro batch. Otherwise, derive it from traces of ``TRACED_SAMPLES``.
 
         Raises:
             ModelError: the model cannot be divided over the tensor-parallel workers.
@@ -298,7 +301,7 @@ class ModelShapes:
         return self._whole_traces[key]
 
     def prepare(self, variants: Iterable[Variant]) -> None:
-        """Trace at one time what inexact predictions for these take; otherwise each is when it is asked for."""
+        """Trace in parallel what inexact predictions for these variants need. Other variants are traced on demand."""
         together = {replace(variant, micro_batch=TRACED_SAMPLES[0], recompute="none") for variant in variants}
         tasks = [partial(self._trace_apart, variant) for variant in together if variant not in self._traces]
         for traces, gradients in in_forks(tasks):
@@ -315,13 +318,13 @@ class ModelShapes:
 
     def _traced(self, variant: Variant) -> Trace:
         if variant not in self._traces:
-            # Those that are compared with one another are traced on one model: to build and divide it takes as long.
+            # Trace variants that are compared with one another on one model: building and dividing it takes as long.
             together = [replace(variant, micro_batch=n, recompute=r) for n in TRACED_SAMPLES for r in RECOMPUTED]
             self._trace(together if variant in together else [variant])
         return self._traces[variant]
 
     def _trace(self, variants: Sequence[Variant]) -> None:
-        """Trace variants that differ in their batches and in recomputation only."""
+        """Trace variants that differ only in micro-batch size and recomputation."""
         of_all = variants[0]
         compute_type = COMPUTE_TYPES[of_all.precision]
         with silent_group(of_all.tensor, of_all.context) as workers, fake_tensors():
@@ -344,17 +347,21 @@ class ModelShapes:
                 )
 
     def local_parameters(self, tensor: int, peer: int = 0) -> dict[str, Facts]:
-        """All parameters as ``tensor`` workers share them: those of one of the workers; the first has most.
+        """Return all parameters as worker ``peer`` of ``tensor`` workers has them.
+
+        The first worker has the largest shares.
 
         Raises:
-            ModelError: the model cannot be divided so.
+            ModelError: the model cannot be divided in this way.
         """
         if (tensor, peer) not in self._local:
             self._local[tensor, peer] = local_parameters(self.whole, self.all_parameters, tensor, peer)
         return self._local[tensor, peer]
 
     def stage_sizes(self, pipeline: int) -> list[int]:
-        """Blocks of each stage, as the engine cuts them: by the number of parameters.
+        """Return the number of blocks of each stage.
+
+        The engine balances stages by parameters unless the user sets them.
 
         Raises:
             ModelError: the model cannot be cut into stages.
@@ -367,7 +374,7 @@ class ModelShapes:
 
     @cached_property
     def stage_elements(self) -> tuple[float, list[float], float]:
-        """Elements of what only the first stage has, of each block, and of what only the last stage has.
+        """Elements that only the first stage has, elements of each block, and elements that only the last stage has.
 
         Raises:
             ModelError: the model cannot be cut into stages.
@@ -380,19 +387,19 @@ class ModelShapes:
         return front, [float(count) for count in self.block_elements.values()], back
 
     def stage_parameters(self, coordinates: Coordinates) -> dict[str, Facts]:
-        """What a worker of a stage has of the trained parameters, by name and in the model's order.
+        """Return the trained parameters of a worker of a stage, by name and in the model's order.
 
         Raises:
-            ModelError: the model cannot be divided or cut so.
+            ModelError: the model cannot be divided or cut in this way.
         """
         return {name: facts for name, facts in self._everything_of_stage(coordinates).items() if facts.is_trained}
 
     def stage_frozen(self, coordinates: Coordinates) -> list[Facts]:
-        """What a worker of a stage has of the others."""
+        """Return the frozen parameters of a worker of a stage."""
         return self.frozen_of(self._everything_of_stage(coordinates).values())
 
     def frozen_of(self, parameters: Iterable[Facts]) -> list[Facts]:
-        """Those of some parameters that are not trained, and all of them in a frozen copy, if there is one."""
+        """Return the frozen ones of some parameters, plus all of them again if there is a frozen copy of the model."""
         mine = list(parameters)
         return [facts for facts in mine if not facts.is_trained] + (mine if self.has_copy else [])
 
@@ -417,26 +424,26 @@ class ModelShapes:
         return {name: facts for name, facts in local.items() if is_here(name)}
 
     def _part_in(self, coordinates: Coordinates, name: str) -> int | None:
-        """The part of a worker that a block's parameter is in."""
+        """Return the worker's part that contains a block's parameter."""
         block = self.block_of(name)
         number = None if block is None else self.blocks[block][1]
         parts = enumerate(coordinates.parts)
         return next((part for part, (begin, end) in parts if number is not None and begin <= number < end), None)
 
     def part_of(self, coordinates: Coordinates, name: str) -> int:
-        """Of a worker's parts the one that has a parameter of this worker; the first of several."""
+        """Return the index of the first of the worker's parts that has a parameter."""
         if coordinates.pipeline > 1 and self.block_of(name) is None:
             return len(coordinates.parts) - 1 if self.ends_of(name) == {"last"} else 0
         return self._part_in(coordinates, name) or 0
 
     def windows(self, coordinates: Coordinates, data: int, *, masters: bool, whole: bool = False) -> list[Exchanged]:
-        """What a worker of a stage exchanges at a time with the other replicas, in the order in which it leaves.
+        """Return the windows that a worker of a stage exchanges with other replicas, in sending order.
 
-        Parameters that several stages have lie in windows of their own, and so do those of 16 bits, and experts.
+        Parameters that several stages have, 16-bit parameters and experts are in separate windows.
 
         Args:
-            masters: whether there are such, with fp32 masters.
-            whole: whether each has one owner, as an update of whole parameters needs it.
+            masters: whether some parameters have 16 bits and fp32 masters.
+            whole: whether each parameter has a single owner, as an update of whole parameters needs.
         """
         key, limit = (coordinates, data, masters, whole), window_for(self.width)
         if key not in self._windows:
@@ -464,7 +471,7 @@ class ModelShapes:
     def runs(
         self, coordinates: Coordinates, data: int, replica: int, *, masters: bool, whole: bool = False
     ) -> list[Facts]:
-        """Each run that the optimizer of a replica updates, or whole parameter, if its state is shared out."""
+        """Return the pieces, or whole parameters, that the optimizer of a replica updates if its state is sharded."""
         key = (coordinates, data, masters, whole, replica)
         if key not in self._runs:
             own = list(self.stage_parameters(coordinates).values())
@@ -479,7 +486,7 @@ class ModelShapes:
         return self._runs[key]
 
     def unshared(self, trained: Iterable[Facts], coordinates: Coordinates, data: int) -> list[Facts]:
-        """Of a worker's parameters those that no other replica has: experts that are divided over all."""
+        """Return the parameters that no other replica has: experts that are divided over all workers."""
         return [facts for facts in trained if self._is_unshared(facts, coordinates, data)]
 
     @staticmethod
@@ -487,12 +494,12 @@ class ModelShapes:
         return facts.is_expert and 1 < coordinates.experts == data
 
     def ends_of(self, name: str) -> frozenset[str]:
-        """The stages that have a parameter which is in no block, under any of its names."""
+        """Return the stages that have a parameter outside the blocks, under any of its names."""
         return frozenset().union(*(self.ends.get(other, frozenset()) for other in self.names_of(name)))
 
     @cached_property
     def ends(self) -> dict[str, frozenset[str]]:
-        """For each parameter that is in no block, by its every name, the stages that have it.
+        """Stages that have each parameter outside the blocks. Each of its names is a key.
 
         Raises:
             ModelError: the model cannot be cut into stages.
@@ -504,7 +511,7 @@ class ModelShapes:
 
 
 def _narrow(model: nn.Module, weights: str, dtype: torch.dtype) -> None:
-    """Give a model parameters of 16 bits, as ``Variant.weights`` says."""
+    """Convert parameters to 16 bits, as ``Variant.weights`` specifies."""
     if weights == "narrow":
         for parameter in (p for p in model.parameters() if p.is_floating_point()):
             narrow(parameter, dtype)
@@ -515,11 +522,11 @@ def _narrow(model: nn.Module, weights: str, dtype: torch.dtype) -> None:
 
 
 def _of_model(variant: Variant) -> Variant:
-    """What of it the bytes of gradients depend on."""
+    """Reduce a variant to the fields that the bytes of gradients depend on."""
     return replace(variant, micro_batch=1, recompute="none", sequence_parallel=False)
 
 
 def _expert_parameters(model: nn.Module) -> frozenset[int]:
-    """Identities of what expert parallelism divides."""
+    """Ids of the parameters that expert parallelism divides."""
     mixtures = (*(module for module in model.modules() if isinstance(module, Experts)), *own_experts(model))
     return frozenset(id(parameter) for mixture in mixtures for parameter in mixture.parameters())

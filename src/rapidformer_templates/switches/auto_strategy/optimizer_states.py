@@ -1,4 +1,4 @@
-"""Bytes of each optimizer's state by the shapes of what it updates; held against real optimizers in tests.
+"""Bytes of each optimizer's state, from the shapes of its parameters. Tests compare them with real optimizers.
 
 Imports no torch.
 """
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from rapidformer_templates.planning.optimizers import CPU_ADAM, FUSED_ADAMW, LAMB, OPTIMIZERS, TORCH_ADAM
 
 FP32, BF16, CODE = 4, 2, 1
-"""Bytes of a number in fp32 and in bf16, and of a code of 8 bits."""
+"""Bytes per element in fp32, in bf16, and as an 8-bit code."""
 
 COUNTER = 4
-"""Bytes of a tensor's count of steps, where it is a tensor itself."""
+"""Bytes of a step counter that is a tensor."""
 
 QUANTIZED_FROM = 4096
-"""Elements: smaller parameters keep their moments in fp32."""
+"""In elements. Smaller parameters keep their moments in fp32."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Facts:
     """A parameter of the model, or a part of one.
 
     Attributes:
-        shape: of it.
-        decays: whether it does; those that do not are a group of their own.
+        shape: its shape.
+        decays: whether it has weight decay. Parameters without it are in a separate group.
         is_table: whether it is read by row: an embedding, or the head that scores the words.
         is_expert: whether its first dimension counts experts, which expert parallelism divides.
         is_trained: whether it has a gradient and optimizer state.
-        width: bytes of a number of it where it is not trained, and no engine converts it.
-        depth: layers that it stands below the end of its stack.
-        code_bytes: of numbers that lie in codes of fewer bits than a type's, the bytes of all; else none.
+        width: bytes per element if it is not trained and no engine converts it.
+        depth: number of layers between it and the end of its stack.
+        code_bytes: total bytes if its numbers are stored as codes with fewer bits than a type's, else 0.
         narrows: whether 16 bits are enough for it, with an fp32 master.
     """
 
@@ -49,7 +49,7 @@ class Facts:
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of it where it is not trained, and no engine converts it."""
+        """Its bytes if it is not trained and no engine converts it."""
         return self.code_bytes or self.width * self.count
 
     @property
@@ -57,18 +57,18 @@ class Facts:
         return math.prod(self.shape)
 
     def among(self, workers: int) -> Facts:
-        """What one of so many workers has of it, over which experts are divided."""
+        """Return the share of one of ``workers`` workers that experts are divided over. Only experts are divided."""
         return replace(self, shape=(self.shape[0] // workers, *self.shape[1:])) if self.is_expert else self
 
 
 @dataclass(frozen=True)
 class StateRule:
-    """How large the state of an optimizer is, of parameters in fp32.
+    """Size of an optimizer's state for fp32 parameters.
 
     Attributes:
         of_one: bytes that belong to one parameter.
-        shared: bytes that those of at least ``QUANTIZED_FROM`` elements have in common: tables of codes.
-        group_of: what tells groups of parameters apart, besides their decay.
+        shared: bytes that all parameters of at least ``QUANTIZED_FROM`` elements share: tables of codes.
+        group_of: key that separates groups of parameters, in addition to weight decay.
     """
 
     of_one: Callable[[Facts], int]
@@ -76,20 +76,20 @@ class StateRule:
     group_of: Callable[[Facts], str] = lambda parameter: ""
 
     def bytes_of(self, parameters: Sequence[Facts]) -> int:
-        """Of all parameters that one optimizer updates."""
+        """Return the bytes of state for all parameters that one optimizer updates."""
         shared = self.shared if any(p.count >= QUANTIZED_FROM for p in parameters) else 0
         return sum(self.of_one(parameter) for parameter in parameters) + shared
 
     def with_average(self) -> StateRule:
-        """The same with an average of the weights beside it."""
+        """Return this rule plus an average of the weights."""
         return replace(self, of_one=lambda parameter: self.of_one(parameter) + FP32 * parameter.count)
 
     def with_rates(self) -> StateRule:
-        """The same with a group for each layer, which has a learning rate of its own."""
+        """Return this rule with one parameter group and learning rate per layer."""
         return replace(self, group_of=lambda parameter: f"{self.group_of(parameter)} {parameter.depth}")
 
     def groups_of(self, parameters: Sequence[Facts]) -> list[list[Facts]]:
-        """The parameters as an optimizer's groups have them: in the order in which the model comes to each group."""
+        """Return the parameters by optimizer group. Groups are in the order of their first parameter in the model."""
         groups: dict[tuple[bool, str], list[Facts]] = {}
         for parameter in parameters:
             groups.setdefault((parameter.decays, self.group_of(parameter)), []).append(parameter)
@@ -97,23 +97,23 @@ class StateRule:
 
 
 def part_of(size: int, rank: int, workers: int) -> int:
-    """What one of several workers gets of a dimension: all alike, until the last ones get what is left."""
+    """Return the elements of a dimension that a rank gets. All ranks get equally many, until the last get the rest."""
     whole = math.ceil(size / workers)
     return max(0, min(whole, size - rank * whole))
 
 
 def runs(lengths: Sequence[int]) -> list[Facts]:
-    """Flat pieces of parameters, as an optimizer of shards has them."""
+    """Return flat pieces of parameters, as an optimizer of shards has them."""
     return [Facts((length,), decays=True) for length in lengths]
 
 
 def _moments(width: float, counter: int = COUNTER) -> Callable[[Facts], int]:
-    """Two moments of ``width`` bytes a number, and a count of steps."""
+    """Two moments of ``width`` bytes per element, and a step counter."""
     return lambda parameter: int(2 * width * parameter.count) + counter
 
 
 def _factored(parameter: Facts) -> int:
-    """Adafactor: the means of the rows and of the columns of each matrix; of a vector each element's."""
+    """Adafactor: the means of rows and columns for a matrix, or of each element for a vector."""
     if len(parameter.shape) < 2:
         return FP32 * parameter.count + COUNTER
     *outer, rows, columns = parameter.shape
@@ -121,11 +121,11 @@ def _factored(parameter: Facts) -> int:
 
 
 def _in_blocks(bits: int, block: int, *, table: int, counter: int, whole_blocks: bool) -> Callable[[Facts], int]:
-    """Codes of so many bits, a scale for each block of them, and two tables of codes.
+    """Codes of ``bits`` bits, a scale per block of codes, and two tables of codes.
 
     Args:
         table: bytes of the tables that each parameter has for itself.
-        whole_blocks: whether a parameter that is no multiple of a block stays in fp32.
+        whole_blocks: whether a parameter stays in fp32 if its size is not a multiple of the block.
     """
     plain = _moments(FP32, counter)
 
@@ -139,7 +139,7 @@ def _in_blocks(bits: int, block: int, *, table: int, counter: int, whole_blocks:
 
 
 def is_for_muon(parameter: Facts) -> bool:
-    """Whether Muon updates it; AdamW has the rest."""
+    """Whether Muon updates the parameter. AdamW updates the rest."""
     return len(parameter.shape) == 2 and not parameter.is_table
 
 
@@ -149,7 +149,7 @@ def _momentum_or_adam(parameter: Facts) -> int:
 
 ADAMW = StateRule(_moments(FP32))
 UNCOUNTED_ADAM = StateRule(_moments(FP32, counter=0))
-"""Nvidia apex's and DeepSpeed's count steps in plain numbers."""
+"""NVIDIA apex and DeepSpeed count steps in plain numbers, not in tensors."""
 
 STATES: Mapping[str, StateRule] = {
     FUSED_ADAMW: ADAMW,
@@ -174,4 +174,4 @@ STATES: Mapping[str, StateRule] = {
         _in_blocks(4, 128, table=2 * 16 * FP32, counter=COUNTER, whole_blocks=True)
     ),
 }
-"""By the class that makes the updates, as a plan names it."""
+"""State rules by optimizer class, as a plan names it."""

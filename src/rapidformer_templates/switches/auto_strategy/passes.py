@@ -1,4 +1,4 @@
-"""The forwards and backwards of a pipeline's worker in a step, and what it holds beside each. Pure."""
+"""The forwards and backwards of a pipeline worker in a step, and what it holds during each. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 from rapidformer_templates.switches.pipeline_parallel.schedule import LEAVING, Action, Kind, with_transfers
 
 ENOUGH_ROUNDS = 4
-"""Rounds of as many micro batches as there are workers; more of them only repeat what has been seen."""
+"""Rounds of one micro batch per worker. More rounds only repeat the same passes."""
 
 
 class Pass(NamedTuple):
-    """A forward or a backward of a micro batch through one of a worker's parts.
+    """A forward or backward of a micro batch through one of a worker's parts.
 
     Attributes:
-        part: which of them.
-        is_forward: or backward.
-        others: (part, micro batches) whose activations wait for their backwards, without this one.
-        newest: the part of the newest of these.
-        travelling: tensors that have come from other workers for later passes, or were sent and may be on their way.
+        part: index of the part.
+        is_forward: True for a forward, False for a backward.
+        others: pairs of a part and its number of other micro batches whose activations wait for their backwards.
+        newest: part of the newest of these micro batches.
+        travelling: tensors that have arrived from other workers for later passes, or that may still be in flight.
         begun: parts that have had a forward.
         added: parts with gradients of earlier micro batches.
         summed: parts whose last backward is over.
@@ -39,13 +39,13 @@ class Pass(NamedTuple):
 
 
 def passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tuple[Pass, ...]:
-    """The different passes of a step on one worker.
+    """Return the different passes of a step on one worker.
 
     Args:
-        workers: of the pipeline; 1 is none.
-        rank: of this worker in it.
-        per_worker: parts that each worker has; more than one are interleaved.
-        microbatches: of the step.
+        workers: workers of the pipeline. 1 means no pipeline.
+        rank: rank of this worker in the pipeline.
+        per_worker: parts of each worker. With more than one, they are interleaved.
+        microbatches: micro batches of the step.
     """
     if per_worker == 1 or microbatches % workers == 0:
         microbatches = min(microbatches, ENOUGH_ROUNDS * workers)

@@ -1,8 +1,8 @@
-"""The search: every layout that the workers allow, what each needs, and which of those that fit is fastest.
+"""The search: every layout that the workers allow, its memory, and the fastest among those that fit.
 
-Nothing is decided by rule of thumb that can be predicted. The guidance of the Megatron practice [M] bounds the
-search (a tensor group stays inside a node; the largest allowed global batch, because it lowers the bubble) and
-decides between layouts whose predicted speeds differ by less than the prediction can tell.
+Everything that can be predicted is predicted, not decided by rule of thumb. The guidance of Megatron practice [M]
+bounds the search: a tensor group stays inside a node, and the global batch is the largest allowed, because it lowers
+the bubble. It also decides between layouts whose predicted speeds differ by less than the prediction's accuracy.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_ME
 T = TypeVar("T", int, bool)
 
 ALLOWANCE = 0.05
-"""Share of the predicted memory that must be free beside it: fragments, and buffers that a transfer still holds."""
+"""Share of the predicted memory that must also be free: for fragmentation, and for buffers a transfer still holds."""
 
 DOUBT = 0.01
-"""Share of the device's memory: a layout that is closer to the limit than this is traced exactly."""
+"""Share of the device's memory. A layout that is closer to the limit than this is traced exactly."""
 
 VIRTUAL_SIZES = (1, 2, 4)
-"""Stages a worker; with more, little is left of the bubble, and hidden states travel more and more often."""
+"""Stages per worker. With more, little of the bubble is left, and hidden states travel more and more often."""
 
 LARGEST_MICRO_BATCH = 32
-"""Samples; beyond it the matrix units are full, and accumulation costs nothing."""
+"""In samples. Beyond it, the matrix units are full, and accumulation costs nothing."""
 
 TOLD_APART = 0.03
-"""Speeds that differ by less count as one: the time model is no better than that."""
+"""Speeds that differ by less than this count as equal: the time model is not more accurate."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Candidate:
     """A layout that fits.
 
     Attributes:
-        needed_gb: predicted memory with the allowance and the context, which the device must have.
+        needed_gb: memory that the device must have: the prediction plus the allowance and the context.
     """
 
     layout: Layout
@@ -69,7 +69,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that does not do, and the constraint that failed."""
+    """A layout that does not work, and the constraint that failed."""
 
     layout: Layout
     constraint: str
@@ -77,11 +77,11 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Unknown:
-    """What is predicted as if a switch were off.
+    """Quantities that are predicted as if a switch were off.
 
     Attributes:
-        switch: its name.
-        kinds: of ``FORECAST``.
+        switch: name of the switch.
+        kinds: the affected kinds of ``FORECAST``.
         why: the reason.
     """
 
@@ -92,7 +92,10 @@ class Unknown:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All layouts: those that fit, best first, and the others; and what of the flags the numbers leave out."""
+    """All layouts: those that fit, best first, and the rejected ones.
+
+    Also the effects of flags that the numbers leave out.
+    """
 
     layouts: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
@@ -100,7 +103,7 @@ class SearchResult:
 
 
 class Search:
-    """Layouts of a model on some workers."""
+    """Searches the layouts of a model on a number of workers."""
 
     def __init__(
         self,
@@ -112,7 +115,7 @@ class Search:
         *,
         by_memory: bool = False,
     ) -> None:
-        """``by_memory``: whether the blocks of each stage are chosen by the memory that the stages need."""
+        """``by_memory``: whether the blocks of each stage are chosen by predicted memory."""
         self.by_memory = by_memory
         self.config = registry.complete(config)
         self.environment = environment
@@ -122,7 +125,7 @@ class Search:
         self._model: ModelFacts = model_facts(config)
 
     def run(self) -> SearchResult:
-        """Try all layouts; those whose activations lie on the host, only where no other one fits."""
+        """Try all layouts. Activations are offloaded to the host only if no other layout fits."""
         rejected: list[Rejected] = []
         best_first: list[Candidate] = []
         keeps = self._allowed("offload_activations", self._ways_to_keep())
@@ -133,17 +136,23 @@ class Search:
         return SearchResult(tuple(best_first), tuple(rejected), self._not_predicted())
 
     def _contexts(self) -> list[list[int]]:
-        """Sizes of context parallelism: where none is given, sequences are divided only if nothing fits otherwise."""
+        """Sizes of context parallelism to try.
+
+        Unless a size is given, sequences are divided only if nothing else fits.
+        """
         if "context_parallel_size" in self.config.origins:
             return [[self.config.get("context_parallel_size")]]
         return [[1], _divisors(self.environment.world_size)[1:]]
 
     def _ways_to_keep(self) -> list[bool]:
-        """Whether activations may be offloaded: not from a CPU, whose memory is the host's."""
+        """Whether activations may be offloaded. On a CPU they may not, because its memory is the host's."""
         return [False] if self.environment.device == "cpu" else [False, True]
 
     def _fitting(self, contexts: Sequence[int], offload: bool, rejected: list[Rejected]) -> list[Candidate]:
-        """The layouts with such sizes, with activations on the host or without, that fit; ``rejected`` takes others."""
+        """Return the layouts with these context sizes and this offloading that fit.
+
+        Others are added to ``rejected``.
+        """
         fitting: list[Candidate] = []
         families = {family: self._setting(family) for family in self._families(contexts, offload)}
         self._prepare({family: setting for family, setting in families.items() if isinstance(setting, Setting)})
@@ -170,7 +179,7 @@ class Search:
         return fitting
 
     def _not_predicted(self) -> tuple[Unknown, ...]:
-        """By switch and reason, of the switches that are on in every layout."""
+        """Quantities not predicted, by switch and reason, for the switches that are on in every layout."""
         request = self._request(self.config)
         return tuple(
             Unknown(name, tuple(kind for kind in FORECAST if reasons.get(kind) == why), why)
@@ -180,16 +189,16 @@ class Search:
         )
 
     def _prepare(self, families: Mapping[Layout, Setting]) -> None:
-        """Have traced what the families need whose states alone do fit."""
+        """Trace in advance what the families need, if at least their states fit."""
         shapes, variants = self.subject.shapes, set()
         for family, setting in families.items():
-            with suppress(ModelError):  # it is told when the family is tried
+            with suppress(ModelError):  # reported when the family is tried
                 if self._needed_gb(states_alone(shapes, family, setting)) <= self.hardware.memory_gb:
                     variants.add(variant_of(family, setting))
         shapes.prepare(variants)
 
     def _families(self, contexts: Sequence[int], offload: bool) -> Iterator[Layout]:
-        """Layouts without their batches."""
+        """Yield layouts without their batch sizes."""
         for tensor, context, pipeline, data in self._sizes(contexts):
             replicas = data * context
             for partitioning in self._partitionings(replicas):
@@ -214,7 +223,7 @@ class Search:
                     )
 
     def _sizes(self, contexts: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """Tensor, context, pipeline and data: all that multiply to the workers."""
+        """Yield all (tensor, context, pipeline, data) whose product is the number of workers."""
         world, local = self.environment.world_size, self.environment.local_world_size
         tensors = self._allowed("tensor_model_parallel_size", _divisors(math.gcd(world, local)))
         pipelines = self._allowed("pipeline_model_parallel_size", _divisors(world))
@@ -230,7 +239,7 @@ class Search:
         return [asked if self.config.get("checkpoint_activations") else "none"]
 
     def _allowed(self, name: str, values: list[T]) -> list[T]:
-        """The values of a field: the user's, if there is one."""
+        """Return the values of a field: only the user's, if there is one."""
         return [self.config.get(name)] if name in self.config.origins else values
 
     def _partitionings(self, replicas: int) -> list[str]:
@@ -240,7 +249,7 @@ class Search:
         return list(PARTITIONINGS) if replicas > 1 else ["none"]
 
     def _shard_sizes(self, partitioning: str, data: int) -> list[int | None]:
-        """FSDP over all replicas, and inside of each node."""
+        """Sizes of FSDP's shard groups to try: all replicas, and the workers of one node."""
         if "fsdp_shard_size" in self.config.origins:
             return [self.config.get("fsdp_shard_size")]
         local = self.environment.local_world_size
@@ -248,21 +257,21 @@ class Search:
         return [None, local] if in_nodes else [None]
 
     def _virtual_sizes(self, pipeline: int) -> list[int]:
-        """Stages of each worker, which cut the blocks evenly; one, where they are to be cut by memory."""
+        """Numbers of stages per worker that cut the blocks evenly. It is one if stages are cut by memory."""
         each, rest = divmod(self.subject.facts.blocks, pipeline)
         interleaves = pipeline > 1 and rest == 0 and not self.by_memory
         sizes = [size for size in VIRTUAL_SIZES if each % size == 0]
         return self._allowed("virtual_pipeline_size", sizes if interleaves else [1])
 
     def _expert_sizes(self, replicas: int) -> list[int]:
-        """Replicas that share one copy of the experts."""
+        """Numbers of replicas to try that share one copy of the experts."""
         if self.config.get("expert_parallel"):
             return [replicas]
         sizes = _divisors(math.gcd(self.subject.experts, replicas)) if self.subject.experts else [1]
         return self._allowed("expert_model_parallel_size", sizes)
 
     def _setting(self, layout: Layout) -> Setting | str:
-        """What else a layout's memory depends on, or the first rule that the layout breaks."""
+        """Return what else a layout's memory depends on, or the first rule that the layout breaks."""
         request = self._request(self._asking_for(layout))
         refusal = next(iter(self.registry.refusals(request)), None)
         if refusal:
@@ -270,7 +279,7 @@ class Search:
         return setting_of(plan_of(request, self.registry), self.subject.shapes.width)
 
     def _asking_for(self, layout: Layout) -> RunConfig:
-        """The configuration with this layout, whatever its batches are."""
+        """Return the configuration with this layout, without its batch sizes."""
         values = replace(layout, micro_batch=1, accumulation=1).values()
         if self.by_memory and layout.pipeline > 1:
             values["pipeline_stages"] = AUTO_MEMORY
@@ -280,7 +289,7 @@ class Search:
         return build_request(config, self.environment, self.registry.switches, model=self._model)
 
     def _batches(self, family: Layout) -> Iterator[Layout]:
-        """A family with all its micro batches, from the smallest; the global batch is the largest allowed."""
+        """Yield a family with all its micro-batch sizes, smallest first. The global batch is the largest allowed."""
         most = self._greatest_batch(family)
         sizes = [2**power for power in range(LARGEST_MICRO_BATCH.bit_length())]
         for micro in self._allowed(
@@ -304,7 +313,7 @@ class Search:
         return None
 
     def _try(self, layout: Layout, setting: Setting, *, exact: bool = False) -> Candidate | Rejected:
-        """A layout with its prediction, or why it does not fit."""
+        """Return a layout with its prediction, or the reason why it does not fit."""
         shapes, whole = self.subject.shapes, self.hardware.memory_gb
         if self.by_memory and layout.pipeline > 1:
             layout = replace(layout, stages=balance_memory(shapes, layout, setting, exact=exact).sizes)
@@ -330,7 +339,10 @@ class Search:
         return f"{what} ({_largest(memory)})"
 
     def _verified(self, fitting: list[Candidate], rejected: list[Rejected]) -> list[Candidate]:
-        """The candidates in their order; the best is traced as it is, until one holds what it promises."""
+        """Sort the candidates, best first.
+
+        Trace the first one exactly and reject it if it does not fit, until one fits.
+        """
         best_first = sorted(fitting, key=self._sort_key(fitting))
         while best_first:
             tried = self._try(best_first[0].layout, best_first[0].setting, exact=True)
@@ -341,7 +353,7 @@ class Search:
         return best_first
 
     def _sort_key(self, fitting: list[Candidate]) -> Callable[[Candidate], tuple[float, ...]]:
-        """Fastest first; among equals the one with the least machinery, and the guidance of [M]."""
+        """Return the sort key: fastest first, then the simplest layout, then the guidance of [M]."""
         best = max((c.samples_per_second for c in fitting), default=1.0)
         local = self.environment.local_world_size
         in_a_node = any(c.layout.tensor * c.layout.pipeline <= local for c in fitting)

@@ -1,4 +1,4 @@
-"""What a plan says of the memory of a run besides its layout. Imports no torch."""
+"""Everything in a plan that affects the memory of a run, except its layout. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WIDTHS = {"fp32": FP32, "bf16": BF16}
 
 @dataclass(frozen=True)
 class NarrowWeights:
-    """Weights of 16 bits with fp32 masters; of a number of their gradients, the bytes.
+    """16-bit weights with fp32 masters. The attributes are bytes per element of their gradients.
 
     Attributes:
-        accumulate: added up over micro batches.
-        reduce: summed over replicas.
+        accumulate: when added up over micro batches.
+        reduce: when summed over replicas.
     """
 
     accumulate: int = FP32
@@ -31,20 +31,20 @@ class NarrowWeights:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the bytes of a worker depend on besides the model and the layout.
+    """Everything that the bytes of a worker depend on, except the model and the layout.
 
     Attributes:
-        precision: ``fp32``, ``bf16`` or ``fp16``: what the products are computed in.
-        gpu: whether a worker is a GPU, whose memory what is offloaded does not take.
+        precision: type of matrix products: ``fp32``, ``bf16`` or ``fp16``.
+        gpu: whether a worker is a GPU. If so, offloaded data does not use its memory.
         how: the optimizer's state, and ZeRO-3's sizes.
-        offload: ``cpu`` or ``nvme`` where the optimizer lies there, else empty.
-        bucket: elements of ZeRO's buffer for gradients.
-        offloads_activations: whether what the blocks keep goes to the host.
-        reshards: whether FSDP gives up a block's whole parameters between forward and backward.
-        narrow: weights of 16 bits with masters; None leaves them as they are, or as DeepSpeed and FSDP have them.
-        context_kind: how attention sees divided sequences; None where the heads say so.
-        updates_apart: whether the optimizer may be given some gradients before others.
-        updates_elements: whether it may be given runs of parameters.
+        offload: where the optimizer is offloaded, ``cpu`` or ``nvme``. Empty means that it is not.
+        bucket: elements of ZeRO's gradient buffer.
+        offloads_activations: whether activations that the blocks keep go to the host.
+        reshards: whether FSDP frees a block's whole parameters between forward and backward.
+        narrow: 16-bit weights with masters. None leaves weights as they are, or as DeepSpeed and FSDP convert them.
+        context_kind: how attention covers divided sequences. None: the number of heads decides.
+        updates_apart: whether the optimizer accepts some gradients before others.
+        updates_elements: whether the optimizer accepts pieces of parameters.
     """
 
     precision: str = "fp32"
@@ -60,16 +60,19 @@ class Setting:
     context_kind: str | None = None
 
     def by_parallel_engine(self, layout: Layout) -> bool:
-        """Whether the engine of 3D layouts trains it, which alone has masters, and exchanges gradients in windows."""
+        """Whether the engine of 3D layouts trains it.
+
+        Only this engine has masters and exchanges gradients in windows.
+        """
         apart = layout.experts > 1 and (layout.partitioning not in ("none", "fsdp") or self.offload != "")
         return self.narrow is not None or layout.is_divided or apart
 
 
 def setting_of(plan: Plan, width: int) -> Setting:
-    """The setting of a resolved run.
+    """Return the setting of a resolved run.
 
     Args:
-        width: of the model, which ZeRO's buckets follow.
+        width: width of the model, which determines ZeRO's buckets.
     """
     zero: dict[str, Any] = filled(plan.engine_options.get("deepspeed", {}).get("zero_optimization", {}), width)
     rule = STATES[plan.optimizer_implementation]

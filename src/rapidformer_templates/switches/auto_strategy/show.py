@@ -1,4 +1,4 @@
-"""What ``plan --auto-strategy`` puts out: a table and reasons for people, JSON for programs."""
+"""Output of ``plan --auto-strategy``: a table and reasons for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rapidformer_templates.switches.auto_strategy.memory import Memory
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, SearchResult
 
 WIDTHS = {"recompute": len("selective"), "partitioning": len("distributed…")}
-"""Of columns of the table whose words are not to be cut shorter."""
+"""Minimum widths of table columns whose words must not be cut shorter."""
 
 SHOWN = 10
-"""Layouts in the table; JSON has all of them."""
+"""Number of layouts in the table. JSON has all of them."""
 
 
 def to_json(result: SearchResult, hardware: Hardware) -> dict[str, Any]:
-    """The public form: see docs/planner.md."""
+    """Return the public JSON form. See docs/planner.md."""
     return {
         "ok": bool(result.layouts),
         "layouts": [_layout_json(candidate) for candidate in result.layouts],
@@ -70,7 +70,7 @@ def _memory_gb(memory: Memory) -> dict[str, float]:
 
 
 def show(result: SearchResult, hardware: Hardware) -> None:
-    """Print the best layouts, what they assume, and why the others do not do."""
+    """Print the best layouts, their assumptions, and why the others were rejected."""
     console = Console()
     if not console.is_terminal:
         console.width = 140
@@ -91,7 +91,7 @@ def _offloads(result: SearchResult) -> bool:
 
 
 COLUMNS = ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning", "recompute")
-"""Of sizes; context and experts stand beside those that divide a replica, where there are any."""
+"""Columns of sizes. If any layout uses context or experts, these columns follow ``pipe``."""
 
 
 def _table(result: SearchResult) -> Table:
@@ -121,7 +121,7 @@ def _table(result: SearchResult) -> Table:
 
 
 def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
-    """Why the best one is the best, and how to ask for it."""
+    """Explain why the best layout is the best, and how to request it."""
     best = result.layouts[0]
     layout, timing = best.layout, best.timing
     lines = [
@@ -149,7 +149,7 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
 
 
 def not_predicted(result: SearchResult) -> list[str]:
-    """What the numbers leave out, a line for each reason."""
+    """List what the numbers leave out, one line per reason."""
     return [
         f"not predicted: {unknown.switch}: {', '.join(unknown.kinds)}: {unknown.why}"
         for unknown in result.not_predicted
@@ -157,7 +157,7 @@ def not_predicted(result: SearchResult) -> list[str]:
 
 
 def _comparisons(result: SearchResult) -> list[str]:
-    """What the nearest other choices would change."""
+    """Compare the best layout with the nearest alternatives."""
     best, lines = result.layouts[0], []
     for name, words in (
         ("tensor", "tensor size"),

@@ -1,4 +1,4 @@
-"""``--pipeline-stages auto-memory``: a pipeline cut so that the stage that needs most memory needs the least."""
+"""``--pipeline-stages auto-memory``: cut a pipeline so that its largest stage needs as little memory as possible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rapidformer_templates.switches.auto_strategy.setting import Setting, settin
 from rapidformer_templates.switches.auto_strategy.stage_memory import Stage
 
 ALIKE = 0.02
-"""Share of the memory: of cuts that differ by less the one is taken whose stages take most nearly the same time."""
+"""Share of the memory. Cuts that differ by less count as equal. The one whose stage times are closest is chosen."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class StageBalance:
     Attributes:
         sizes: blocks of each stage.
         needed: predicted bytes of a worker of each stage.
-        by_parameters: blocks and bytes of each stage in the cut that would be made without asking.
-        slower: the largest stage's parameters over those of the largest there, less one: about so much longer takes a
-            micro batch, because the others wait for it.
+        by_parameters: blocks and bytes of each stage in the default cut.
+        slower: relative increase in parameters of the largest stage over the default cut. A micro batch takes longer
+            by about this share, because the other stages wait for the largest one.
     """
 
     sizes: tuple[int, ...]
@@ -41,7 +41,7 @@ class StageBalance:
     slower: float
 
     def line(self) -> str:
-        """For people."""
+        """Return a summary for people."""
         sizes, needed = self.by_parameters
         mine = f"{_numbers(self.sizes)} blocks, at most {max(self.needed) / GB:.3g} GB a worker ({_in_gb(self.needed)})"
         usual = f"by parameters {_numbers(sizes)}, {max(needed) / GB:.3g} GB ({_in_gb(needed)})"
@@ -57,10 +57,10 @@ def _in_gb(needed: Sequence[int]) -> str:
 
 
 def balance_memory(model: ModelShapes, layout: Layout, setting: Setting, *, exact: bool = True) -> StageBalance:
-    """The cut of a layout whose most loaded worker needs least; of those that need about as much the fastest.
+    """Return the cut with the lowest peak memory. Among cuts with about the same peak, return the fastest.
 
     Raises:
-        ModelError: the model cannot be cut into so many stages.
+        ModelError: the model cannot be cut into this many stages.
     """
     blocks, variant = sum(model.depths.values()), variant_of(layout, setting)
     if blocks < layout.pipeline:
@@ -72,7 +72,7 @@ def balance_memory(model: ModelShapes, layout: Layout, setting: Setting, *, exac
         return of_stage(model, part, variant, exact=exact).total
 
     def needed(stage: int, begin: int, end: int) -> int:
-        if model.repeats:  # where it begins does not matter
+        if model.repeats:  # the position of a run of equal blocks does not matter
             begin, end = stage, stage + end - begin
         return predicted(stage, begin, end)
 
@@ -89,7 +89,7 @@ def balance_memory(model: ModelShapes, layout: Layout, setting: Setting, *, exac
 
 
 def _stages(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(stage, its first block, the first one after it)."""
+    """Return (stage, its first block, the first block after it) for each stage."""
     return [(stage, sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(len(sizes))]
 
 
@@ -102,11 +102,11 @@ def _largest(sizes: Sequence[int], front: float, blocks: Sequence[float], back: 
 
 
 def with_stages_by_memory(config: RunConfig, environment: Environment) -> RunConfig:
-    """The configuration with the stages that ``auto-memory`` stands for, and a line that says why.
+    """Return the configuration with the stages that ``auto-memory`` chooses, and a line that explains the choice.
 
     Raises:
         Refused: the flags break rules.
-        ModelError: the model cannot be built, or not be cut.
+        ModelError: the model cannot be built or cut.
     """
     plan = resolve(config, environment)
     subject = Subject(config, plan, gpu=environment.device != "cpu")

@@ -1,4 +1,4 @@
-"""Memory of a worker of a 3D layout: its stage's share of the model, and the micro batches that are on their way."""
+"""Memory of a worker in a 3D layout: its stage's share of the model, and the micro batches in flight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rapidformer_templates.switches.auto_strategy.trace import Phase
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes beside parameters and optimizer state at a moment."""
+    """Bytes at one moment, without parameters and optimizer state."""
 
     activations: int
     gradients: int
@@ -33,7 +33,7 @@ class Moment:
 
 
 def telling_stages(model: ModelShapes, layout: Layout, setting: Setting) -> list[Stage]:
-    """The stages among which the one is that needs most: of equal stages, the first holds most micro batches.
+    """Return the stages that can have the highest peak. Among equal stages, the first holds most micro batches.
 
     Raises:
         ModelError: the model cannot be cut in this way.
@@ -45,12 +45,14 @@ def telling_stages(model: ModelShapes, layout: Layout, setting: Setting) -> list
 
 @dataclass(frozen=True)
 class Leaving:
-    """What goes to other replicas of a part's gradients, window by window, in the order in which they are complete.
+    """Windows of a part's gradients that go to other replicas, in the order in which they become complete.
 
     Attributes:
-        complete: bytes of gradients that a trace has finished when each window is; of those that no other stage has.
-        sums, shares: bytes of none of the windows, the first, the first two, and so on; and of a replica's shares.
-        largest: of as many windows, the two that have most bytes on their way.
+        complete: for each window that no other stage shares, bytes of gradients that a trace has finished when the
+            window is complete.
+        sums, shares: cumulative bytes of no window, the first, the first two, and so on: of the whole windows, and of
+            a replica's shares.
+        largest: for each of these counts, the packed bytes of the two largest windows.
     """
 
     complete: tuple[int, ...]
@@ -60,11 +62,11 @@ class Leaving:
 
 
 class Stage:
-    """The part of the model that a pipeline rank has, as its tensor-parallel group shares it.
+    """The part of the model on a pipeline rank, as its tensor-parallel group shares it.
 
     Attributes:
-        rank: from 0.
-        coordinates: of the worker; among those who share the blocks' matrices, the first has most.
+        rank: pipeline rank, from 0.
+        coordinates: position of the worker. Among workers that share the blocks' matrices, the first has most.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Stage:
         peer: int = 0,
         blocks: tuple[int, int] | None = None,
     ) -> None:
-        """``blocks``: from one number up to the other; by default as the layout is cut."""
+        """``blocks`` are the first block and the end. By default, the layout determines them."""
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
         parts = (blocks,) if blocks else tuple(self._own_blocks())
         self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, parts, peer, layout.experts)
@@ -101,7 +103,7 @@ class Stage:
 
     @property
     def parameters(self) -> dict[str, Facts]:
-        """Its trained parameters by name.
+        """Trained parameters by name.
 
         Raises:
             ModelError: the model cannot be cut or divided in this way.
@@ -110,7 +112,7 @@ class Stage:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """How many each of its parts has."""
+        """Number of blocks in each part of this stage."""
         return tuple(end - begin for begin, end in self.coordinates.parts)
 
     @property
@@ -119,7 +121,10 @@ class Stage:
         return passes(layout.pipeline, self.rank, layout.virtual, layout.accumulation)
 
     def held(self, replica: int | None = None) -> Held:
-        """The states of a replica's worker, by default of the largest; gradients when the last backward has ended."""
+        """States of a replica's worker (default: the largest one).
+
+        Gradients are those at the end of the last backward.
+        """
         replica = self.largest_replica if replica is None else replica
         mine = list(self.parameters.values())
         if self._is_sharded:
@@ -133,12 +138,13 @@ class Stage:
             optimizer += FP32 * sum(part.count for part in mine if part.narrows)
         if not self.setting.offload:
             return Held(parameters, gradients, optimizer)
-        copies = 2 * FP32 * sum(part.count for part in mine)  # of weights and gradients, for the update on the host
+        # copies of weights and gradients for the update on the host
+        copies = 2 * FP32 * sum(part.count for part in mine)
         return Held(parameters, gradients, optimizer, on_host=(0, 0, optimizer), host_copies=copies)
 
     @cached_property
     def largest_replica(self) -> int:
-        """The replica that updates most; where runs are shared out the first, whose shares have no padding."""
+        """The replica that updates most. If runs are sharded, it is the first one, whose shares have no padding."""
         if not self._is_sharded or self.setting.updates_elements:
             return 0
         counts = [sum(part.count for part in self._runs_of(replica)) for replica in range(self.layout.replicas)]
@@ -157,21 +163,21 @@ class Stage:
         return self.setting.narrow or NarrowWeights()
 
     def _width(self, narrows: bool, width: int) -> int:
-        """Bytes of a number, which are ``width`` for a parameter of 16 bits."""
+        """Bytes per element: ``width`` for a 16-bit parameter, else those of fp32."""
         return width if narrows and self._has_masters else FP32
 
     def _bytes_of(self, trained: Iterable[Facts], width: int) -> int:
-        """Of parameters, or of their gradients; of those of 16 bits at ``width`` bytes a number."""
+        """Bytes of parameters or of their gradients. 16-bit ones take ``width`` bytes per element."""
         return sum(self._width(facts.narrows, width) * facts.count for facts in trained)
 
     @cached_property
     def _narrow_bytes(self) -> int:
-        """Bytes of all parameters, which are those of their gradients as they come."""
+        """Bytes of all parameters, and of their gradients as the backward produces them."""
         return self._bytes_of(self.parameters.values(), BF16)
 
     @cached_property
     def _sums(self) -> list[int]:
-        """By part, bytes of its gradients where they are added up."""
+        """Per part, bytes of its accumulated gradients."""
         return [self._bytes_of(trained, self._types.accumulate) for trained in self._parameters_of_parts]
 
     @cached_property
@@ -183,16 +189,16 @@ class Stage:
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether each replica keeps the optimizer state of a share."""
+        """Whether each replica keeps the optimizer state of its share only."""
         return self.layout.partitioning != "none" and self.layout.replicas > 1
 
     @property
     def _sums_early(self) -> bool:
-        """ZeRO-2: gradients go to their owners in each backward."""
+        """Whether gradients go to their owners in each backward (ZeRO-2)."""
         return self.layout.partitioning == "zero-2" and self.layout.replicas > 1
 
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
-        """What lies beside the states, phase by phase of each forward and backward of a step, and after them."""
+        """Memory beyond the states in each phase of every forward and backward of a step, and after them."""
         parts = self._parts(variant, exact=exact)
         found: list[Moment] = []
         others = [self._beside(parts, each) for each in self._passes]
@@ -205,13 +211,14 @@ class Stage:
         return [*found, *self._after(max(others))]
 
     def sent(self, variant: Variant, *, exact: bool) -> int:
-        """Bytes of its micro batches in flight that are on the host at a time."""
+        """Peak bytes of this stage's micro batches on the host."""
         parts = self._parts(variant, exact=exact)
         most = 0
         for each in self._passes:
             alive = dict(each.others)
             alive[each.part] = alive.get(each.part, 0) + 1
-            several = sum(alive.values()) > 1  # then what the last block keeps goes where another forward comes
+            # then the last block's activations are sent, too, when another forward follows
+            several = sum(alive.values()) > 1
             of_parts = (parts[part].trace.sent + several * parts[part].kept_by_last for part in alive)
             most = max(most, sum(count * sent for count, sent in zip(alive.values(), of_parts, strict=True)))
         return most
@@ -231,9 +238,9 @@ class Stage:
         ]
 
     def _beside(self, parts: Sequence[Part], each: Pass) -> int:
-        """Bytes of other micro batches that are on their way, and of what travels between stages, in a pass."""
+        """Bytes of other micro batches in flight during a pass, and of tensors that travel between stages."""
         waiting = sum(count * parts[part].kept for part, count in each.others)
-        if each.newest is not None:  # the others' last blocks have gone to the host
+        if each.newest is not None:  # the last blocks of the others are on the host
             sent = sum(count * parts[part].kept_by_last for part, count in each.others)
             waiting -= sent - parts[each.newest].kept_by_last
         waiting += sum(parts[part].casts for part in each.begun - {each.part})
@@ -241,7 +248,10 @@ class Stage:
 
     @cached_property
     def _tied_bytes(self) -> int:
-        """Gradients that in a whole model wait for those of the embedding; its stages have a copy each."""
+        """Bytes of tied gradients.
+
+        In an undivided model they wait for the embedding's. Here, stages have a copy each.
+        """
         if self.layout.pipeline == 1:
             return 0
         everything = self.model.local_parameters(self.layout.tensor, self.coordinates.peer)
@@ -250,10 +260,10 @@ class Stage:
         return self._bytes_of(tied, BF16)
 
     def _moment(self, phase: Phase, activations: int, each: Pass, left: int, leaving: int) -> Moment:
-        """A phase of a pass.
+        """Memory in a phase of a pass.
 
         Args:
-            left, leaving: windows of the part that are complete when the phase begins, and when it ends.
+            left, leaving: number of the part's windows that are complete at the start and at the end of the phase.
         """
         others = sum(self._added_up(part, each) for part in each.added - {each.part})
         adds, unfinished = each.part in each.added, self._of_own_experts(phase)
@@ -263,7 +273,7 @@ class Stage:
         mine, unshared = self._leaving[each.part], self._unshared[each.part]
         summed = adds and not self._sums_early
         gradients = self._sums[each.part] if summed else unfinished
-        if self._is_sharded:  # what is packed is given up, and what was not added to others is of 16 bits
+        if self._is_sharded:  # packed gradients are freed, and gradients without an earlier sum have 16 bits
             waiting = max(0, gradients - mine.sums[left] - unshared)
             if not summed:
                 waiting = waiting * self._narrow_bytes // sum(self._sums)
@@ -273,17 +283,20 @@ class Stage:
         return self._beside_states(activations, others + gradients, self._on_their_way(begun, flights))
 
     def _exchanges(self, each: Pass) -> bool:
-        """Whether the gradients of a backward go to other replicas during it."""
+        """Whether the gradients of a backward go to other replicas while it runs."""
         return self._sums_early or (each.is_last and self.layout.replicas > 1)
 
     def _added_up(self, part: int, each: Pass) -> int:
-        """Bytes of the gradients that a part has of earlier micro batches: of shares where they have been summed."""
+        """Bytes of a part's gradients from earlier micro batches: only shares if they have already been reduced."""
         if self._is_sharded and (self._sums_early or part in each.summed):
             return self._leaving[part].shares[-1] + self._unshared[part]
         return self._sums[part]
 
     def _after(self, others: int) -> list[Moment]:
-        """After the last gradient of a pass, and in the update; ``others``: bytes of other micro batches."""
+        """Memory after the last gradient of a pass and in the update.
+
+        ``others`` are the bytes of other micro batches.
+        """
         tied = [each for each in self._windows if each.is_tied]
         kept, copied = sum(self._sums), self._copied_for_update()
         largest = [self._packed(each) for each in self._windows]
@@ -297,7 +310,7 @@ class Stage:
         return [sent, self._beside_states(0, shares, max(copied, gathered))]
 
     def _copied_for_update(self) -> int:
-        """Bytes of gradients of 16 bits that are there in fp32 at a time, as the optimizer takes them."""
+        """Bytes of 16-bit gradients that exist in fp32 at the same time, because the optimizer reads them in fp32."""
         if self._types.accumulate == FP32:
             return 0
         if self._is_sharded:
@@ -309,7 +322,7 @@ class Stage:
         return FP32 * (max(sizes, default=0) if self.setting.updates_apart else sum(sizes))
 
     def _beside_states(self, activations: int, gradients: int, buffers: int) -> Moment:
-        """A moment; gradients beyond those that the update needs count as buffers."""
+        """Build a moment in which gradients beyond those that the update needs count as buffers."""
         there = min(gradients, self._held_gradients)
         return Moment(activations, there, buffers + gradients - there)
 
@@ -317,7 +330,7 @@ class Stage:
     def _held_gradients(self) -> int:
         return self.held().gradients
 
-    # What is exchanged with the other replicas.
+    # Exchange with the other replicas.
 
     @cached_property
     def _windows(self) -> list[Exchanged]:
@@ -326,7 +339,7 @@ class Stage:
 
     @cached_property
     def _leaving(self) -> list[Leaving]:
-        """By part."""
+        """Per part, the windows that it sends to its replicas."""
         return [self._leaves([each for each in self._windows if each.part == part]) for part in range(len(self.blocks))]
 
     def _leaves(self, windows: Sequence[Exchanged]) -> Leaving:
@@ -342,30 +355,30 @@ class Stage:
         )
 
     def _packed(self, each: Exchanged) -> int:
-        """Bytes of a window's gradients on their way."""
+        """Bytes of a window's gradients in flight."""
         return self._width(each.narrow, self._types.reduce) * each.window.packed
 
     def _sum_of(self, each: Exchanged) -> int:
-        """Bytes of a window's gradients where they are added up."""
+        """Bytes of a window's accumulated gradients."""
         return self._width(each.narrow, self._types.accumulate) * each.window.length
 
     def _share_of(self, each: Exchanged, replica: int) -> int:
-        """Bytes of a replica's share of a summed window, with padding."""
+        """Bytes of a replica's share of a summed window, including padding."""
         return self._width(each.narrow, self._types.accumulate) * each.share_of(replica)
 
     def _share(self, replica: int) -> int:
-        """Bytes of a replica's shares of all summed windows, and of what is not shared."""
+        """Bytes of a replica's shares of all summed windows, plus gradients that replicas do not share."""
         return sum(self._share_of(each, replica) for each in self._windows) + sum(self._unshared)
 
     @cached_property
     def _unshared(self) -> list[int]:
-        """By part, bytes of the gradients of experts that no other replica has."""
+        """Per part, bytes of the gradients of experts that no other replica has."""
         width, data = self._types.accumulate, self.layout.replicas
         alone = (self.model.unshared(trained, self.coordinates, data) for trained in self._parameters_of_parts)
         return [self._bytes_of(experts, width) for experts in alone]
 
     def _of_own_experts(self, phase: Phase) -> int:
-        """Bytes of unfinished gradients; a trace has all experts."""
+        """Bytes of unfinished gradients with this worker's share of the experts. A trace has all experts."""
         traced = phase.peak - phase.peak_without_gradients
         if self.coordinates.experts == 1:
             return traced
@@ -374,15 +387,15 @@ class Stage:
 
     @staticmethod
     def _gathered(window: Window) -> int:
-        """Elements that lie beside the weights when a window's updated ones are sent."""
+        """Elements in addition to the weights while a window's updated ones are sent."""
         return window.packed if window.owner is not None else window.share + window.packed
 
     def _complete(self, finished: int, part: int) -> int:
-        """How many windows of a part have all their gradients, of which so many bytes are finished."""
+        """Number of the part's windows that are complete once ``finished`` bytes of gradients are finished."""
         return bisect_right(self._leaving[part].complete, finished)
 
     def _on_their_way(self, begun: Iterable[int], count: int) -> int:
-        """Bytes of so many windows that are sent at a time, of some of such bytes, and of what has come of them."""
+        """Bytes of the ``count`` largest windows in flight, and of the shares that they produce."""
         largest = sorted(begun, reverse=True)[:count]
         shares = self._sums_early and self.setting.updates_elements  # else a whole parameter's owner sums in place
         return sum(size + (size // self.layout.replicas if shares else 0) for size in largest)

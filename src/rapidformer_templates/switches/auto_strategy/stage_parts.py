@@ -1,4 +1,4 @@
-"""A run of blocks on a pipeline's worker: what a micro batch through it takes, as a trace of so many blocks tells."""
+"""A run of blocks on a pipeline worker, and the memory of a micro batch through it, from a trace of equal depth."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from functools import cached_property
 from rapidformer_templates.switches.auto_strategy.trace import Phase, Trace
 
 BACKWARD = ("reduce", "backward", "end")
-"""Phases after the turn from the loss."""
+"""Phases of the backward, after ``turn``."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """All blocks of a worker, or, where stages are interleaved, one of its runs of blocks.
+    """All blocks of a worker, or one of its runs of blocks if stages are interleaved.
 
     Attributes:
-        trace: of a micro batch through a whole model with so many blocks.
-        is_first, is_last: of the model, with what comes before the blocks, and with head and loss.
-        tied_bytes: gradients that in a whole model wait for those of the embedding; stages have a copy each.
-        shares_casts: whether all micro batches of a step have one copy of the weights by autocast.
-        offloads: whether what blocks keep goes to the host.
+        trace: trace of a micro batch through a whole model with this number of blocks.
+        is_first, is_last: whether it is the model's first or last part. The first has everything before the blocks,
+            the last has head and loss.
+        tied_bytes: gradients that wait for the embedding's in an undivided model. Here, stages have a copy each.
+        shares_casts: whether all micro batches of a step share one autocast copy of the weights.
+        offloads: whether activations that the blocks keep go to the host.
     """
 
     trace: Trace
@@ -33,28 +34,28 @@ class Part:
 
     @cached_property
     def kept(self) -> int:
-        """Bytes that a micro batch leaves here until its backward."""
+        """Bytes that a micro batch keeps here until its backward."""
         trace = self.trace
         kept = trace.kept - self.casts
         if not self.is_last:
-            kept -= trace.kept_output  # the values that it sends it does not keep
+            kept -= trace.kept_output  # the stage does not keep the values that it sends
         if not self.is_first:
             kept += trace.hidden - trace.phases[0].kept
         return kept
 
     @cached_property
     def casts(self) -> int:
-        """Of the copies that all micro batches have together."""
+        """Bytes of autocast copies that all micro batches of a step share."""
         return self.trace.casts if self.shares_casts else 0
 
     @cached_property
     def kept_by_last(self) -> int:
-        """What has not gone to the host of the newest micro batch here."""
+        """Bytes of the newest micro batch here that have not gone to the host."""
         return self.trace.kept_by_last if self.offloads else 0
 
     @cached_property
     def of_others(self) -> int:
-        """Bytes of gradients in the trace that are finished before those of this part are: those of the head."""
+        """Bytes of gradients that the trace finishes before those of this part: the gradients of the head."""
         phases = self.trace.phases
         if self.is_last:
             return 0
@@ -62,11 +63,12 @@ class Part:
         return phases[first - 1].finished if first else 0
 
     def phases(self, *, forward: bool) -> Iterator[tuple[Phase, int]]:
-        """The phases of its forwards or backwards, each with its bytes besides the states and finished gradients."""
+        """Yield the phases of its forwards or backwards, with their bytes beyond the states and finished gradients."""
         phases, given, given_up = self.trace.phases, 0, 0
         if not self.is_first:
-            given = self.trace.hidden  # it came in the place of the embedding
-            given -= 0 if self.offloads else phases[0].end  # else what an embedding leaves is no longer there
+            given = self.trace.hidden  # it arrives in place of the embedding
+            # without offloading, the embedding's output is no longer there
+            given -= 0 if self.offloads else phases[0].end
         made = {phase.stack: phase.casts for phase in phases if phase.name == "forward"}
         for number, phase in enumerate(phases):
             if forward is self._is_forward(phase) and self._has(number):
@@ -80,7 +82,7 @@ class Part:
         return phase.name in ("begin", "forward", "head")
 
     def _has(self, number: int) -> bool:
-        """Whether a phase of the whole model is one of this part, too: head and loss are the last one's alone."""
+        """Whether this part has a phase of the whole model. Only the last part has head and loss."""
         phases = self.trace.phases
         name = phases[number].name
         if name in ("begin", "end"):

@@ -1,4 +1,4 @@
-"""Bytes of the model's states on each worker, by the rules of each engine; exact, and read off its memory in tests."""
+"""Bytes of the model's states on each worker, by the rules of each engine. Tests compare them with real memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ __all__ = ["FP32", "Facts", "Held", "How"]
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that a worker holds between two steps; of gradients, when the update begins.
+    """Bytes that a worker holds between two steps. Gradients are those at the start of the update.
 
     Attributes:
-        on_host: of these, those of each kind that lie in host memory also where the worker is a GPU.
-        host_copies: bytes beside them in the host memory of a GPU's worker.
+        on_host: parameters, gradients and optimizer bytes that are in host memory even if the worker is a GPU. They are
+            part of the totals.
+        host_copies: additional bytes in the host memory of a GPU worker.
     """
 
     parameters: int
@@ -41,41 +42,44 @@ class Held:
         return self.parameters / count, self.gradients / count, self.optimizer / count
 
     def beside(self, frozen: Held, more: int = 0) -> Held:
-        """With parameters that are not trained, of which there are neither gradients nor state.
+        """Return these bytes plus those of frozen parameters, which have no gradients and no optimizer state.
 
         Args:
-            more: bytes of those that lie in codes, less what others are narrower than the engine's own type.
+            more: bytes of parameters that are stored as codes, minus what other frozen parameters save because their
+                type is narrower than the engine's.
         """
         away = (self.on_host[0] + frozen.on_host[0], *self.on_host[1:])
         return replace(self, parameters=self.parameters + frozen.parameters + more, on_host=away)
 
     @property
     def on_gpu(self) -> Held:
-        """What of it lies in the memory of a GPU."""
+        """The part of it that is in GPU memory."""
         away = self.on_host
         return Held(self.parameters - away[0], self.gradients - away[1], self.optimizer - away[2])
 
     @property
     def beside_gpu(self) -> int:
-        """Bytes in the host memory of a GPU's worker."""
+        """Bytes in the host memory of a GPU worker."""
         return sum(self.on_host) + self.host_copies
 
 
 KEPT_WHOLE = 100_000
-"""DeepSpeed's own threshold: ZeRO-3 keeps parameters of at most so many elements whole beside their parts. A plan's
-follows the model (``--zero-3-param-persistence-threshold``)."""
+"""DeepSpeed's default threshold: ZeRO-3 also keeps parameters of at most this many elements whole.
+
+A plan's threshold depends on the model (``--zero-3-param-persistence-threshold``).
+"""
 
 SUB_GROUP, SUB_GROUP_FOR_DISK, LEAST_ON_DISK = 1_000_000_000, 25_000_000, 2**20 // FP32
-"""Elements after which a sub-group of ZeRO-3 ends, the same with NVMe, and below which one stays in memory."""
+"""Elements at which a sub-group of ZeRO-3 ends, the same with NVMe, and the size below which one stays in memory."""
 
 
 @dataclass(frozen=True)
 class How:
-    """What the bytes of an engine depend on besides the parameters and the workers.
+    """Everything that the bytes of an engine depend on, except the parameters and the workers.
 
     Attributes:
-        optimizer: how large its state is.
-        kept_whole, sub_group: of ZeRO-3, see ``KEPT_WHOLE`` and ``SUB_GROUP``; None is the product's own.
+        optimizer: size of the optimizer's state.
+        kept_whole, sub_group: sizes of ZeRO-3, see ``KEPT_WHOLE`` and ``SUB_GROUP``. None selects the default.
     """
 
     optimizer: StateRule = ADAMW
@@ -84,23 +88,23 @@ class How:
 
 
 PLAIN, ON_HOST = How(), How(UNCOUNTED_ADAM)
-"""torch's AdamW, and DeepSpeed's on the host."""
+"""torch's AdamW, and DeepSpeed's AdamW on the host."""
 
 
 class Formula(Protocol):
-    """(parameters, workers, bytes of a number in the type that is computed in) → what each worker should hold."""
+    """Maps (parameters, workers, bytes per element in the compute type) to what each worker should hold."""
 
     def __call__(self, parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]: ...
 
 
 def replicated(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
-    """DDP: everything everywhere."""
+    """DDP: every worker has everything."""
     count = FP32 * sum(p.count for p in parameters)
     return [Held(count, count, how.optimizer.bytes_of(parameters))] * workers
 
 
 def replicated_with_masters(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
-    """Weights of 16 bits, fp32 masters and sums of gradients in fp32: everything everywhere."""
+    """16-bit weights, fp32 masters and fp32 gradient sums: every worker has everything."""
     (held, *_) = replicated(parameters, 1, width, how)
     narrowed = sum(p.count for p in parameters if p.narrows)
     parts = (held.parameters - (FP32 - BF16) * narrowed, held.gradients, held.optimizer + FP32 * narrowed)
@@ -108,7 +112,7 @@ def replicated_with_masters(parameters: Sequence[Facts], workers: int, width: in
 
 
 def replicated_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
-    """DDP with offload: the optimizer in host memory, with copies of weights and gradients."""
+    """DDP with offload: the optimizer is in host memory, with copies of weights and gradients."""
     (held, *_) = replicated(parameters, 1, width, how)
     copies = held.parameters + held.gradients
     return [replace(held, on_host=(0, 0, held.optimizer), host_copies=copies)] * workers
@@ -117,18 +121,18 @@ def replicated_on_host(parameters: Sequence[Facts], workers: int, width: int, ho
 def divided_experts(
     parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN, *, over: int
 ) -> list[Held]:
-    """Expert parallelism: everything everywhere, but of the experts a share of those of ``over`` workers."""
+    """Expert parallelism: every worker has everything, except that the experts are divided over ``over`` workers."""
     return replicated([p.among(over) for p in parameters], workers, width, how)
 
 
 def owned(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
-    """OSS: the state of a parameter lies whole with its owner, so the shares are uneven."""
+    """OSS: the owner of a parameter has its whole state, so the shares are uneven."""
     count = FP32 * sum(p.count for p in parameters)
     return [Held(count, count, how.optimizer.bytes_of(own)) for own in _of_owners(parameters, workers, how)]
 
 
 def owned_with_gradients(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
-    """OSS + SDP: so do the gradients."""
+    """OSS + SDP: the owner of a parameter has its gradient, too."""
     count = FP32 * sum(p.count for p in parameters)
     return [
         Held(count, FP32 * sum(p.count for p in own), how.optimizer.bytes_of(own))
@@ -137,7 +141,7 @@ def owned_with_gradients(parameters: Sequence[Facts], workers: int, width: int, 
 
 
 def _of_owners(parameters: Sequence[Facts], workers: int, how: How) -> list[list[Facts]]:
-    """Whose each parameter is: it goes to whoever has fewest elements, group by group."""
+    """Parameters by owner. Each goes to the worker with the fewest elements so far, group by group."""
     owners: list[list[Facts]] = [[] for _ in range(workers)]
     counts = [0] * workers
     for parameter in (p for group in how.optimizer.groups_of(parameters) for p in group):
@@ -148,14 +152,14 @@ def _of_owners(parameters: Sequence[Facts], workers: int, how: How) -> list[list
 
 
 def divided_in_rows(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
-    """FSDP: each parameter is divided along its first dimension, and filled up to equal parts; its state is not."""
+    """FSDP: each parameter is divided along its first dimension and padded to equal parts. Its state is not padded."""
     return _in_parts([[_part(p, rank, workers) for p in parameters] for rank in range(workers)], how)
 
 
 def divided_in_rows_beside_experts(
     parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN, *, over: int, shards: int
 ) -> list[Held]:
-    """FSDP beside expert parallelism: of the experts' share each of ``shards`` workers has a part of every expert."""
+    """FSDP with expert parallelism: ``shards`` workers divide each expert among them."""
     parts = []
     for rank in range(workers):
         own = rank // over % shards  # neighbours have different experts
@@ -164,7 +168,7 @@ def divided_in_rows_beside_experts(
 
 
 def _in_parts(parts: Sequence[Sequence[Facts]], how: How) -> list[Held]:
-    """``parts``: by rank, what it has; the memory of all is as large as that of the first."""
+    """``parts`` lists each rank's parameters. All workers allocate as much memory for them as the first one."""
     count = FP32 * sum(p.count for p in parts[0])
     return [Held(count, count, how.optimizer.bytes_of(mine)) for mine in parts]
 
@@ -183,7 +187,7 @@ def _part(parameter: Facts, rank: int, workers: int, dim: int = 0) -> Facts:
 def divided_groups(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
     """ZeRO-1 and -2: whole parameters; gradients, fp32 masters and moments of this worker's part of each group.
 
-    DeepSpeed keeps masters also where parameters are fp32 already, and the whole gradient of a parameter
+    DeepSpeed keeps masters even if parameters are already fp32, and the whole gradient of a parameter
     that two workers share.
     """
     whole = width * sum(p.count for p in parameters)
@@ -197,7 +201,7 @@ def divided_groups(parameters: Sequence[Facts], workers: int, width: int, how: H
 
 
 def divided_groups_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
-    """ZeRO-1 and -2 with offload: gradients go into the masters' own."""
+    """ZeRO-1 and -2 with offload: gradients go into the gradients of the masters."""
     whole = width * sum(p.count for p in parameters)
     shares = _groups(parameters, workers, how)[1]
     gradients, optimizer = FP32 * sum(shares), FP32 * sum(shares) + how.optimizer.bytes_of(runs(shares))
@@ -205,13 +209,13 @@ def divided_groups_on_host(parameters: Sequence[Facts], workers: int, width: int
 
 
 def _groups(parameters: Sequence[Facts], workers: int, how: How) -> tuple[list[list[int]], list[int]]:
-    """(sizes of the parameters, elements of a worker's part) of each group: the parts are equal and even."""
+    """Return (sizes of the parameters, elements of a worker's part) for each group. The parts are equal and even."""
     groups = [[p.count for p in group] for group in how.optimizer.groups_of(parameters)]
     return groups, [2 * math.ceil(sum(group) / (2 * workers)) for group in groups]
 
 
 def _overlapping(sizes: Sequence[int], start: int, end: int) -> int:
-    """Elements of all parameters of a flattened group of which some lie between ``start`` and ``end``."""
+    """Total elements of the parameters of a flattened group that overlap the range from ``start`` to ``end``."""
     total = first = 0
     for size in sizes:
         total += size if first < end and first + size > start else 0
@@ -227,7 +231,7 @@ def each_divided(parameters: Sequence[Facts], workers: int, width: int, how: How
 
 
 def each_divided_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
-    """ZeRO-3 with offload: gradients twice, as they are reduced and as the update on the host takes them."""
+    """ZeRO-3 with offload: gradients exist twice, as they are reduced and as the update on the host reads them."""
     share, small = _parts(parameters, workers, how)
     gradients = (width + FP32) * share
     optimizer = _masters_and_state(_sub_groups(parameters, workers, how, SUB_GROUP), how)
@@ -236,7 +240,7 @@ def each_divided_on_host(parameters: Sequence[Facts], workers: int, width: int, 
 
 
 def each_divided_on_disk(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
-    """ZeRO-3 with NVMe: as with offload, but a sub-group's masters, their gradients and moments lie on the disk."""
+    """ZeRO-3 with NVMe: like offload, but a sub-group's masters, their gradients and moments are on the disk."""
     share, small = _parts(parameters, workers, how)
     in_memory = [n for n in _sub_groups(parameters, workers, how, SUB_GROUP_FOR_DISK) if n < LEAST_ON_DISK]
     gradients, optimizer = width * share + FP32 * sum(in_memory), _masters_and_state(in_memory, how)
@@ -249,7 +253,7 @@ def _masters_and_state(sub_groups: Sequence[int], how: How) -> int:
 
 
 def _sub_groups(parameters: Sequence[Facts], workers: int, how: How, usual: int) -> list[int]:
-    """Elements of a worker's part of each sub-group, which is a run of the parameters of a group."""
+    """Elements of a worker's part of each sub-group. A sub-group is a run of the parameters of a group."""
     limit = how.sub_group or usual
     sizes = []
     for group in how.optimizer.groups_of(parameters):
@@ -264,6 +268,6 @@ def _sub_groups(parameters: Sequence[Facts], workers: int, how: How, usual: int)
 
 
 def _parts(parameters: Sequence[Facts], workers: int, how: How) -> tuple[int, int]:
-    """Elements of (this worker's part of every parameter, small parameters that are kept whole)."""
+    """Return elements of (this worker's part of every parameter, small parameters that are kept whole)."""
     share = sum(math.ceil(p.count / workers) for p in parameters)
     return share, sum(p.count for p in parameters if p.count <= how.kept_whole)

@@ -1,4 +1,4 @@
-"""A model as tensor and context parallelism divide it: the real transforms on fake tensors, in a silent group."""
+"""A model divided by tensor and context parallelism: the real transforms on fake tensors in a fake process group."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from rapidformer_templates.system.workers import Workers
 
 @contextmanager
 def silent_group(tensor: int, context: int = 1) -> Iterator[Workers]:
-    """The first of ``tensor × context`` workers of a replica whose other workers do not exist.
+    """Yield the first of ``tensor × context`` workers of a replica. The other workers do not exist.
 
-    Collectives return at once, with tensors of the right shapes. To be entered before fake tensors are: the mesh
-    of workers is made of real ones.
+    Collectives return at once, with tensors of the right shapes. Enter this context before fake tensors: the mesh
+    of workers needs real ones.
     """
     world = tensor * context
     if world == 1:
@@ -44,10 +44,10 @@ def silent_group(tensor: int, context: int = 1) -> Iterator[Workers]:
 
 
 def divide(model: nn.Module, workers: Workers, *, sequence_parallel: bool) -> nn.Module:
-    """The first worker's share of a model.
+    """Return the first worker's share of a model.
 
     Raises:
-        ModelError: the model has no tensor plan, or sizes that cannot be divided.
+        ModelError: the model has no tensor plan, or its sizes cannot be divided.
     """
     if workers.tensor == 1:
         return model
@@ -57,10 +57,10 @@ def divide(model: nn.Module, workers: Workers, *, sequence_parallel: bool) -> nn
 
 
 def divide_sequences(model: nn.Module, workers: Workers, kind: str | None) -> nn.Module:
-    """A model of which the first worker computes a stretch of each sequence.
+    """Return the model as the first worker has it, which computes its stretch of each sequence.
 
     Raises:
-        ModelError: it cannot be divided.
+        ModelError: the model cannot be divided.
     """
     if workers.context == 1:
         return model
@@ -70,12 +70,12 @@ def divide_sequences(model: nn.Module, workers: Workers, kind: str | None) -> nn
 
 
 def no_loss(model: nn.Module) -> Any:
-    """For transforms that do not try the user's loss."""
+    """Placeholder for transforms that do not try the user's loss."""
     raise AssertionError("this transform asks for no loss")
 
 
 def local_parameters(model: nn.Module, parameters: Mapping[str, Facts], tensor: int, rank: int) -> dict[str, Facts]:
-    """The shares of one of ``tensor`` workers; the first has the largest.
+    """Return the shares of worker ``rank`` of ``tensor`` workers. The first worker has the largest shares.
 
     Raises:
         ModelError: see :func:`divide`.
@@ -95,11 +95,11 @@ def local_parameters(model: nn.Module, parameters: Mapping[str, Facts], tensor: 
 
 
 def ends_of(model: nn.Module, try_loss: Callable[[nn.Module], Any]) -> dict[str, frozenset[str]]:
-    """Which stages have a parameter that is in no block: ``first``, ``middle``, ``last``; by its every name.
+    """Return the stages (``first``, ``middle``, ``last``) of each parameter outside the blocks. Each name is a key.
 
     Args:
-        model: of three blocks and fake tensors.
-        try_loss: the loss of one sample.
+        model: a model with three blocks, of fake tensors.
+        try_loss: computes the loss of one sample.
 
     Raises:
         ModelError: the model cannot be cut between its blocks.

@@ -1,8 +1,8 @@
-"""How long a step takes: computation, waiting in the pipeline, and communication, from counted work and stated rates.
+"""Duration of a step: computation, pipeline bubble, and communication, from counted work and stated rates.
 
-What is assumed: matrix products run at the sustained rate of the device and everything else at the rate of its
-memory; shards are equal, and so are stages whose blocks nobody has counted; a worker computes or waits for its peers,
-but gradients, and what FSDP and ZeRO-3 exchange, hide behind the computation of the micro batch that they belong to.
+Assumptions: Matrix products run at the sustained rate of the device. Everything else runs at the rate of its memory.
+Shards are equal, and so are stages unless their blocks are counted. A worker either computes or waits for its peers.
+Only gradients, and the exchanges of FSDP and ZeRO-3, overlap with the computation of their micro batch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from rapidformer_templates.switches.auto_strategy.setting import Setting
 from rapidformer_templates.switches.auto_strategy.trace import Trace
 
 ADAM_TRAFFIC = 28
-"""Bytes that an fp32 update reads and writes a parameter: weight, gradient and moments; weight and moments."""
+"""Bytes per parameter that an fp32 update moves.
+
+It reads weight, gradient and moments, and writes weight and moments.
+"""
 
 OVERLAP = 0.7
-"""Share of the computation that an exchange can hide behind: what comes first and last has nothing to hide behind."""
+"""Share of the computation that an exchange can overlap with. The first and last parts have nothing to overlap with."""
 
 BACKWARD_SHARE = 2 / 3
-"""Of the computation of a micro batch: its backward pass."""
+"""Share of the backward in the computation of a micro batch."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,12 @@ class Facts:
     """Sizes of a model that communication depends on.
 
     Attributes:
-        parameters: elements.
+        parameters: elements of all parameters.
         blocks: number of blocks.
         hidden: width of the hidden state.
-        tokens: of a sample.
-        experts: of the parameters, elements of experts.
-        visits: experts that a token visits, in all blocks together.
+        tokens: tokens per sample.
+        experts: elements of the experts, which are part of ``parameters``.
+        visits: experts that a token visits, summed over all blocks.
     """
 
     parameters: int
@@ -50,12 +53,12 @@ class Timing:
     """Seconds of an optimizer step.
 
     Attributes:
-        compute: matrix products and memory traffic of all micro batches of a worker, recomputation included.
-        bubble: waiting for other stages.
-        tensor, pipeline, data: communication in each direction of the layout, as far as nothing hides it.
-        update: of the optimizer.
-        offload: copies of activations to the host and back, as far as the computation does not hide them.
-        experts: the way of tokens to divided experts and back.
+        compute: matrix products and memory traffic of all micro batches of a worker, including recomputation.
+        bubble: time spent waiting for other stages.
+        tensor, pipeline, data: exposed communication in each direction of the layout.
+        update: the optimizer's update.
+        offload: exposed copies of activations to the host and back.
+        experts: transfer of tokens to divided experts and back.
     """
 
     compute: float
@@ -79,30 +82,30 @@ class Timing:
 def predict_seconds(
     layout: Layout, setting: Setting, trace: Trace, facts: Facts, hardware: Hardware, local_world: int
 ) -> Timing:
-    """Seconds of a step of a layout.
+    """Predict the seconds of a step of a layout.
 
     Args:
         trace: a micro batch through one worker's share of all blocks.
-        local_world: workers of a node; tensor groups lie closest together, then replicas, then stages.
+        local_world: workers of a node. Tensor groups are closest together, then replicas, then stages.
     """
     share = layout.tensor * layout.pipeline
     width = 4 if hardware.precision == "fp32" else 2
     computed = trace.flops / (hardware.tflops * 1e12) + trace.traffic / (hardware.memory_bandwidth * GB)
     largest = layout.largest_share
-    computed *= largest  # the others wait for the largest stage
+    computed *= largest  # the other stages wait for the largest one
     near, far = hardware.intra_node * GB, hardware.inter_node * GB
     hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width / layout.context
 
-    # Two sums over the tensor group a block in the forward, two in the backward; recomputation repeats the forward's.
+    # Per block, two sums over the tensor group in the forward, two in the backward. Recomputation adds the forward's.
     exchanges = (4 if layout.recompute == "none" else 6) * facts.blocks * largest
     ring = 2 * (layout.tensor - 1) / layout.tensor
     tensor = exchanges * ring * hidden_bytes / (near if layout.tensor <= local_world else far)
-    # Queries, keys, values and the output of a block go to the others, once more in the backward.
+    # Queries, keys, values and the output of a block go to the other workers, and again in the backward.
     sent = (layout.context - 1) / layout.context * hidden_bytes / layout.tensor
     beside = near if layout.tensor * layout.context <= local_world else far
     tensor += 2 * exchanges * sent / beside
 
-    # A token goes to the experts that it visits and comes back, and so do their gradients.
+    # A token goes to the experts that it visits and returns. Its gradients do the same.
     trips = (4 if layout.recompute == "none" else 6) * facts.visits * largest
     away = (layout.experts - 1) / layout.experts * hidden_bytes
     experts = trips * away / (near if layout.tensor * layout.experts <= local_world else far)
@@ -117,7 +120,7 @@ def predict_seconds(
     sums, gathered = _data_seconds(layout, setting, facts, width, inside, between)
     hidden = OVERLAP * _hides(layout, setting) * computed
     replicas = layout.shares if layout.partitioning != "none" else 1
-    traffic = ADAM_TRAFFIC + (2 if setting.narrow else 0)  # and the weight of 16 bits
+    traffic = ADAM_TRAFFIC + (2 if setting.narrow else 0)  # plus the 16-bit weight
     here = facts.parameters - facts.experts + facts.experts / layout.experts
     update = traffic * here / share / replicas / (hardware.memory_bandwidth * GB)
     return Timing(
@@ -134,17 +137,17 @@ def predict_seconds(
 
 
 def _exposed_copies(copied: float, computed: float) -> float:
-    """Seconds that a micro batch waits for its activations on their way out in the forward, and back in the backward.
+    """Seconds that a micro batch waits for its activations: to the host in the forward, and back in the backward.
 
     Args:
-        copied: seconds of the copies of one direction.
-        computed: of the micro batch's computation.
+        copied: seconds of the copies in one direction.
+        computed: seconds of the micro batch's computation.
     """
     return sum(max(0.0, copied - share * computed) for share in (1 - BACKWARD_SHARE, BACKWARD_SHARE))
 
 
 def _in_a_node(layout: Layout, local_world: int) -> bool:
-    """Whether the workers that share one copy of the states, or sum its gradients, lie in one node."""
+    """Whether the workers that share one copy of the states, or sum its gradients, are in one node."""
     neighbours = layout.tensor * layout.shares
     return neighbours <= local_world and (layout.copies == 1 or local_world % neighbours == 0)
 
@@ -152,12 +155,13 @@ def _in_a_node(layout: Layout, local_world: int) -> bool:
 def _data_seconds(
     layout: Layout, setting: Setting, facts: Facts, width: int, inside: float, between: float
 ) -> tuple[float, float]:
-    """What the replicas exchange in a step beside a backward or forward, and after the update (Rajbhandari et al.,
-    2020, section 7), if nothing hides it.
+    """Seconds that replicas exchange in a step during forward and backward, and after the update, without any overlap.
+
+    Source: Rajbhandari et al., 2020, section 7.
 
     Args:
-        inside: bytes a second that a worker sends to those with whom it shares a copy of the states.
-        between: to those that have the same share of other copies.
+        inside: bytes per second that a worker sends to the workers with which it shares a copy of the states.
+        between: bytes per second that it sends to workers with the same share of other copies.
     """
     if layout.replicas == 1:
         return 0.0, 0.0
@@ -169,22 +173,26 @@ def _data_seconds(
         case "none":
             return 2 * ring * gradient, 0.0
         case "zero-1" | "distributed-optimizer" | "oss-sdp":
-            return ring * gradient, ring * weight  # the two halves of a sum: shares of gradients, then of weights
+            # the two halves of an all-reduce: shares of gradients, then of weights
+            return ring * gradient, ring * weight
         case "oss":
-            return 2 * ring * gradient, ring * weight  # a sum of gradients, and the weights from their owners
+            return 2 * ring * gradient, ring * weight  # an all-reduce of gradients, and the weights from their owners
         case "zero-2":
-            # In each micro batch the gradients go to their owner, and once the weights come back.
+            # Gradients go to their owner in each micro batch. Weights come back once.
             sent = gradient if by_parallel_engine else width
             return layout.accumulation * ring * sent, ring * (weight if by_parallel_engine else width)
         case _:
-            # Weights for each forward and backward; FSDP sums gradients once, ZeRO-3 in each micro batch.
+            # Weights for each forward and backward. FSDP sums gradients once, ZeRO-3 in each micro batch.
             sums = 1 if layout.partitioning == "fsdp" else layout.accumulation
             copies = (layout.copies - 1) / layout.copies * parameters / layout.shares / between
             return (2 * layout.accumulation * width + sums * 4) * ring + 2 * sums * 4 * copies, 0.0
 
 
 def _in_ring(layout: Layout, facts: Facts) -> float:
-    """Elements that a worker sends in a sum over its replicas; of divided experts it has some, as fewer others have."""
+    """Elements that a worker sends in a sum over its replicas.
+
+    It has only some divided experts, and fewer peers for them.
+    """
     copies = layout.shares / layout.experts
     of_experts = (copies - 1) / copies * facts.experts / layout.experts if copies > 1 else 0.0
     of_all = (layout.shares - 1) / layout.shares * (facts.parameters - facts.experts)
@@ -192,9 +200,9 @@ def _in_ring(layout: Layout, facts: Facts) -> float:
 
 
 def _hides(layout: Layout, setting: Setting) -> float:
-    """Micro batches behind whose computation the exchange hides."""
+    """Number of micro batches whose computation the exchange can overlap with."""
     if layout.partitioning == "zero-1" and not setting.by_parallel_engine(layout):
-        return 0.0  # DeepSpeed's exchange begins when the last backward has ended
+        return 0.0  # DeepSpeed's exchange begins after the last backward
     if layout.partitioning in ("none", "oss", "oss-sdp", "zero-1", "distributed-optimizer"):
-        return BACKWARD_SHARE  # of the last one
+        return BACKWARD_SHARE  # that of the last micro batch
     return layout.accumulation * (1.0 if layout.partitioning in ("fsdp", "zero-3") else BACKWARD_SHARE)

@@ -1,11 +1,11 @@
-"""One micro batch of a model on fake tensors: which bytes live when, and what is computed. Nothing is calculated.
+"""Trace one micro batch of a model on fake tensors: which bytes are alive when, and how much is computed.
 
-The forward and backward of the real model run under torch's ``FakeTensorMode``: every tensor has its
-shape and its storage's size, and no data. So dropout masks, attention kernels, copies by autocast,
-recomputation and the gradient of the logits are seen where they arise, and nothing is assumed of them.
+The forward and backward of the real model run under torch's ``FakeTensorMode``. Every tensor has its
+shape and the size of its storage, but no data. So dropout masks, attention kernels, autocast copies,
+recomputation and the gradient of the logits are recorded where they arise. None of them is an assumption.
 
-Equal blocks cost the same, so a model of three blocks of each kind is traced, and :meth:`Trace.deepened`
-repeats the middle one: exact, because the blocks differ in nothing but their place.
+Equal blocks cost the same, so a model with three blocks in each stack is traced, and :meth:`Trace.deepened`
+repeats the middle one. This is exact, because the blocks differ only in their position.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rapidformer_templates.switches.offload_activations.offloader import Counts,
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 
 TRACED_BLOCKS = 3
-"""Blocks of each stack in a model that is traced: a first one, one that is repeated, and a last one."""
+"""Blocks of each stack in a traced model: the first, one that is repeated, and the last."""
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -47,21 +47,21 @@ class Phase:
 
     Attributes:
         name: ``begin``, a block's ``forward``, ``head``; then back: ``turn``, ``reduce`` (from the first
-            gradient that is finished), a block's ``backward``, ``end``.
-        stack: which list of blocks the block stands in, and its place there; None outside of blocks.
-        peak: most bytes alive in it besides the model's states, gradients that are finished among them.
-        peak_without_gradients: the same without those.
-        peak_beside_earlier: the same without those that were finished when it began.
-        end: bytes alive when it ends, without finished gradients.
-        flops: operations of the matrix products in it.
+            finished gradient), a block's ``backward``, ``end``.
+        stack: the list of blocks that contains the block, and the index in it; None outside of blocks.
+        peak: peak bytes in the phase without the model's states, but with finished gradients.
+        peak_without_gradients: the same without finished gradients.
+        peak_beside_earlier: the same without gradients that were finished when the phase began.
+        end: bytes alive at its end, without finished gradients.
+        flops: operations of its matrix products.
         traffic: bytes that its other operations read and write.
         after_first_gradient: whether a parameter has its gradient when the phase begins.
-        finished: bytes of the gradients that are finished when it ends.
+        finished: bytes of finished gradients at its end.
         kept: bytes made in it that are alive when the backward begins.
-        casts: of these, autocast's copies of weights.
-        sent: bytes of earlier blocks that go to the host in it.
-        blocks: like ones that it stands for.
-        kept_by_each: bytes that each of them keeps for its backward.
+        casts: the part of ``kept`` that is autocast copies of weights.
+        sent: bytes of earlier blocks that are sent to the host in it.
+        blocks: number of equal blocks that it represents.
+        kept_by_each: bytes that each of these blocks keeps for its backward.
     """
 
     name: str
@@ -83,11 +83,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Trace:
-    """The phases of one micro batch, in their order.
+    """The phases of one micro batch, in order.
 
     Attributes:
-        hidden: bytes of what a block passes on.
-        kept_output: bytes of what the last block passes on that are alive when the backward begins.
+        hidden: bytes of a block's output.
+        kept_output: bytes of the last block's output that are alive when the backward begins.
     """
 
     phases: tuple[Phase, ...]
@@ -96,12 +96,12 @@ class Trace:
 
     @property
     def peak(self) -> int:
-        """Most bytes alive at a time, gradients as they are finished among them."""
+        """Peak bytes, including finished gradients."""
         return max(phase.peak for phase in self.phases)
 
     @property
     def peak_without_gradients(self) -> int:
-        """The same where finished gradients lie elsewhere: in buckets, in shards, or there already."""
+        """Peak bytes if finished gradients are stored elsewhere: in buckets, in shards, or in existing sums."""
         return max(phase.peak_without_gradients for phase in self.phases)
 
     @property
@@ -114,12 +114,12 @@ class Trace:
 
     @property
     def kept(self) -> int:
-        """Bytes that the forward leaves for the backward, up to the last block."""
+        """Bytes that the forward keeps for the backward, up to the last block."""
         return sum(phase.kept for phase in self._up_to_last_block)
 
     @property
     def casts(self) -> int:
-        """Of these, autocast's copies of weights."""
+        """The part of ``kept`` that is autocast copies of weights."""
         return sum(phase.casts for phase in self._up_to_last_block)
 
     @property
@@ -129,17 +129,19 @@ class Trace:
 
     @property
     def sent(self) -> int:
-        """Bytes that go to the host: what all blocks but the last one keep."""
+        """Bytes sent to the host: the activations that all blocks except the last one keep."""
         return sum(phase.sent for phase in self.phases)
 
     @property
     def kept_by_last(self) -> int:
-        """Bytes that the last block keeps on the device, and that would go to the host if another forward came."""
+        """Bytes that the last block keeps on the device. They would go to the host if another forward followed."""
         forwards = [phase for phase in self.phases if phase.name == "forward"]
         return max(forwards[-1].kept - forwards[-2].kept, 0) if len(forwards) > 1 else 0
 
     def at(self, micro_batch: int, other: Trace, traced: tuple[int, int]) -> Trace:
-        """The trace of another micro batch, from this one and another's: every amount is affine in the samples.
+        """Return the trace of another micro-batch size, from this trace and ``other``.
+
+        All amounts are affine in the samples.
 
         Args:
             traced: samples of this trace and of ``other``.
@@ -156,10 +158,10 @@ class Trace:
         return replace(self, phases=tuple(phases), **between(self, other, ("hidden", "kept_output")))
 
     def deepened(self, depths: Mapping[str, int], gradients: Mapping[str, int]) -> Trace:
-        """This trace with more blocks: as many in each stack as ``depths`` says.
+        """Return this trace with more blocks: ``depths`` gives the number of blocks in each stack.
 
-        The missing blocks are like the middle one of the three that were traced. From their forward to
-        their backward they hold what a block keeps for its backward, and after that their finished
+        The added blocks are equal to the middle one of the three traced blocks. From their forward to
+        their backward, they hold what a block keeps for its backward. After that, they hold their finished
         gradients.
 
         Args:
@@ -179,7 +181,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
         return phases
     first, middle, last = forward
     turn = next(i for i, phase in enumerate(phases) if phase.name == "turn")
-    # Autocast's copies of weights live until the forward ends, also where nobody keeps them for the backward.
+    # Autocast's copies of weights live until the forward ends, even if the backward does not need them.
     in_forward = missing * (phases[middle].end - phases[first].end)
     in_backward = missing * phases[middle].kept
     gradients *= missing
@@ -189,7 +191,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
         alive = kept if last <= i <= backward[0] else 0
         finished = gradients if i > backward[1] else 0
         times = 1
-        if i in (middle, backward[1]):  # it stands for itself and for those that are missing
+        if i in (middle, backward[1]):  # this phase also represents the missing blocks
             alive, times = kept, 1 + missing
             finished = max(gradients - kept, 0) if i == backward[1] and missing > 0 else 0
         deeper.append(
@@ -204,7 +206,8 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 traffic=phase.traffic * times,
                 kept=phase.kept * times,
                 casts=phase.casts * times,
-                sent=phase.sent * (1 + missing if i == last else 1),  # a block's goes in the forward of the next one
+                # a block is sent during the forward of the next one
+                sent=phase.sent * (1 + missing if i == last else 1),
                 blocks=times,
                 kept_by_each=phases[middle].kept,
             )
@@ -213,7 +216,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
 
 
 def _bytes_of(values: Any) -> int:
-    """Bytes of a tensor, or of those in a tuple or list."""
+    """Bytes of a tensor, or of all tensors in a tuple or list."""
     if isinstance(values, torch.Tensor):
         return values.nbytes
     return sum(_bytes_of(value) for value in values) if isinstance(values, (tuple, list)) else 0
@@ -223,7 +226,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 class _Watch(LiveStorages):
-    """Live storages, operations and finished gradients, phase by phase."""
+    """Records live storages, operations and finished gradients of each phase."""
 
     def __init__(self, model: nn.Module, *, dense: bool, sum_type: torch.dtype | None) -> None:
         self.phases: list[Phase] = []
@@ -271,7 +274,7 @@ class _Watch(LiveStorages):
         return result
 
     def enter(self, name: str, stack: tuple[str, int] | None = None) -> None:
-        """End the phase that is on, and begin another."""
+        """End the current phase and begin another."""
         now = self.live - self.finished
         without = max(self._without, now)
         amounts = (self.peak, without, self.peak - self._finished_before, now, self._flops, self._traffic)
@@ -286,7 +289,7 @@ class _Watch(LiveStorages):
         self._flops = self._traffic = 0
 
     def turn(self) -> None:
-        """End the forward: what is alive now is kept for the backward."""
+        """End the forward. Everything alive now is kept for the backward."""
         kept, casts = Counter[int](), Counter[int]()
         for key, phase in self._made_in.items():
             kept[phase] += self._sizes[key]
@@ -296,7 +299,7 @@ class _Watch(LiveStorages):
         self.kept_output = self._sizes.get(self._output, 0) if self._output is not None else 0
 
     def passes_on(self, hidden: torch.Tensor) -> None:
-        """What a block puts out."""
+        """Record the output of a block."""
         hidden = local_part(hidden)
         self.hidden, self._output = hidden.nbytes, id(hidden.untyped_storage())
 
@@ -307,7 +310,7 @@ class _Watch(LiveStorages):
     def _forget(self, key: int) -> None:
         super()._forget(key)
         del self._made_in[key]
-        if key == self._output:  # another storage may get its number
+        if key == self._output:  # another storage may get its id
             self._output = None
         self._casts.discard(key)
 
@@ -325,7 +328,7 @@ class _Watch(LiveStorages):
 
 
 class _NoMemory:
-    """A host whose memory does not count."""
+    """An offloading host that stores nothing, so that its memory does not count."""
 
     def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Wait]:
         return [(tensor.shape, tensor.dtype) for tensor in tensors], lambda: None
@@ -335,9 +338,9 @@ class _NoMemory:
 
 
 class OnGpu(TorchFunctionMode):
-    """What a GPU does otherwise than a CPU, where this torch may know no GPU.
+    """Makes a trace on a CPU behave like a GPU, even if this torch build does not support GPUs.
 
-    Attention is always one of the fused kernels, also with dropout and with masks; and autocast
+    Attention always uses one of the fused kernels, also with dropout and with masks. Autocast
     computes more functions in fp32.
     """
 
@@ -348,14 +351,14 @@ class OnGpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is nn.functional.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0  # its mask is drawn again in the backward, and never stored
+            kwargs["dropout_p"] = 0.0  # the mask is drawn again in the backward and never stored
         elif torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "").strip("_") in self.IN_FP32:
             args = tuple(_to_fp32(arg) for arg in args)
         return func(*args, **kwargs)
 
 
 def _on_gpu(forward: Any) -> Callable[..., Any]:
-    """A forward that is computed again in the backward, where modes of functions are off."""
+    """Run a forward under :class:`OnGpu`. Its recomputation in the backward has no function modes."""
 
     def on_gpu(*args: Any, **kwargs: Any) -> Any:
         with OnGpu():
@@ -380,17 +383,17 @@ def trace(
     gpu: bool = False,
     compute_loss: Callable[[nn.Module, Batch], torch.Tensor] | None = None,
 ) -> Trace:
-    """Follow one micro batch through a model of fake tensors, from its inputs to its gradients.
+    """Trace one micro batch through a model of fake tensors, from its inputs to its gradients.
 
     Args:
-        model: on fake tensors, as :func:`fake.fake_tensors` makes them.
-        batch: fake tensors, shapes as in training.
-        compute_type: of autocast; None computes in the type of the parameters.
-        sum_type: what gradients of 16 bits are added up in as they come; None leaves them as they are.
-        recompute: one of ``layouts.RECOMPUTED``, a block at a time.
-        offload: whether what the blocks keep goes to the host.
+        model: a model of fake tensors, as :func:`fake_tensors.fake_tensors` makes them.
+        batch: fake tensors with the shapes of training.
+        compute_type: type of autocast. None computes in the type of the parameters.
+        sum_type: type in which 16-bit gradients are accumulated as they arrive. None leaves them as they are.
+        recompute: one of ``layouts.RECOMPUTED``, applied to each block.
+        offload: whether activations that the blocks keep go to the host.
         gpu: whether the run is for a GPU.
-        compute_loss: by default the loss that the model puts out.
+        compute_loss: computes the loss. The default is the loss that the model returns.
     """
     padded = "attention_mask" in batch
     with contextlib.ExitStack() as stack:
@@ -410,7 +413,7 @@ def trace(
         stack.enter_context(watch)
         with torch.autocast("cpu", dtype=compute_type or torch.bfloat16, enabled=compute_type is not None):
             loss = compute_loss(model, batch) if compute_loss else model(**batch).loss
-            weighted = loss * 2.0  # as an engine does
+            weighted = loss * 2.0  # engines weight the loss, too
         del loss
         watch.turn()
         weighted.backward()
@@ -422,7 +425,7 @@ def trace(
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """transformers cannot see that fake tokens are no padding, and would warn of it."""
+    """Silence a warning of transformers, which cannot see that fake tokens are not padding."""
     logger = logging.getLogger("transformers.modeling_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -433,12 +436,12 @@ def without_warnings() -> Iterator[None]:
 
 
 def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: str, gpu: bool) -> None:
-    """Hooks that begin the phases; and, if asked, recomputation; the blocks' forwards are put back at the end."""
+    """Register hooks that begin phases, and wrap blocks for recomputation. ``stack`` restores the blocks at its end."""
     positions = stacks_of(model)
     final = {name: number for name, number in positions.values()}  # noqa: C416 - the last place of each stack
     for name, position in positions.items():
         block = model.get_submodule(name)
-        stack.callback(_restore_forward, block, vars(block).get("forward"))  # tensor parallelism may have put one there
+        stack.callback(_restore_forward, block, vars(block).get("forward"))  # tensor parallelism may have set one
         if recompute != "none":
             forward = _on_gpu(block.forward) if gpu else block.forward
             block.forward = Checkpointed(forward, selective=recompute == "selective")
@@ -476,7 +479,7 @@ def _at_input(watch: _Watch) -> Callable[..., None]:
 
 
 def stacks_of(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """For each block by name, the stack (the list that it stands in) and its place there from 0."""
+    """Return for each block its stack (the list that contains it) and its index there, from 0."""
     positions: dict[str, tuple[str, int]] = {}
     counts: dict[str, int] = {}
     for name in find_blocks(model):
@@ -487,7 +490,7 @@ def stacks_of(model: nn.Module) -> dict[str, tuple[str, int]]:
 
 
 def gradient_bytes(model: nn.Module, sum_type: torch.dtype | None = None) -> dict[str, int]:
-    """Bytes of the gradients of a block, by stack; ``sum_type`` as in :func:`trace`."""
+    """Return the bytes of the gradients of a block, by stack. ``sum_type`` is that of :func:`trace`."""
     sizes: dict[str, int] = {}
     for name, (stack, _) in stacks_of(model).items():
         trained = [p for p in model.get_submodule(name).parameters() if p.requires_grad]

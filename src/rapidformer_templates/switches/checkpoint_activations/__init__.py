@@ -1,1 +1,1 @@
-"""Activations computed again in the backward."""
+"""Recomputes activations in the backward."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep only each block's input, and compute the rest again in the backward pass."""
+"""Activation checkpointing: keep only each block's input, and recompute the rest in the backward pass."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CheckpointActivationsFlags:
 
 
 def _adopt(config: RunConfig) -> RunConfig:
-    """How to recompute says that there is recomputation."""
+    """Turn recomputation on if an option of it is given."""
     for name in ("recompute_granularity", "recompute_num_layers"):
         if config.get(name) is not None and "checkpoint_activations" not in config.origins:
             config = config.replace(config.origin(name), checkpoint_activations=True)

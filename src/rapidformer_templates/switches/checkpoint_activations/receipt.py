@@ -1,4 +1,4 @@
-"""What is kept for the backward of one micro batch, with recomputation and without."""
+"""Receipt of what one micro batch keeps for its backward, with and without recomputation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rapidformer_templates.switches.checkpoint_activations.transform import PROD
 
 
 class SavedTensors(Receipt):
-    """``saved_tensor_bytes`` and ``saved_tensor_bytes_without``."""
+    """Reports ``saved_tensor_bytes`` and ``saved_tensor_bytes_without``."""
 
     def before_step(self, probe: Probe) -> dict[str, int]:
         model = probe.engine.model
@@ -29,7 +29,7 @@ class SavedTensors(Receipt):
         for forward in checkpointed:
             forward.enabled = False
         try:
-            # Not compiled: a graph for the sake of a measurement would cost more than it tells.
+            # Not compiled: compiling a graph only to measure it costs more than the measurement is worth.
             with torch.compiler.set_stance("force_eager"):
                 without = _kept_by_forward(probe, {})
         finally:
@@ -39,16 +39,16 @@ class SavedTensors(Receipt):
 
 
 def _checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
-    """Those of the blocks."""
+    """Yield the checkpointed forwards of the blocks."""
     found = (checkpointed_forward(block) for block in find_blocks(model).values())
     return (forward for forward in found if forward is not None)
 
 
 WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
+"""Integer types by bytes per element."""
 
 Storages = dict[int, tuple[StorageWeakRef, int]]
-"""Bytes of storages, each with what holds its identity, which is not given to another then, but no data."""
+"""Bytes of storages by id. The weak reference reserves the id without keeping the data."""
 
 
 def _note(tensor: torch.Tensor, storages: Storages) -> None:
@@ -58,10 +58,12 @@ def _note(tensor: torch.Tensor, storages: Storages) -> None:
 
 
 class _Products(TorchDispatchMode):
-    """Notes what a selective recomputation keeps: torch holds it apart from what autograd saves.
+    """Records the products that selective recomputation saves.
+
+    torch stores them separately from autograd's saved tensors.
 
     Attributes:
-        kept: each product with the checksum that it had.
+        kept: each product with its checksum.
     """
 
     def __init__(self, storages: Storages) -> None:
@@ -71,7 +73,7 @@ class _Products(TorchDispatchMode):
 
     @staticmethod
     def _checksum(product: torch.Tensor) -> torch.Tensor:
-        """The sum of the bits, read as whole numbers: a copy would take as much memory again."""
+        """Return the sum of the bits, read as integers. A copy would double the memory."""
         local = local_part(product)
         return local.view(WHOLE_NUMBERS[local.element_size()]).sum(dtype=torch.int64)
 
@@ -83,10 +85,12 @@ class _Products(TorchDispatchMode):
         return result
 
     def check(self, block: str) -> None:
-        """torch sees what its own operations write in place, and not what collectives or foreign kernels do.
+        """Check that saved products have not changed.
+
+        torch detects in-place writes by its own operations, but not those by collectives or foreign kernels.
 
         Raises:
-            ModelError: what is kept for the backward is not what was computed.
+            ModelError: a product saved for the backward is not what was computed.
         """
         for product, before in self.kept:
             if not torch.equal(self._checksum(product), before):
@@ -109,7 +113,7 @@ def _noting(forward: Callable[..., Any], storages: Storages) -> Callable[..., An
 
 @contextmanager
 def _kept_products(model: nn.Module) -> Iterator[Storages]:
-    """The products that blocks keep in a forward. Those of a compiled block are among what autograd saves."""
+    """Yield the products that blocks save in a forward. Autograd saves those of compiled blocks."""
     storages: Storages = {}
     compiled = "compile_records" in vars(model)
     plain = {f: f.forward for f in _checkpointed(model) if f.keeps and not compiled}
@@ -123,13 +127,14 @@ def _kept_products(model: nn.Module) -> Iterator[Storages]:
 
 
 def _kept_by_forward(probe: Probe, kept: Storages) -> int:
-    """Bytes that a forward leaves for its backward, those that it has put into ``kept`` by itself among them."""
-    weights: Storages = {}  # held, too: ZeRO-3 gives up the empty ones in the forward, and their identities with them
+    """Bytes that a forward leaves for its backward, including those that it has added to ``kept``."""
+    # References keep the ids reserved: ZeRO-3 frees empty weights in the forward, and their ids with them.
+    weights: Storages = {}
     for parameter in probe.engine.model.parameters():
         _note(parameter, weights)
 
     def pack(tensor: torch.Tensor) -> None:
-        """Count and let go: nothing is ever computed from this graph, so its memory is not needed."""
+        """Count a tensor without keeping it. This graph never runs a backward, so its memory is not needed."""
         _note(tensor, kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):

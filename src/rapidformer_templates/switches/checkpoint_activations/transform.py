@@ -1,4 +1,4 @@
-"""What computes activations again."""
+"""Transform that recomputes activations in the backward."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ PRODUCTS = frozenset(
         torch.ops.aten.convolution.default,
     }
 )
-"""Products with weights. Those of attention, of one activation with another, are batched ones or a fused kernel."""
+"""Products with weights. Attention's products of two activations are batched ones or a fused kernel."""
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""Layers that count the batches they have seen."""
+"""Layers with running statistics, which must see each batch only once."""
 
 
 def checkpoint_activations(model: nn.Module, building: Building) -> nn.Module:
-    """Keep only the inputs of each block, selectively also its products, and compute the rest again in the backward.
+    """Keep only the inputs of each block, selectively also its products, and recompute the rest in the backward.
 
     The block's ``forward`` is replaced on the instance: its parameters keep their names, and hooks
-    of a sharding engine stay outside of what is computed again. Chen et al., 2016; of the selective
-    way Korthikanti et al., 2022 ("Reducing Activation Recomputation in Large Transformer Models").
+    of a sharding engine are outside of the recomputation. See Chen et al., 2016, and for the selective
+    mode Korthikanti et al., 2022 ("Reducing Activation Recomputation in Large Transformer Models").
 
     Raises:
         ModelError: the model has no repeated blocks.
@@ -62,11 +62,11 @@ _KEEP_PRODUCTS = {"context_fn": functools.partial(create_selective_checkpoint_co
 
 
 class Checkpointed:
-    """A forward that computes its activations twice; ``enabled`` is for measuring without.
+    """A forward that computes its activations twice. Set ``enabled`` to False to measure without recomputation.
 
     Args:
-        selective: whether products with weights are kept, and everything else is computed again.
-        norms: batch norms in it, which count a batch once.
+        selective: whether to save products with weights and recompute everything else.
+        norms: batch norms inside it, which must count a batch only once.
     """
 
     def __init__(self, forward: Any, *, selective: bool = False, norms: Sequence[nn.Module] = ()) -> None:
@@ -87,9 +87,9 @@ class Checkpointed:
 
 
 class _CountsOnce:
-    """A forward whose second time leaves the statistics of batch norms alone: it is on the same batch.
+    """A forward whose recomputation does not update the statistics of batch norms, because it sees the same batch.
 
-    Copies take their place meanwhile. To copy them back would be an operation more than the first time had.
+    Copies replace the statistics meanwhile. Copying them back would be an operation that the first forward lacks.
     """
 
     def __init__(self, forward: Any, norms: Sequence[nn.Module]) -> None:
@@ -114,7 +114,7 @@ class _CountsOnce:
 
 
 def checkpointed_forward(block: nn.Module) -> Checkpointed | None:
-    """The one of a block, also inside of what another switch has put around it; None without one."""
+    """Return the checkpointed forward of a block, also inside other switches' wrappers, or None."""
     forward: Any = block.forward
     while not isinstance(forward, Checkpointed) and hasattr(forward, "forward"):
         forward = forward.forward

@@ -1,1 +1,1 @@
-"""Context parallelism: each sequence divided over workers."""
+"""Context parallelism: each sequence is divided over workers."""

@@ -1,8 +1,8 @@
-"""Attention over a whole sequence of which each worker has a stretch: all to all over the heads, or in a ring.
+"""Attention over whole sequences that are divided over workers: with all-to-all over the heads, or in a ring.
 
-All to all is DeepSpeed-Ulysses (Jacobs et al., 2023): each worker gives the queries, keys and values of some heads
-to each other one and gets the whole sequence of its own heads; after it the results go back. So attention itself is
-the model's, with its kernel and its mask of the whole sequence.
+All-to-all is DeepSpeed-Ulysses (Jacobs et al., 2023). Each worker sends the queries, keys and values of some heads to
+each other worker, and receives the whole sequence for its own heads. Afterwards, the results are sent back. So the
+attention itself is the model's, with its kernel and its mask of the whole sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADS, TOKENS = 1, 2
 
 
 def attend_over_context(model: PreTrainedModel, shards: ContextShards) -> None:
-    """Let the blocks' attention see whole sequences."""
+    """Let the attention of the blocks see whole sequences."""
     name = _inner(model)
     AttentionInterface.register(name + SUFFIX, partial(attention, inner=name))
     AttentionMaskInterface.register(name + SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[name])
@@ -39,16 +39,16 @@ def attend_over_context(model: PreTrainedModel, shards: ContextShards) -> None:
 
 
 def _inner(model: PreTrainedModel) -> str:
-    """What transformers calls the attention that is to be divided."""
+    """Return transformers' name of the attention to divide."""
     name: str = model.config._attn_implementation.removesuffix(SUFFIX)
-    return "sdpa" if name == "eager" else name  # the same numbers; eager attention has its weights beside them
+    return "sdpa" if name == "eager" else name  # the same result, but eager attention also returns its weights
 
 
 def check_attention(model: PreTrainedModel) -> None:
-    """Look whether the attention of a model can be divided.
+    """Check that the attention of a model can be divided.
 
     Raises:
-        ModelError: it cannot be chosen from outside.
+        ModelError: the implementation of the attention cannot be replaced.
     """
     name = _inner(model)
     chosen = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
@@ -73,20 +73,20 @@ def attention(
     inner: str,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Attention as transformers calls it.
+    """Compute attention with transformers' signature.
 
     Args:
         module: the attention layer.
-        query: of this worker's stretch, shape (samples, heads, tokens, size of a head); ``key`` and ``value`` may
-            have fewer heads.
-        attention_mask: of whole sequences.
-        inner: what transformers calls the attention that is divided.
+        query: queries of this worker's part of the sequence, shape (samples, heads, tokens, size of a head). ``key``
+            and ``value`` may have fewer heads.
+        attention_mask: mask of whole sequences.
+        inner: transformers' name of the attention to divide.
 
     Returns:
-        (shape (samples, tokens, heads, size of a head), what else the attention returns).
+        (output of shape (samples, tokens, heads, size of a head), the attention's other output).
 
     Raises:
-        ModelError: the heads do not divide.
+        ModelError: the number of heads is not divisible.
     """
     shards: ContextShards | None = getattr(module, "context_shards", None)
     within = ALL_ATTENTION_FUNCTIONS[inner]
@@ -125,7 +125,7 @@ def _by_ring(
     is_causal: bool | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """The output for a stretch, of shape (samples, tokens, heads, size of a head)."""
+    """Return the output for this worker's part of the sequence, of shape (samples, tokens, heads, size of a head)."""
     asked = sorted(name for name in NOT_IN_A_RING if others.get(name) is not None)
     if dropout:
         asked.append(f"dropout {dropout:g}")
@@ -149,11 +149,14 @@ def _by_ring(
 
 
 NOT_IN_A_RING = ("position_bias", "softcap", "s_aux")
-"""What some models ask of their attention."""
+"""Arguments of the attention in some models that a ring does not support."""
 
 
 def repeats_of(heads: int, key_heads: int, workers: int) -> int:
-    """How often each head of keys is given away so that all workers get as many; 0 if the heads do not divide."""
+    """Return how often to repeat each key head so that all workers get the same number.
+
+    0 if the heads do not divide.
+    """
     if heads % workers:
         return 0
     times = range(1, heads // key_heads + 1)
@@ -161,7 +164,7 @@ def repeats_of(heads: int, key_heads: int, workers: int) -> int:
 
 
 class _Layer:
-    """An attention layer whose heads of keys were repeated."""
+    """An attention layer with repeated key heads."""
 
     def __init__(self, module: nn.Module, repeats: int) -> None:
         self._module = module

@@ -1,4 +1,4 @@
-"""Context parallelism: divide each sequence over the workers of a group, through the whole model."""
+"""The context-parallel switch: divide each sequence over the workers of a group, through the whole model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _notes(request: Request) -> Sequence[str]:
 
 def _acted(measured: Measured) -> str | None:
     size, tokens = measured.plan.sizes.context, measured.all("context_tokens")
-    # Two intervals of a ring may have a token more than one of their length.
+    # Two intervals of a ring may together have one token more than a single interval of their length.
     divided = all(held in (-(-whole // size), -(-whole // (2 * size)) * 2) for held, whole in tokens)
     if tokens and divided and all(measured.all("context_attention")):
         return None

@@ -1,7 +1,7 @@
-"""Hidden states and logits of which each worker has the rows of its tokens, and the cross-entropy of those.
+"""Hidden states and logits whose rows are divided over workers by token, and their cross-entropy.
 
-:class:`DividedRows` stands for the whole tensor, so that what follows a model's last block (its norm, its head, its
-own loss or a user's) is given the whole shape. What is done to each row by itself is done to the rows that are here.
+:class:`DividedRows` acts as the whole tensor. So everything after a model's last block (its norm, its head, its own
+loss or a user's loss) sees the whole shape. Operations on separate rows run on the local rows only.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Places = NDArray[np.int64]
 
 
 class DividedRows(DividedTensor):
-    """A tensor (…, features) of which each worker has some of the rows.
+    """A tensor (…, features) in which each worker has some of the rows.
 
     Attributes:
-        local: this worker's rows, of shape (rows, features), with the graph; they may be divided further.
-        places: of its rows among those of the whole, flattened. Of numpy, which knows them also where the shapes of
-            a model are planned, and its tensors have no data.
-        peers: the workers that have the others.
+        local: this worker's rows, of shape (rows, features), with the autograd graph. They may be divided further.
+        places: indices of these rows in the flattened whole. A numpy array, because its values are known even while a
+            model's shapes are planned and its tensors have no data.
+        peers: the workers that have the other rows.
     """
 
     handlers: ClassVar[dict[Any, Handler]] = {}
@@ -46,25 +46,25 @@ class DividedRows(DividedTensor):
         return self
 
     def __init__(self, local: torch.Tensor, rows: Sequence[int], places: Places, peers: Peers) -> None:
-        """``rows``: the shape of the whole without its last dimension."""
+        """``rows`` is the shape of the whole tensor without its last dimension."""
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The shape of the whole without its last dimension."""
+        """The shape of the whole tensor without its last dimension."""
         return tuple(self.shape[:-1])
 
     def whole(self) -> torch.Tensor:
-        """All rows as a plain tensor; every worker of the group must ask for it."""
+        """Gather all rows into a plain tensor. Call it on every worker of the group."""
         local = self.local.whole() if isinstance(self.local, DividedTensor) else self.local
         return self.scattered(local).view(self.shape)
 
     def scattered(self, local: torch.Tensor) -> torch.Tensor:
-        """What all workers have of each row, in the order of the whole, flattened."""
+        """Gather the values of all rows, flattened, in the order of the whole tensor."""
         filled = local.new_zeros(math.prod(self.rows), *local.shape[1:])
         return total(filled.index_copy(0, self._index(local), local), self.peers)
 
     def _index(self, beside: torch.Tensor) -> torch.Tensor:
-        """The places as an index of a tensor."""
+        """Return the places as an index tensor on the device of ``beside``."""
         return torch.tensor(self.places, device=beside.device)
 
     def part_of(self, rows: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ class DividedRows(DividedTensor):
         return total(part, self.peers)
 
     def with_local(self, local: torch.Tensor) -> DividedRows:
-        """Other values for the same rows."""
+        """Return other values for the same rows."""
         return DividedRows(local, self.rows, self.places, self.peers)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -122,7 +122,7 @@ def _over_features(function: Any, given: DividedRows, dim: Any = None, *args: An
     torch.mul, torch.div, torch.add, torch.sub,
 )  # fmt: skip
 def _with_another(function: Any, one: Any, other: Any, **kwargs: Any) -> Any:
-    """Values of a row with one number, with those of a vector of features, or with those of the same row."""
+    """Combine divided rows with a number, a vector of features, or other divided rows at the same places."""
     divided = one if isinstance(one, DividedRows) else other
     values = [_beside(divided, value) for value in (one, other)]
     if kwargs or any(value is NotImplemented for value in values):
@@ -131,7 +131,7 @@ def _with_another(function: Any, one: Any, other: Any, **kwargs: Any) -> Any:
 
 
 def _beside(divided: DividedRows, value: Any) -> Any:
-    """What stands for a value beside the rows of ``divided``."""
+    """Return the value to combine with the local rows of ``divided``, or NotImplemented."""
     if isinstance(value, DividedRows):
         same = value.rows == divided.rows and value.places is divided.places
         return value.local if same else NotImplemented
@@ -142,7 +142,7 @@ def _beside(divided: DividedRows, value: Any) -> Any:
 
 
 def _divided(given: Any) -> bool:
-    """Whether there is a divided tensor among arguments."""
+    """Return whether the arguments contain a divided tensor."""
     return any(isinstance(leaf, DividedTensor) for leaf in torch.utils._pytree.tree_leaves(given))
 
 
@@ -157,7 +157,7 @@ def _view(function: Any, given: DividedRows, *shape: Any) -> Any:
 
 
 def _resolved(rows: Sequence[int], count: int) -> list[int]:
-    """A shape with at most one -1, of ``count`` rows."""
+    """Replace a -1 in a shape so that the shape has ``count`` rows."""
     others = -math.prod(rows) if -1 in rows else 1
     return [count // max(others, 1) if size == -1 else size for size in rows]
 
@@ -204,7 +204,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``torch.nn.functional.cross_entropy`` of logits (rows, words) or (words,) and the indices of targets."""
+    """``torch.nn.functional.cross_entropy`` of logits (rows, tokens) or (tokens,) with class indices as targets."""
     if not isinstance(input, DividedRows) or not is_by_index(input, target, size_average, reduce):
         return NotImplemented
     targets = target.reshape(-1)
@@ -226,7 +226,7 @@ def _cross_entropy(
 
 
 class OnRows:
-    """The forward of a module that takes each row by itself, and has exchanges of its own."""
+    """The forward of a module that processes each row separately and has its own collectives."""
 
     def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
         functools.update_wrapper(self, forward)

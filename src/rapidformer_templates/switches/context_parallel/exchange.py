@@ -1,7 +1,7 @@
-"""Exchanges between the workers of a context group that autograd knows the reverse of.
+"""Differentiable collectives between the workers of a context-parallel group.
 
-Each worker of a group goes back from its share of one and the same loss, so the objective is a sum over the workers,
-and every exchange here has the derivative that this sum has: of a sum, the sum of the gradients.
+Each worker of a group starts its backward from its share of the same loss, so the objective is a sum over the workers.
+Every collective here has the derivative of this sum: the backward of an all-reduce is an all-reduce of the gradients.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def _trade(x: torch.Tensor, peers: Peers, given: int, taken: int) -> torch.Tenso
 
 
 def total(x: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """The sum of a tensor over the workers, which each of them has then."""
+    """All-reduce: sum a tensor over the workers."""
     result: torch.Tensor = _Sum.apply(x, peers)
     return result
 
 
 def trade(x: torch.Tensor, peers: Peers, *, given: int, taken: int) -> torch.Tensor:
-    """All to all: a tensor that is divided along ``taken`` is divided along ``given`` afterwards.
+    """All-to-all: turn a tensor that is divided along ``taken`` into one that is divided along ``given``.
 
     Args:
-        x: this worker's share; its length along ``given`` is a multiple of the workers'.
-        peers: the workers that have the others.
-        given: dimension that is whole before.
-        taken: dimension that is whole after.
+        x: this worker's share. Its length along ``given`` must be a multiple of the number of workers.
+        peers: the workers that have the other shares.
+        given: the dimension that is whole before.
+        taken: the dimension that is whole after.
     """
     result: torch.Tensor = _Trade.apply(x, peers, given, taken)
     return result

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each worker has."""
+"""The tokens of a sequence that each worker has."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Intervals:
-    """A sequence in intervals of one length, the last ones shorter; each worker has one, or one from each end.
+    """A sequence divided into intervals of equal length. The last ones may be shorter.
+
+    Each worker has one interval, or one from each end of the sequence.
 
     Attributes:
-        length: tokens of the sequence.
-        workers: that share it.
-        folded: whether a worker has two: of four workers the first has numbers 0 and 7, the second 1 and 6.
+        length: number of tokens in the sequence.
+        workers: number of workers that share it.
+        folded: whether a worker has two intervals. With four workers, the first has intervals 0 and 7, the second 1 and
+            6.
     """
 
     length: int
@@ -21,16 +24,16 @@ class Intervals:
 
     @property
     def step(self) -> int:
-        """Tokens of an interval."""
+        """Number of tokens in an interval."""
         return -(-self.length // (self.workers * (2 if self.folded else 1)))
 
     @property
     def stretch(self) -> int:
-        """Tokens that each worker holds, with those that fill it up."""
+        """Number of tokens on each worker, with padding."""
         return self.step * (2 if self.folded else 1)
 
     def of(self, rank: int) -> list[tuple[int, tuple[int, int]]]:
-        """The intervals of a worker: where each begins in its stretch, and (begin, end) in the sequence."""
+        """Return the intervals of a worker: each offset in the worker's part, and (begin, end) in the sequence."""
         numbers = (rank, 2 * self.workers - 1 - rank) if self.folded else (rank,)
         bounds = (range(number * self.step, (number + 1) * self.step) for number in numbers)
         return [
@@ -40,7 +43,7 @@ class Intervals:
 
     @property
     def positions(self) -> list[int]:
-        """Where each token lies in the stretches of all workers, laid end to end."""
+        """The index of each token in the concatenated parts of all workers."""
         found = [0] * self.length
         for rank in range(self.workers):
             for place, (begin, end) in self.of(rank):

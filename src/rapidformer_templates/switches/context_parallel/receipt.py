@@ -1,4 +1,4 @@
-"""What shows that sequences are divided."""
+"""Measurements that show that sequences are divided."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from rapidformer_templates.switches.context_parallel.stretches import ContextSha
 
 
 class Stretches(Receipt):
-    """``context_tokens``: [of a sequence on this worker, in all]; ``context_attention``: whether it was divided;
-    ``context_kind``: how.
+    """Reports ``context_tokens``, ``context_attention`` and ``context_kind``.
+
+    ``context_tokens`` is [tokens of a sequence on this worker, in total]. ``context_attention`` is whether attention
+    was divided, and ``context_kind`` is how.
     """
 
     def after_step(self, engine: Engine) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Attention over a whole sequence of which each worker has a stretch: keys and values go round in a ring.
+"""Ring attention over whole sequences that are divided over workers.
 
-Ring attention (Liu et al., 2023): the keys and values of each stretch pass through all workers, and each of them adds
-up what its queries make of them, by the logarithms of the sums of weights. A stretch is two intervals, one from each
-end of the sequence, so that under a causal mask all workers have as much to do (Brandon et al., 2023).
+Ring attention (Liu et al., 2023): the keys and values of each part pass through all workers. Each worker adds up the
+results of its queries, with the logarithms of the sums of weights. A part consists of two intervals, one from each end
+of the sequence. So, under a causal mask, all workers have the same amount of work (Brandon et al., 2023).
 
-With torch's own operations, a run of queries at a time, on any device and under any mask. Nothing but queries, keys,
-values and the output of this stretch is kept for the backward, in which they go round again.
+It uses torch operations on a range of queries at a time, so it works on any device and with any mask. For the backward,
+it saves only the queries, keys, values and output of this part, and the logarithms of the sums. The backward passes
+keys and values around the ring again.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from rapidformer_templates.switches.context_parallel.intervals import Intervals
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 
 AT_ONCE = 2**24
-"""Most scores of one head that are there at a time."""
+"""Maximum number of scores of one head in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What queries may see.
+    """The keys that queries may attend to.
 
     Attributes:
-        intervals: of the sequence.
-        mask: (samples or 1, heads or 1, tokens, tokens) of whole sequences: booleans, or numbers that are added to
-            the scores; None shows all.
-        causal: whether no token sees those behind it.
-        scale: of the scores.
+        intervals: the intervals of the sequence.
+        mask: (samples or 1, heads or 1, tokens, tokens) of whole sequences. Booleans, or numbers that are added to the
+            scores. None masks nothing.
+        causal: whether tokens cannot attend to later tokens.
+        scale: factor of the scores.
     """
 
     intervals: Intervals
@@ -46,10 +47,10 @@ class Seen:
 def ring_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, peers: Peers
 ) -> torch.Tensor:
-    """Attention of the queries of this worker's stretch over whole sequences.
+    """Compute attention of the queries on this worker over whole sequences.
 
     Args:
-        query: shape (samples, heads, tokens, size of a head); ``key`` and ``value`` may have fewer heads.
+        query: shape (samples, heads, tokens, size of a head). ``key`` and ``value`` may have fewer heads.
 
     Returns:
         Shape (samples, heads, tokens, size of a head).
@@ -74,7 +75,7 @@ class _Ring(torch.autograd.Function):
                     logarithm = scores.logsumexp(-1)
                     before = sums[..., block.queries]
                     together = torch.logaddexp(before, logarithm)
-                    known = together.masked_fill(together == -torch.inf, 0.0)  # rows that see nothing yet
+                    known = together.masked_fill(together == -torch.inf, 0.0)  # rows that attend to nothing yet
                     part = (scores - known.unsqueeze(-1)).exp().to(values.dtype) @ values[:, :, None, block.keys]
                     there = output[..., block.queries, :] * (before - known).exp().unsqueeze(-1)
                     output[..., block.queries, :] = there + part
@@ -90,7 +91,7 @@ class _Ring(torch.autograd.Function):
         seen, peers, wide = ctx.seen, ctx.peers, sums.dtype
         groups, outer = _by_keys(query, key), _by_keys(gradient, key)
         inner = (outer.to(wide) * _by_keys(output, key)).sum(-1)
-        sums = sums.masked_fill(sums == -torch.inf, torch.inf)  # rows that see nothing have no part in anything
+        sums = sums.masked_fill(sums == -torch.inf, torch.inf)  # rows that attend to nothing have no gradient
         of_query = torch.zeros_like(groups, dtype=wide)
         travelling = (key, value, torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide))
         with torch.autocast(query.device.type, enabled=False):
@@ -114,13 +115,13 @@ class _Ring(torch.autograd.Function):
 
 
 def _by_keys(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """(samples, heads of keys, heads of queries for each, tokens, size of a head)."""
+    """Reshape to (samples, key heads, query heads per key head, tokens, size of a head)."""
     return x.unflatten(1, (key.shape[1], -1))
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries of this stretch, and keys of another, that see one another."""
+    """A range of this worker's queries, and a range of keys of a worker that they attend to."""
 
     queries: slice
     keys: slice
@@ -128,8 +129,8 @@ class _Block:
     scale: float
 
     def scores(self, groups: torch.Tensor, keys: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-        """(samples, heads of keys, heads for each, queries, keys)."""
-        # Rounded to 16 bits they would be worse than those of a kernel, which adds up in 32.
+        """Return scores of shape (samples, key heads, query heads per key head, queries, keys)."""
+        # Compute in 32 bits, as a fused kernel accumulates. 16-bit scores would be less exact.
         scores = groups[..., self.queries, :].to(wide) @ keys[:, :, None, self.keys].to(wide).mT * self.scale
         if self.mask is None:
             return scores
@@ -139,11 +140,11 @@ class _Block:
 
 
 def _blocks(groups: torch.Tensor, seen: Seen, rank: int, source: int) -> Iterator[_Block]:
-    """The blocks of scores of this worker's queries and another's keys, a run of queries at a time."""
+    """Yield blocks of this worker's queries and the source worker's keys, a range of queries at a time."""
     for here, (begin, end) in seen.intervals.of(rank):
         for there, (first, last) in seen.intervals.of(source):
             if seen.causal and first >= end:
-                continue  # all of these keys are behind all of these queries
+                continue  # all of these keys are after all of these queries
             step = max(1, AT_ONCE // max(last - first, 1))
             for low in range(begin, end, step):
                 high = min(low + step, end)
@@ -155,7 +156,7 @@ def _blocks(groups: torch.Tensor, seen: Seen, rank: int, source: int) -> Iterato
 
 
 def _mask(groups: torch.Tensor, seen: Seen, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor | None:
-    """What may be seen of some places by others; None is all."""
+    """Return the mask between two ranges of tokens, or None if nothing is masked."""
     if seen.mask is not None:
         part = seen.mask[..., slice(*rows), slice(*columns)]
         if part.shape[1] == 1:
@@ -171,10 +172,10 @@ def _mask(groups: torch.Tensor, seen: Seen, rows: tuple[int, int], columns: tupl
 def _round(
     peers: Peers, tensors: Sequence[torch.Tensor], *, home: bool = False
 ) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
-    """What each worker has, as it comes by: (whose it is, its tensors), beginning with this worker's own.
+    """Pass tensors around the ring. Yield (owner, its tensors), starting with this worker's own.
 
     Args:
-        home: what is added to tensors beyond the first two travels with them, back to whose they are.
+        home: whether the tensors after the first two travel with them. They collect sums and return to their owner.
     """
     held = [tensor.contiguous() for tensor in tensors]
     for step in range(peers.size):
@@ -189,7 +190,7 @@ def _round(
 
 
 def _pass_on(peers: Peers, tensors: Sequence[torch.Tensor]) -> list[tuple[list[Any], torch.Tensor, torch.Tensor]]:
-    """Begin to send tensors to the next worker, and to receive the same of the one before."""
+    """Start to send tensors to the next worker, and to receive the same tensors from the previous one."""
     to, origin = (dist.get_global_rank(peers.group, (peers.rank + by) % peers.size) for by in (1, -1))
     begun = []
     for tensor in tensors:

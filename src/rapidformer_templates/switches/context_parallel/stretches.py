@@ -1,4 +1,4 @@
-"""The stretch of each sequence that a worker has, from the first block of a model to what follows its last."""
+"""The part of each sequence that a worker has, from the first block of a model to the layers after its last block."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from rapidformer_templates.switches.tensor_parallel.random_streams import Stream
 from rapidformer_templates.switches.tensor_parallel.sequence import DIM, SequenceShards
 
 POSITIONS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
-"""What models of transformers give their blocks for each token, and the dimension of the tokens."""
+"""Per-token arguments that models of transformers pass to their blocks, with the dimension of the tokens."""
 
 
 class ContextShards(SequenceShards):
-    """As of sequence parallelism, with all of a block on a stretch, and whole sequences for attention alone.
+    """Divides sequences for context parallelism.
+
+    A block runs entirely on a part, and only attention sees whole sequences.
 
     Attributes:
-        kind: ``all-to-all`` or ``ring``: how attention sees them.
-        attended: whether a call of attention was divided; a number would be another one for each compiled graph.
+        kind: how attention sees whole sequences: ``all-to-all`` or ``ring``.
+        attended: whether a call of attention was divided. It is not a count, because each value would recompile a
+            graph.
     """
 
     key = "_context_length"
     comes_first = True
 
     def __init__(self, peers: Peers, streams: Streams, kind: str, *, ends: bool) -> None:
-        """``ends``: whether this worker has what follows the last block."""
+        """``ends`` is whether this worker has the layers after the last block."""
         super().__init__(peers, streams)
         self.kind = kind
         self.ends = ends
@@ -40,7 +43,7 @@ class ContextShards(SequenceShards):
         self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def intervals(self, length: int) -> Intervals:
-        """Who has which tokens; a ring has them from both ends."""
+        """Return which worker has which tokens. In a ring, each worker has tokens from both ends."""
         return Intervals(length, self.peers.size, folded=self.kind == "ring")
 
     def divide(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -74,7 +77,7 @@ class ContextShards(SequenceShards):
         return whole.index_select(DIM, torch.tensor(intervals.positions, device=whole.device))
 
     def _once(self, tensor: torch.Tensor, *, dim: int, length: int) -> torch.Tensor:
-        """The stretch of a tensor that all blocks are given, cut once."""
+        """Return this worker's part of a tensor that all blocks get. It is cut only once."""
         if tensor.ndim < -dim or tensor.shape[dim] != length:
             return tensor
         if id(tensor) not in self._cut:
@@ -82,7 +85,10 @@ class ContextShards(SequenceShards):
         return self._cut[id(tensor)][1]
 
     def stretch(self, tensor: torch.Tensor, dim: int = DIM) -> torch.Tensor:
-        """This worker's intervals, filled up with zeros; not a view, which would keep the whole."""
+        """Return this worker's intervals, padded with zeros.
+
+        It is a copy, because a view would keep the whole tensor alive.
+        """
         dim %= tensor.ndim
         intervals = self.intervals(tensor.shape[dim])
         parts = []
@@ -90,5 +96,5 @@ class ContextShards(SequenceShards):
             missing = intervals.step - (end - begin)
             part = tensor.narrow(dim, begin, end - begin)
             parts.append(functional.pad(part, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else part)
-        # One sample would keep the stride of the whole, and the first block be compiled for it alone.
+        # A single sample would keep the stride of the whole, and torch would compile the first block separately for it.
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)

@@ -20,14 +20,14 @@ from rapidformer_templates.system.workers import Workers
 
 
 def divide_context(model: nn.Module, building: Building) -> nn.Module:
-    """Divide each sequence over the workers of a context group, from the first block of the model on.
+    """Divide each sequence over the workers of a context group, starting at the first block of the model.
 
-    Every worker keeps all weights. A backward from this worker's share of the loss leaves the part of the gradient
-    that its tokens have, and the sum over the group is the gradient. In training what the last block puts out, and
-    the logits, are :class:`~.divided_rows.DividedRows`.
+    Every worker keeps all weights. A backward from this worker's share of the loss leaves the part of the gradient that
+    comes from its tokens. The sum over the group is the whole gradient. In training, the output of the last block and
+    the logits are :class:`~.divided_rows.DividedRows`.
 
     Raises:
-        ModelError: the model has no blocks, attention that cannot be divided, or layers that mix positions besides it.
+        ModelError: the model has no blocks, its attention cannot be divided, or other layers mix positions, too.
     """
     workers = building.workers
     part = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
@@ -40,7 +40,7 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
         raise _refusal(model, "has no repeated blocks")
     check_attention(part)
     losses = auxiliary_losses_of(model)
-    called = part if losses is None else model  # losses of a mixture see the batch where the whole model is called
+    called = part if losses is None else model  # a mixture's losses read the batch of the outer model
     trial = Trial(part, called, workers) if building.has_values and workers.pipeline == 1 else None
     peers = Peers(group_of(workers), workers.context, workers.context_rank)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
@@ -61,14 +61,14 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
 
 
 def _kind_for(model: PreTrainedModel, workers: Workers) -> str:
-    """All to all where the heads of each worker divide, else a ring."""
+    """Return all-to-all if the heads of each worker divide, and otherwise ring."""
     heads: int | None = getattr(model.config.get_text_config(), "num_attention_heads", None)
     divides = heads is not None and heads % (workers.tensor * workers.context) == 0
     return "all-to-all" if divides else "ring"
 
 
 def group_of(workers: Workers) -> dist.ProcessGroup:
-    """The process group of the workers that share this one's sequences; every worker must ask for it."""
+    """Return the process group of the workers that share sequences with this one. Call it on every worker."""
     span = workers.context * workers.tensor
     firsts = [block + tensor for block in range(0, workers.world, span) for tensor in range(workers.tensor)]
     own, _ = dist.new_subgroups_by_enumeration([[*range(first, first + span, workers.tensor)] for first in firsts])

@@ -1,7 +1,8 @@
-"""A trial of a divided model: what it puts out for a few tokens must be what it puts out undivided.
+"""Check of a divided model: for a few tokens, its output must equal the output of the undivided model.
 
-Only attention sees whole sequences. A layer that mixes positions in another way (a convolution, a state space, linear
-attention), or that counts positions without the ids of the model, would compute something else on each worker's part.
+Only attention sees whole sequences. Other layers may mix positions, too (a convolution, a state space model, linear
+attention), or count positions without the model's position ids. They would compute something else on each worker's
+part.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from rapidformer_templates.switches.context_parallel.stretches import ContextSha
 from rapidformer_templates.system.workers import Workers
 
 ALIKE = 1e-4
-"""Difference of hidden states, relative to the largest of them, up to which it is rounding."""
+"""Maximum difference of hidden states, relative to the largest of them, that counts as rounding."""
 
 
 class Trial:
     """Compares the last hidden states of a model before and after it is divided.
 
     Args:
-        model: not divided yet. One that needs more than tokens, or whose weights are not all here, is not tried.
+        model: not divided yet. It is not tested if it needs more than tokens, or if this worker lacks some of its
+            weights.
         called: the model, or the module around it that is called in its place.
-        workers: this process among its peers, which must all try the model.
+        workers: this process and its peers, which must all test the model.
     """
 
     def __init__(self, model: PreTrainedModel, called: nn.Module, workers: Workers) -> None:
@@ -38,14 +40,14 @@ class Trial:
         self.length = 4 * workers.context + 1
         self.undivided: torch.Tensor | None = None
         if can_be_tried(model):
-            with suppress(Exception):  # a model of any kind may need something else than tokens
+            with suppress(Exception):  # some models need other inputs than tokens
                 self.undivided = self._hidden()
 
     def check(self, shards: ContextShards) -> None:
-        """Compare with the model as it is divided now.
+        """Compare with the model after it has been divided.
 
         Raises:
-            ModelError: the two differ on any worker, or the divided model cannot compute.
+            ModelError: the hidden states differ on any worker, or the forward of the divided model fails.
         """
         if self.undivided is None:
             return
@@ -53,9 +55,9 @@ class Trial:
         try:
             divided = self._hidden()
             difference = float((divided - self.undivided).abs().max() / self.undivided.abs().max())
-        except Exception as error:  # it could before it was divided
+        except Exception as error:  # the undivided model could compute it
             why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        shards.attended, shards.held = False, None  # the receipts are those of the first step
+        shards.attended, shards.held = False, None  # the receipts must come from the first step
         reasons, differences = zip(*self.workers.gather((why, difference)), strict=True)
         if any(reasons):
             raise self._refusal(f"cannot compute on a part of a sequence ({next(filter(None, reasons))})")
@@ -67,7 +69,7 @@ class Trial:
 
     @torch.no_grad()
     def _hidden(self) -> torch.Tensor:
-        """The last hidden states of one row of tokens, of shape (1, tokens, features)."""
+        """Return the last hidden states of one row of tokens, of shape (1, tokens, features)."""
         embeddings: nn.Module = self.model.get_input_embeddings()
         weight = next(embeddings.parameters())
         ids = torch.arange(len(weight) // 2, len(weight) // 2 + self.length, device=weight.device)[None] % len(weight)

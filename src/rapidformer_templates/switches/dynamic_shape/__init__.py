@@ -1,1 +1,1 @@
-"""Batches by length under a budget of tokens."""
+"""Batches by length under a token budget."""

@@ -1,4 +1,4 @@
-"""The order of ``--data-iterator dynamic-shape``: batches formed by length, and which of them make up a step."""
+"""The order of ``--data-iterator dynamic-shape``: how batches are formed by length and grouped into steps."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes,
 
 
 class DynamicOrder:
-    """Batches of a few shapes, in random order; a function of the seed and the step alone.
+    """Batches of a few shapes, in random order. The order depends only on the seed and the step.
 
-    An epoch is a permutation of the samples, sorted by shape and cut into batches: which samples share
-    a batch, and the order of the batches, are drawn anew in each epoch. How many batches of which
-    shape there are is the same in all of them, so that any step is found without a look at earlier ones.
+    An epoch is a permutation of the samples, sorted by shape and cut into batches. Each epoch draws anew which samples
+    share a batch, and the order of the batches. Every epoch has the same number of batches of each shape, so that any
+    step is found without a look at earlier ones.
 
-    A step is a fixed number of batches. By iterations, steps run on over the borders of the epochs; by
-    epochs, each epoch is divided into steps by itself, as evenly as can be, and where a step has a batch
-    less than others, a worker idles. Nothing is lost or doubled.
+    A step is a fixed number of batches. If the run counts iterations, steps continue across epoch boundaries. If it
+    counts epochs, each epoch is divided into steps as evenly as possible. If a step then has one batch less than
+    others, a worker idles. No sample is lost or repeated.
 
-    An epoch costs O(samples) when its first step is asked for, a step O(its samples).
+    An epoch costs O(samples) when its first step is requested. A step costs O(its samples).
 
     Args:
-        lengths: of the samples, tokens; none above the longest shape.
-        shapes: what batches are padded to, shortest first.
-        micro_batches: batches a step, over all workers.
-        seed: of the permutations.
+        lengths: lengths of the samples in tokens. None is above the longest shape.
+        shapes: shapes that batches are padded to, shortest first.
+        micro_batches: batches per step, over all workers.
+        seed: seed of the permutations.
         by_epochs: whether steps stop at the end of an epoch.
     """
 
@@ -51,7 +51,7 @@ class DynamicOrder:
         kinds = np.searchsorted([shape.length for shape in shapes], lengths)
         self._kinds = kinds.astype(np.min_scalar_type(len(shapes)))  # up to 16 bits are sorted in linear time
         shares = share_out(shapes, np.bincount(kinds, minlength=len(shapes)).tolist())
-        # Each shape has full batches and perhaps one that is not; all are slices of the sorted samples.
+        # Each shape has full batches and perhaps one partial batch. All are slices of the sorted samples.
         samples = [n for shape, share in zip(shapes, shares, strict=True) for n in (shape.rows, share.rest)]
         times = [n for share in shares for n in (share.full, share.batches - share.full)]
         self._ends = np.cumsum(np.repeat(samples, times))
@@ -62,25 +62,25 @@ class DynamicOrder:
 
     @property
     def fill(self) -> float:
-        """The share of an epoch's tokens that are not padding."""
+        """Share of an epoch's tokens that are not padding."""
         tokens = np.array([shape.tokens for shape in self.shapes])
         return float(self.lengths.sum() / tokens[self._shape_of].sum())
 
     def epoch(self, step: int) -> float:
-        """Passes over the data that are complete before ``step``, counted in batches."""
+        """Return the passes over the data that are complete before ``step``, counted in batches."""
         if self.by_epochs:
             return step / self.steps_per_epoch
         return step * self.micro_batches / self.batches
 
     def step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sample indices, positions) of the batches of ``step``, those with the longest rows first."""
+        """Return (sample indices, positions) of the batches of ``step``, longest rows first."""
         parts = [self._samples(epoch, batch) for epoch, batch in self._step(step)]
         return np.concatenate([samples for samples, _ in parts]), np.concatenate([positions for _, positions in parts])
 
     def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
-        """Those of the batches of a step whose numbers are in ``mine``.
+        """Yield the requests of the batches of a step whose indices are in ``mine``.
 
-        Batches come by the length of their rows: workers that take neighbours at a time wait little for one another.
+        Batches are ordered by row length, so workers with neighbouring batches wait little for each other.
         """
         assert count == self.micro_batches
         batches = self._step(step)
@@ -95,7 +95,7 @@ class DynamicOrder:
             yield Request(samples.tolist(), (self.seed, Stream.SAMPLE), positions.tolist(), idle, shape, tokens)
 
     def depends_on(self) -> dict[str, Any]:
-        """What the samples of a step depend on."""
+        """Return everything that the samples of a step depend on."""
         return {
             "--data-iterator": "dynamic-shape",
             "--seed": self.seed,
@@ -107,7 +107,7 @@ class DynamicOrder:
         }
 
     def _step(self, step: int) -> list[tuple[int, int]]:
-        """(epoch, batch) of each batch of a step, those with the longest rows first."""
+        """Return (epoch, batch) for each batch of a step, longest rows first."""
         if self.by_epochs:
             epoch, index = divmod(step, self.steps_per_epoch)
             first, end = (epoch * self.batches + self.batches * i // self.steps_per_epoch for i in (index, index + 1))
@@ -118,14 +118,14 @@ class DynamicOrder:
         return sorted(drawn, key=lambda batch: -self._shape_of[batch[1]])
 
     def _samples(self, epoch: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sample indices, positions) of a batch."""
+        """Return (sample indices, positions) of a batch."""
         first, end = int(self._ends[batch - 1]) if batch else 0, int(self._ends[batch])
         return self._drawn(epoch)[0][first:end], np.arange(first, end) + epoch * self.size
 
     def _drawn(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(samples sorted by shape, order of the batches) of an epoch."""
+        """Return (samples sorted by shape, order of the batches) of an epoch."""
         if epoch not in self._epochs:
-            for old in [e for e in self._epochs if e < epoch - 1]:  # a step seldom touches more than two
+            for old in [e for e in self._epochs if e < epoch - 1]:  # a step seldom uses more than two
                 del self._epochs[old]
             samples = np.random.default_rng((self.seed, Stream.ORDER, epoch)).permutation(self.size)
             by_shape = samples[np.argsort(self._kinds[samples], kind="stable")]
@@ -135,7 +135,7 @@ class DynamicOrder:
 
 
 def order_of(template: Any, samples: Any) -> tuple[DynamicOrder, str]:
-    """The order of a run's training samples, and the line that tells its shapes.
+    """Return the order of a run's training samples, and a line that describes its shapes.
 
     Raises:
         DataError: the samples cannot be batched by length.

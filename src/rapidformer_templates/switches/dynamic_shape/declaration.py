@@ -22,14 +22,14 @@ from rapidformer_templates.planning.switch import (
     always,
 )
 
-# A compiler keeps one graph a shape; torch.compile gives up on a function after eight of them.
+# A compiler keeps one graph per shape. torch.compile stops compiling a function after eight of them.
 MAX_SHAPES = 8
 # Lengths suit the matrix units of a GPU best in multiples of eight [S].
 MULTIPLE = 8
-# Tasks whose samples have one length each, and labels of whole numbers that a row of padding can do without.
+# Tasks whose samples have one length each, and integer labels that a row of padding can do without.
 TASKS = (None, "pretraining", "masked_lm", "causal_lm", "sequence_classification", "token_classification")
 
-# What cannot be asked for besides: field → its value when off, and why.
+# Incompatible fields: field → (its value when off, reason).
 OWN_BATCHES = {
     "group_by_length": (None, "forms its batches by length itself"),
     "pack_sequences": (False, "has nothing to gain from packed rows: they are all of one length"),
@@ -67,12 +67,12 @@ class DynamicShapeFlags:
 
 
 def max_shapes(options: DynamicShapeFlags) -> int:
-    """Most distinct shapes; 0 is no limit."""
+    """Return the highest number of distinct shapes. 0 means no limit."""
     return MAX_SHAPES if options.max_shapes is None else options.max_shapes
 
 
 def multiple(options: DynamicShapeFlags) -> int:
-    """What padded lengths are multiples of."""
+    """Return the number that padded lengths are multiples of."""
     return options.shape_multiple or MULTIPLE
 
 

@@ -1,1 +1,1 @@
-"""Attention kernels: which one a model calls, packed rows without a mask, and a receipt of what ran."""
+"""Attention kernels: the kernel that a model calls, packed rows without a mask, and a receipt of what ran."""

@@ -1,4 +1,4 @@
-"""Flash attention: torch's flash kernel, or the package ``flash_attn`` where it is installed."""
+"""Flash attention: torch's flash kernel, or the package ``flash_attn`` if it is installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rapidformer_templates.planning.switch import (
 from rapidformer_templates.switches.mixed_precision import AMPERE
 
 FUSED = re.compile("flash|efficient|cudnn")
-"""In the names of the operators that compute attention without a matrix of scores."""
+"""Matches the names of operators that compute attention without a matrix of scores."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class FlashAttentionFlags:
 
 
 def kernel(request: Request) -> str:
-    """The kernel of batches without padding: ``flash_attn`` (the package), ``flash`` or ``efficient`` (torch's)."""
+    """Return the kernel for unpadded batches: ``flash_attn`` (the package), ``flash`` or ``efficient`` (torch's)."""
     environment = request.environment
     if environment.device == "cpu":
         return "flash"
@@ -89,7 +89,7 @@ def _engine_options(request: Request) -> Mapping[str, Any]:
 
 
 def _acted(measured: Measured) -> str | None:
-    """The model calls our functions, and they a kernel without the matrix of scores."""
+    """Check that the model calls our functions, and that they call a kernel without the matrix of scores."""
     called = sorted({name for names in measured.all("attention_functions") for name in names})
     kernels = sorted({name for counts in measured.all("attention_kernels") for name in counts})
     if any(name.startswith("rapidformer_") for name in called) and any(FUSED.search(name) for name in kernels):

@@ -1,8 +1,8 @@
-"""The attention function that a model of transformers calls under ``--use-flash-attn``.
+"""The attention function that a transformers model calls under ``--use-flash-attn``.
 
-It stands in transformers' own registry of attention functions, under a name for each kernel, with
-a mask function beside it: transformers asks the one for what the attention may see, and gives it
-to the other. The mask is None, a matrix, or, in packed rows, the borders of the documents.
+Each kernel has a name in transformers' registry of attention functions, with an attention function and a mask
+function. transformers asks the mask function what the attention may see, and passes the answer to the attention
+function. The mask is None, a matrix, or, in packed rows, the borders of the documents.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
 
-# Transformers treats any name with "flash" in it as one of its own.
+# transformers treats any name that contains "flash" as a built-in implementation.
 NAMES = {"flash": "rapidformer_torch", "efficient": "rapidformer_efficient", "flash_attn": "rapidformer_package"}
-"""Name in transformers' registry of each kernel that the plan may choose (``engine_options``)."""
+"""Name in transformers' registry for each kernel that the plan may choose (``engine_options``)."""
 
 ANY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def use_flash_attention(model: nn.Module, building: Building) -> nn.Module:
-    """Let the model call the kernel that the plan names.
+    """Make the model call the kernel that the plan names.
 
     Raises:
-        ModelError: its attention cannot be chosen, or needs what the kernel lacks.
+        ModelError: its attention cannot be chosen, or needs something that the kernel lacks.
     """
     kernel = building.plan.engine_options["attention_kernel"]
     check_attention(model, building.plan.device)
@@ -43,10 +43,10 @@ def use_flash_attention(model: nn.Module, building: Building) -> nn.Module:
 
 
 def check_attention(model: nn.Module, device: str) -> None:
-    """Look whether a model's attention can go through a flash kernel.
+    """Check that a model's attention can use a flash kernel.
 
     Raises:
-        ModelError: it cannot; the model is named.
+        ModelError: it cannot. The error names the model.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -83,16 +83,16 @@ def attention_mask(
     packs: bool = True,
     **others: Any,
 ) -> torch.Tensor | None:
-    """What the attention may see: None, a matrix (rows, 1, tokens, tokens), or the borders of packed documents.
+    """Return what the attention may see: None, a matrix (rows, 1, tokens, tokens), or borders of packed documents.
 
-    The parameters are those of transformers' ``sdpa_mask``, which makes all but the borders.
+    The parameters are those of transformers' ``sdpa_mask``, which makes everything except the borders.
 
     Args:
-        packs: whether the kernel takes borders.
+        packs: whether the kernel supports borders.
     """
     special = attention_mask is not None or local_size is not None or use_vmap or q_length != kv_length
     if packs and not (special or allow_is_causal_skip or allow_is_bidirectional_skip or q_offset or kv_offset):
-        # Packed documents, if each token sees the one before it or begins a document, and none sees the next.
+        # Documents are packed if each token sees the one before it or begins a document, and none sees the next.
         rows = torch.arange(batch_size, device=device)[:, None]
         here = torch.arange(q_length, device=device)[None]
         sees = partial(mask_function, rows, 0)
@@ -127,18 +127,18 @@ def attention(
     kernel: str,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it, through one kernel.
+    """Compute attention with one kernel. transformers calls this function.
 
     Args:
         module: the attention layer.
-        query: shape (rows, heads, tokens, size of a head); ``key`` and ``value`` may have fewer heads.
-        attention_mask: of :func:`attention_mask`.
-        dropout: rate of the attention weights.
-        scaling: factor of the scores; one over the root of the head's size by default.
+        query: shape (rows, heads, tokens, head size). ``key`` and ``value`` may have fewer heads.
+        attention_mask: result of :func:`attention_mask`.
+        dropout: dropout rate of the attention weights.
+        scaling: factor of the scores. The default is one over the root of the head size.
         kernel: ``flash``, ``efficient`` or ``flash_attn``.
 
     Returns:
-        (shape (rows, tokens, heads, size of a head), None for the weights, which no kernel has).
+        Output of shape (rows, tokens, heads, head size), and None for the weights, which no kernel returns.
 
     Raises:
         ModelError: the kernel cannot compute this.
@@ -163,7 +163,7 @@ def attention(
 
 
 def _backends(query: torch.Tensor, mask: torch.Tensor | None, kernel: str) -> list[SDPBackend]:
-    """The kernels that torch may take; what is forced in training is only preferred in an evaluation."""
+    """Return the kernels that torch may use. In evaluation, other kernels are allowed as a fallback."""
     if not torch.is_grad_enabled():
         return ANY
     if query.device.type == "cpu" or (mask is None and kernel == "flash"):
@@ -172,7 +172,7 @@ def _backends(query: torch.Tensor, mask: torch.Tensor | None, kernel: str) -> li
 
 
 def _suits_package(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether ``flash_attn`` takes this: no mask, 16 bits, and as many queries as keys (not so in a generation)."""
+    """Whether ``flash_attn`` supports this: no mask, 16 bits, and as many queries as keys (not so in generation)."""
     return mask is None and value.dtype in (torch.float16, torch.bfloat16) and query.shape[2] == key.shape[2]
 
 
@@ -201,7 +201,7 @@ def _check_call(
     dropout: float,
     position_bias: torch.Tensor | None,
 ) -> None:
-    """What a configuration does not tell."""
+    """Check what the configuration does not show."""
     if query.shape[-1] != value.shape[-1]:
         raise _refusal(
             type(module).__name__, f"the heads of query and value differ: {query.shape[-1]}, {value.shape[-1]}"
@@ -215,7 +215,10 @@ def _check_call(
 
 
 def _check_size_of_heads(module: nn.Module, value: torch.Tensor) -> None:
-    """torch's memory-efficient kernel reads rows of a multiple of 16 bytes (``check_head_dim_size_mem_efficient``)."""
+    """Check the head size of a layer.
+
+    torch's memory-efficient kernel reads rows of a multiple of 16 bytes (``check_head_dim_size_mem_efficient``).
+    """
     size, width = value.shape[-1], value.element_size()
     if size % (step := 16 // width):
         why = f"batches with a mask take the memory-efficient kernel, whose heads are a multiple of {step} values"
@@ -224,5 +227,5 @@ def _check_size_of_heads(module: nn.Module, value: torch.Tensor) -> None:
 
 for _kernel, _name in NAMES.items():
     AttentionInterface.register(_name, partial(attention, kernel=_kernel))
-    # The memory-efficient kernel takes no borders.
+    # The memory-efficient kernel does not support borders.
     AttentionMaskInterface.register(_name, partial(attention_mask, packs=_kernel != "efficient"))

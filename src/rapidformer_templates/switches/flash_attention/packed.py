@@ -1,9 +1,9 @@
-"""Attention in packed rows: each document by itself, so that no matrix of tokens × tokens masks the others.
+"""Attention in packed rows. Each document is computed separately, so no matrix of tokens × tokens masks the others.
 
-A batch of packed rows is one run of tokens, row after row; ``borders`` are the places in it where
-documents begin, and its end: what the variable-length kernels call ``cu_seqlens``. On a GPU the
-flash kernels take them as they are. On a CPU the flash kernel is called once a document. Either
-way the cost is that of the documents' own squares, not of the rows'.
+A batch of packed rows is one sequence of tokens, row after row. ``borders`` are the positions in it where
+documents begin, and its end. Variable-length kernels call this ``cu_seqlens``. On a GPU, the
+flash kernels take the borders directly. On a CPU, the flash kernel is called once per document. Either
+way, the cost grows with the squares of the documents' lengths, not of the rows'.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def borders_of(follows: torch.Tensor) -> torch.Tensor:
-    """Where the documents of a batch begin, and its end.
+    """Return the positions where the documents of a batch begin, and its end.
 
     Args:
         follows: whether a token sees the one before it in its row, shape (rows, tokens).
@@ -42,21 +42,21 @@ def packed_attention(
     dropout: float = 0.0,
     package: bool = False,
 ) -> torch.Tensor:
-    """Causal attention in which each token sees its own document.
+    """Causal attention in which each token sees only its own document.
 
     Args:
-        query: shape (rows, heads, tokens, size of a head).
-        key: the same with as many heads, or a divisor of it (grouped queries).
-        value: as ``key``.
-        borders: of :func:`borders_of`.
+        query: shape (rows, heads, tokens, head size).
+        key: like ``query``. Its number of heads may be a divisor of the query's (grouped queries).
+        value: like ``key``.
+        borders: result of :func:`borders_of`.
         scale: factor of the scores.
-        dropout: rate of the attention weights; a CPU's kernel has none.
-        package: call the package ``flash_attn``, and torch's own flash kernel otherwise. GPU only.
+        dropout: dropout rate of the attention weights. The CPU kernel has no dropout.
+        package: whether to call the package ``flash_attn`` instead of torch's flash kernel. GPU only.
 
     Returns:
-        Shape (rows, tokens, heads, size of a head), in the type of ``value``.
+        Shape (rows, tokens, heads, head size), in the type of ``value``.
     """
-    # Rotary positions leave queries and keys in fp32 where autocast computes values in 16 bits.
+    # Rotary positions leave queries and keys in fp32 when autocast computes values in 16 bits.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if value.device.type == "cpu" and not package:
         output: torch.Tensor = _on_cpu(query, key, value, borders, scale)[0]
@@ -76,7 +76,7 @@ def _of_torch(
     dropout: float,
     scale: float,
 ) -> torch.Tensor:
-    # The operator under torch.nn.attention.varlen, which has no dropout and another signature in each version.
+    # The operator under torch.nn.attention.varlen, which has no dropout and whose signature differs between versions.
     output: torch.Tensor = aten._flash_attention_forward(
         query, key, value, borders, borders, longest, longest, dropout, True, False, scale=scale
     )[0]
@@ -100,16 +100,16 @@ def _of_package(
     return output
 
 
-# One operator, so that a compiler need not look into a loop whose length differs from batch to batch.
+# One operator, so that a compiler need not trace a loop whose length differs between batches.
 
 
 @torch.library.custom_op("rapidformer::packed_attention_for_cpu", mutates_args=())
 def _on_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output of shape (rows, tokens, heads, size), logarithm of each token's sum of weights (rows, heads, tokens))."""
+    """Return the output (rows, tokens, heads, size) and the log of each token's weight sum (rows, heads, tokens)."""
     output, log_sums = _like_output(query), _like_log_sums(query).zero_()
-    # A document of one token, such as padding at the end of a row, has its value for an output.
+    # The output of a document with one token, such as padding at the end of a row, is its value.
     groups = query.shape[1] // value.shape[1]
     output.copy_(value.repeat_interleave(groups, dim=1).transpose(1, 2))
     for document in _documents(borders, query.shape[2]):
@@ -136,10 +136,11 @@ def _backward_on_cpu(
     borders: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     gradient, output = gradient.transpose(1, 2), output.transpose(1, 2)
     of_query, of_key = torch.zeros_like(query), torch.zeros_like(key)
-    of_value = gradient.unflatten(1, (value.shape[1], -1)).sum(2)  # those of one token; the others follow
+    # for documents with one token; the others are set below
+    of_value = gradient.unflatten(1, (value.shape[1], -1)).sum(2)
     for document in _documents(borders, query.shape[2]):
         parts = [_slice(tensor, document) for tensor in (gradient, query, key, value, output, log_sums)]
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, 0.0, True, scale=scale)
@@ -179,7 +180,7 @@ def _like_log_sums(query: torch.Tensor) -> torch.Tensor:
 
 
 def _documents(borders: torch.Tensor, tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(row, first token, end) of each document of more than one token."""
+    """Yield (row, first token, end) of each document with more than one token."""
     for start, end in pairwise(borders.tolist()):
         if end - start > 1:
             row = start // tokens
@@ -187,6 +188,6 @@ def _documents(borders: torch.Tensor, tokens: int) -> Iterator[tuple[int, int, i
 
 
 def _slice(tensor: torch.Tensor, document: tuple[int, int, int]) -> torch.Tensor:
-    """A view of a document's part of a tensor of shape (rows, heads, tokens, …)."""
+    """Return a view of a document's part of a tensor of shape (rows, heads, tokens, …)."""
     row, start, end = document
     return tensor[row : row + 1, :, start:end]

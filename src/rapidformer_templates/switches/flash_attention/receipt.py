@@ -1,4 +1,4 @@
-"""Which attention kernels ran: counted by torch's profiler, which sees the calls inside compiled graphs, too."""
+"""Receipt of the attention kernels that ran. torch's profiler counts them, also inside compiled graphs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
 
 KERNEL = re.compile(r"_scaled_dot_product_\w+|_?flash_attn\w*_(forward|backward)|_flash_attention_(forward|backward)")
-"""Names of the operators that compute attention, of torch and of the package ``flash_attn``."""
+"""Names of torch's and ``flash_attn``'s operators that compute attention."""
 
 
 def attention_functions(model: nn.Module) -> list[str]:
-    """What the parts of a model call for their attention, by the names of transformers' registry."""
+    """Return the attention functions that the parts of a model call, by their names in transformers' registry."""
     configs = (getattr(part, "config", None) for part in model.modules())
     return sorted({name for config in configs if (name := getattr(config, "_attn_implementation", None))})
 
 
 @contextmanager
 def count_kernels() -> Iterator[dict[str, int]]:
-    """Fill the dict, when the block ends, with the calls of each attention operator on this process."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes two lines a block to standard error
+    """Yield a dict. On exit, it contains the number of calls of each attention operator in this process."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes two lines per block to standard error
     counts: dict[str, int] = {}
     with profile(use_kineto=False) as events:
         yield counts
@@ -38,7 +38,7 @@ def count_kernels() -> Iterator[dict[str, int]]:
 
 
 class AttentionKernels(Receipt):
-    """``attention_kernels``: the calls of each in the first step; ``attention_functions``: what asks for them."""
+    """Reports ``attention_kernels`` (calls of each in the first step) and ``attention_functions`` (their callers)."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, int] = {}

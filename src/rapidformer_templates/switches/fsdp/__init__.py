@@ -1,1 +1,1 @@
-"""Fully sharded data parallelism by torch."""
+"""Fully sharded data parallelism with torch."""

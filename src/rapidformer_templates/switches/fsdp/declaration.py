@@ -1,4 +1,4 @@
-"""FSDP: torch's ``fully_shard``, a transformer block at a time, and what can be chosen about it."""
+"""The fsdp switch: torch's ``fully_shard`` on each transformer block, and its options."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OFF = {declared.name: declared.default for declared in dataclasses.fields(FsdpOp
 
 
 def _given(request: Request) -> dict[str, Any]:
-    """The options that differ from their defaults, with the values that they have by default."""
+    """Return the options that differ from their defaults, with their default values."""
     return {name: off for name, off in OFF.items() if request.config.get(name) != off}
 
 
@@ -73,7 +73,7 @@ def _only_with_fsdp(request: Request) -> list[Finding]:
 
 
 def _reduces_in_range(request: Request) -> list[Finding]:
-    """Sums in 16 bits go with products in 16 bits, and those in fp16 with the loss scale that fp16 brings."""
+    """Check the type of gradient sums. 16-bit sums need 16-bit products, and fp16 sums need the loss scale of fp16."""
     wanted, computed = request.config.get("fsdp_reduce_dtype"), precision(request.config, request.environment)
     if wanted is None or (computed != "fp32" and (computed, wanted) != ("bf16", "fp16")):
         return []

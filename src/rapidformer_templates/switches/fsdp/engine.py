@@ -33,17 +33,17 @@ REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 
 class FSDPEngine(SingleEngine):
-    """Parameters, gradients and optimizer state sharded over the workers, block by block.
+    """Shards parameters, gradients and optimizer state over the workers, block by block.
 
-    With a shard size of N they are sharded inside groups of N neighbours (hybrid sharding); each group has a copy of
-    all of them, and workers with the same shard sum its gradient. Experts that are divided already are sharded over
-    the workers that have the same ones.
+    With a shard size of N, they are sharded inside groups of N neighboring workers (hybrid sharding). Each group has a
+    copy of all of them, and workers with the same shard sum its gradient. Experts that are already divided are sharded
+    over the workers that have the same ones.
 
     Attributes:
-        group: workers that share one copy.
-        receipts: measured in the first step: ``parameter_bytes_in_backward``, what this rank has of the
-            parameters, whole or in shards, when a backward begins; ``whole_in_backward``, the share that is whole
-            then; ``gradients_summed_in``, the types of the sums.
+        group: number of workers that share one copy.
+        receipts: measurements of the first step. ``parameter_bytes_in_backward`` is the bytes of parameters, whole or
+            in shards, on this rank when a backward begins. ``whole_in_backward`` is the fraction of them that is whole.
+            ``gradients_summed_in`` lists the types of the gradient sums.
     """
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
@@ -54,21 +54,22 @@ class FSDPEngine(SingleEngine):
         self.reduce_type = REDUCE_TYPES[plan.engine_options.get("fsdp_reduce_dtype") or "fp32"]
 
     def _shard(self, model: nn.Module) -> None:
-        # None: all but the root, whose parameters the backward needs first.
+        # None reshards everything except the root, whose parameters the backward needs first.
         self._divide(model, None if self.reshards else False)
 
     def frozen(self, model: nn.Module) -> nn.Module:
         model = accelerator.move(model, self.workers.device).requires_grad_(False).eval()
-        self._divide(model, True)  # there is no backward that would need the root's parameters again
+        self._divide(model, True)  # without a backward, the root's parameters are not needed again
         return model
 
     def _divide(self, model: nn.Module, reshard: bool | None) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
-            if self.workers.world > 1 and not isinstance(tensor, DTensor):  # of those somebody has seen to it
+            if self.workers.world > 1 and not isinstance(tensor, DTensor):  # DTensors are already synchronized
                 dist.broadcast(tensor.detach(), src=0)
         policy = MixedPrecisionPolicy()
         if self.compute_type is not None:
-            # Parameters travel in the compute type; gradients are summed in fp32 unless it is asked otherwise.
+            # Parameters are gathered in the compute type. Gradients are summed in fp32, unless the user chooses another
+            # type.
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
         for stack in _divided_already(model):
             self._divide_further(stack, policy, reshard)
@@ -78,7 +79,7 @@ class FSDPEngine(SingleEngine):
         fully_shard(model, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
 
     def _divide_further(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
-        """Shard experts, of which this worker has only some, over those of its group that have the same."""
+        """Shard this worker's experts over the workers of its group that have the same experts."""
         mesh = self._mesh_of_experts
         over = mesh[(COPIES, SHARDS) if mesh.size(0) > 1 else SHARDS]
         for name, parameter in list(stack.named_parameters(recurse=False)):
@@ -102,7 +103,10 @@ class FSDPEngine(SingleEngine):
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
-        """The workers; where there are copies, by copy and shard. Neighbours share one, and lie in one node."""
+        """The mesh of workers, by copy and shard if there are copies.
+
+        Neighbors share a copy and are on the same node.
+        """
         open_group_alone(self.workers.device)
         copies = self.workers.world // self.group
         shape, names = ((copies, self.group), (COPIES, SHARDS)) if copies > 1 else ((self.group,), (SHARDS,))
@@ -110,7 +114,7 @@ class FSDPEngine(SingleEngine):
 
     @cached_property
     def _mesh_of_experts(self) -> DeviceMesh:
-        """The workers by copy, by shard and by which experts they have; neighbours have different ones."""
+        """The mesh of workers by copy, by shard and by their experts. Neighbors have different experts."""
         same = self.workers.world // self._experts_over
         shards = shards_of_experts(self.workers.world, self.group, self._experts_over)
         shape = (same // shards, shards, self._experts_over)
@@ -129,7 +133,7 @@ class FSDPEngine(SingleEngine):
         return self.model
 
     def _reduce_all_of(self, group: Any) -> None:
-        """Have every trained parameter in each reduction of a group, with zeros where there is no gradient."""
+        """Reduce all trained parameters of a group each time, with zeros where there is no gradient."""
         post_backward = group.post_backward
 
         def reduce_all(*unused: Any) -> None:
@@ -145,7 +149,7 @@ class FSDPEngine(SingleEngine):
                         self._reached.add(id(parameter.sharded_param))
                     else:
                         unsharded.grad = torch.zeros_like(unsharded)
-                    if accumulated:  # in the type of the others
+                    if accumulated:  # in the same type as the others
                         parameter.to_accumulated_grad_if_needed()
             post_backward(*unused)
 
@@ -161,7 +165,7 @@ class FSDPEngine(SingleEngine):
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
         if not self.reshards:
-            # Parameters stay whole from the first micro batch to the last; there is memory for them.
+            # Parameters stay whole from the first micro batch to the last: without resharding there is memory for them.
             self._callable.set_reshard_after_backward(last)  # type: ignore[operator]
         return self._route.followed() if self._route else nullcontext()
 
@@ -178,35 +182,39 @@ class FSDPEngine(SingleEngine):
     def _reduce(self) -> None:
         for parameter in self._parameters:
             if parameter.grad is not None and _lies_in(parameter, EXPERTS):
-                # An average over those that have it, of sums over the workers that have sent it tokens.
+                # These gradients are sums over the workers that sent tokens, averaged over the workers that have the
+                # expert.
                 local_part(parameter.grad).div_(self._experts_over)
 
     def _grad_norm(self) -> torch.Tensor:
-        """Of what the workers have, each part once; in one sum over all of them, so that copies are clipped alike."""
+        """Return the norm of all gradients, counting each part once.
+
+        It is a single sum over all workers, so that all copies are clipped equally.
+        """
         square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
         kind = torch.float32
         for gradients in by_mesh(self._gradients()):
             local = get_total_norm([local_part(gradient) for gradient in gradients])
             square += local.double().square() / _copies_of(gradients[0], self.workers.world)
             kind = local.dtype
-        norm = self.workers.sum_tensor(square).sqrt().to(kind)  # of a worker alone the norm that any engine takes
+        norm = self.workers.sum_tensor(square).sqrt().to(kind)  # on a single worker this is the usual norm
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _whole_now(self) -> float:
-        """The share of the parameters' elements that are whole on this rank."""
+        """Return the fraction of the parameters' elements that are whole on this rank."""
         sizes = [(p.numel(), _lies_in(p, SHARDS)) for p in self.model.parameters()]
         return sum(count for count, divided in sizes if not divided) / sum(count for count, _ in sizes)
 
     def _summed_in(self) -> list[str]:
-        """The types in which FSDP sums gradients over the workers."""
+        """Return the types in which FSDP sums gradients over the workers."""
         units = (module for module in self.model.modules() if isinstance(module, FSDPModule))
         groups = [group for unit in units for group in _groups(unit)]
-        # None where nothing need be cast: then in the type of the gradients, which is that of the computation.
+        # None means no cast: gradients are summed in their own type, which is the compute type.
         types = {group._reduce_dtype or self.compute_type or group._orig_dtype for group in groups}
         return [name for name, known in REDUCE_TYPES.items() if known in types]
 
     def _reshard(self) -> None:
-        """Give up whole parameters that a forward without a backward (an evaluation) has left behind."""
+        """Free whole parameters that are left from a forward without a backward, such as an evaluation."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -233,14 +241,14 @@ class FSDPEngine(SingleEngine):
 
 
 def _groups(unit: FSDPModule) -> list[Any]:
-    """The groups of parameters that a unit gathers and reduces at a time."""
+    """Return the groups of parameters that a unit gathers and reduces together."""
     state: Any = unit._get_fsdp_state()
     groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def _of_several(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The largest modules that several blocks share, such as one attention layer. Each becomes a unit."""
+    """Return the largest modules that several blocks share, such as one attention layer. Each becomes a unit."""
     owners = Counter(module for block in blocks for module in block.modules() if module is not block)
     shared = [module for module, count in owners.items() if count > 1 and any(True for _ in module.parameters())]
     inner = {part for module in shared for part in module.modules() if part is not module}
@@ -248,17 +256,17 @@ def _of_several(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _divided_already(model: nn.Module) -> list[nn.Module]:
-    """The modules that have parts of parameters."""
+    """Return the modules whose parameters are already divided."""
     return [m for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))]
 
 
 def _lies_in(parameter: nn.Parameter, dimension: str) -> bool:
-    """Whether a parameter is placed along a dimension of the workers."""
+    """Return whether a parameter is placed on a mesh with this dimension."""
     return isinstance(parameter, DTensor) and dimension in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _copies_of(tensor: torch.Tensor, workers: int) -> int:
-    """How many workers have the same part."""
+    """Return the number of workers that have the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return workers
     sides = zip(tensor.device_mesh.shape, tensor.placements, strict=True)

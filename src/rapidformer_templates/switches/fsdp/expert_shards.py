@@ -1,4 +1,4 @@
-"""How FSDP shards experts, of which each worker of a group has others already. Imports no torch."""
+"""How FSDP shards experts that expert parallelism has already divided. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 
 def shards_of_experts(workers: int, size: int, over: int) -> int:
-    """Workers that an expert is divided over.
+    """Return the number of workers that an expert is sharded over.
 
     Args:
-        workers: all of them.
-        size: of a group that shares everything else.
-        over: workers that the experts are divided over, each of which has others.
+        workers: number of all workers.
+        size: number of workers in a group that shares everything else.
+        over: number of workers that the experts are divided over. Each of them has different experts.
     """
     return math.gcd(workers // over, max(1, size // over))
 
 
 def widthwise(shape: Sequence[int], workers: int) -> int:
-    """The dimension along which a stack of experts is divided: each has a part of every expert's matrices.
+    """Return the dimension along which a stack of experts is sharded, so that each worker has a part of every expert.
 
-    Where no width divides, whole experts go to the workers.
+    If no width is divisible, each worker gets whole experts.
     """
     return next((dim for dim in range(1, len(shape)) if shape[dim] % workers == 0), 0)

@@ -1,4 +1,4 @@
-"""Hybrid sharding: FSDP inside groups of workers, and copies of what they share between the groups."""
+"""Hybrid sharding: FSDP inside groups of workers. Each group has a copy of the model's states."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HybridShardingFlags:
 
 
 def shares(measured: Measured) -> int:
-    """Workers that FSDP divides a copy of the states over."""
+    """Return the number of workers that FSDP shards a copy of the states over."""
     return int(measured.config.get(SIZE) or measured.plan.sizes.copies)
 
 
@@ -84,7 +84,7 @@ def _options(request: Request) -> Mapping[str, Any]:
 
 
 def _acted(measured: Measured) -> str | None:
-    """Each parameter is held by as many workers as there are copies, which are the same to the bit."""
+    """Check that there are as many copies of each parameter as planned, and that they are equal bit for bit."""
     size, data = shares(measured), measured.plan.sizes.copies
     held, whole = sum(measured.all("updated_elements")), sum(measured.all("trained_elements")) // data
     over, experts = measured.plan.engine_options.get("experts_over", 1), measured["divided_over_experts"] or 0

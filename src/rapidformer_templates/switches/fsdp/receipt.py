@@ -1,4 +1,4 @@
-"""What shows that groups of workers have copies of one and the same parameters."""
+"""Measurements that show that groups of workers have copies of the same parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes as an element has."""
+"""Integer types by the number of bytes of an element."""
 
 
 class Copies(Receipt):
-    """``copies`` of the trained parameters that the workers hold, and whether they are equal, bit for bit."""
+    """Reports the number of copies of the trained parameters, and whether they are equal bit for bit."""
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
         trained = [p for group in engine.optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
@@ -31,7 +31,7 @@ class Copies(Receipt):
 
 
 def _copies_of(parameter: DTensor) -> list[list[int]]:
-    """By part of a parameter, the ranks that have it."""
+    """Return the ranks that have each part of a parameter."""
     mesh, placements = parameter.device_mesh.mesh, parameter.placements
     apart = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     together = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
@@ -41,5 +41,5 @@ def _copies_of(parameter: DTensor) -> list[list[int]]:
 
 
 def _sum_of_bits(values: torch.Tensor) -> int:
-    """A number that another last bit of one element would change."""
+    """Return a checksum that changes if the last bit of any element changes."""
     return int(values.detach().view(WORDS[values.element_size()]).sum(dtype=torch.int64))

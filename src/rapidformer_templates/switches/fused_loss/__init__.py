@@ -1,1 +1,1 @@
-"""The loss of a language model without its logits: the head's product and the cross-entropy as one."""
+"""The loss of a language model without its logits: the head's product and the cross-entropy in one operation."""

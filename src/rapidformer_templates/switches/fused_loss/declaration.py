@@ -1,4 +1,4 @@
-"""Fused loss: the last layer's product and the cross-entropy as one, without the logits of all tokens."""
+"""Fused loss: compute the last layer's product and the cross-entropy together, without the logits of all tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layer and cross-entropy, a chunk of rows at a time, with torch's own operations."""
+"""Linear layer and cross-entropy, one chunk of rows at a time, with torch's own operations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise,
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the loss follows from the product.
+    """How the loss is computed from the product.
 
     Attributes:
-        pointwise: what is done to each logit, in this order.
+        pointwise: functions applied to each logit, in this order.
         ignored: target of rows that do not count.
         smoothing: label smoothing, as in ``torch.nn.functional.cross_entropy``.
     """
@@ -29,12 +29,12 @@ class Recipe:
     smoothing: float = 0.0
 
     def of_words(self, begin: int, end: int) -> Recipe:
-        """The recipe of some words: constants are those of these words."""
+        """Return the recipe for some words, with the constants of these words."""
         steps = (Shift(s.constant[:, begin:end]) if isinstance(s, Shift) else s for s in self.pointwise)
         return replace(self, pointwise=tuple(steps))
 
     def kind(self, product: torch.dtype) -> torch.dtype:
-        """The type of the logits, from that of the product."""
+        """Return the type of the logits, given the type of the product."""
         casts = [step.dtype for step in self.pointwise if isinstance(step, Cast)]
         return casts[-1] if casts else product
 
@@ -47,18 +47,19 @@ def linear_cross_entropy(
     recipe: Recipe,
     words: Words | None = None,
 ) -> torch.Tensor:
-    """The sum of the cross-entropies of ``hidden @ weight.T + bias`` over the rows that count.
+    """Return the sum of the cross-entropies of ``hidden @ weight.T + bias`` over the rows that count.
 
-    At most a quarter of the rows has its logits in memory at a time: they give the loss and, in the
-    same pass, its gradient, which the backward has only to scale. Gradients of weight and bias are summed in fp32.
+    At most a quarter of the rows have their logits in memory at a time. A single pass over them computes the loss and
+    its gradient, which the backward only scales. Gradients of weight and bias are summed in fp32.
 
     Args:
         hidden: (rows, hidden size).
         weight: (vocabulary, hidden size).
         bias: (vocabulary,) or None.
         target: (rows,), the index of a word or ``recipe.ignored``.
-        words: which of the vocabulary ``weight`` and ``bias`` have; None for all. Hidden states and targets are the
-            same on all workers that share it, and the gradient of the hidden states is a part of the sum over them.
+        words: part of the vocabulary that ``weight`` and ``bias`` have. None means all of it. Hidden states and targets
+            are the same on all workers that share the vocabulary. The gradient of the hidden states is only a part
+            of the sum over these workers.
 
     Returns:
         A scalar, in the type in which the loss would be computed from whole logits.
@@ -83,12 +84,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device)
         compute = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-        # Autocast would keep the weight that it casts here, where no gradient is recorded, for others to find.
+        # Autocast would cache its cast of the weight here, without a gradient, and other code would find it.
         with torch.autocast(device, enabled=False):
             sums = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
             weight, bias = weight.to(compute), None if bias is None else bias.to(compute)
             losses = []
-            step = rows_at_once(len(target), words.most, device)  # as many chunks on every worker
+            step = rows_at_once(len(target), words.most, device)  # every worker has the same number of chunks
             for rows in _chunks(target, recipe.ignored, step):
                 part = hidden[rows].to(compute)
                 loss, slope = _loss_and_slope(F.linear(part, weight, bias), target[rows], recipe, words)
@@ -99,12 +100,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # In place: autograd itself refuses a second backward through tensors that were changed.
+        # In place: autograd refuses a second backward through tensors that were changed.
         return (*(None if g is None else g.mul_(outer[0]) for g in ctx.saved_tensors), None, None, None)
 
 
 def _chunks(target: torch.Tensor, ignored: int, step: int) -> Iterator[Any]:
-    """Indices of rows, ``step`` at a time. Those that do not count are left out where it costs no waiting."""
+    """Yield indices of rows, ``step`` at a time.
+
+    Rows that do not count are left out if that needs no synchronization.
+    """
     if target.is_cpu:
         yield from (target != ignored).nonzero().flatten().split(step)
     else:
@@ -114,7 +118,7 @@ def _chunks(target: torch.Tensor, ignored: int, step: int) -> Iterator[Any]:
 def _loss_and_slope(
     logits: torch.Tensor, target: torch.Tensor, recipe: Recipe, words: Words
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the losses of a chunk, its gradient by the logits)."""
+    """Return (sum of the losses of a chunk, its gradient by the logits)."""
     values = [logits]
     for function in recipe.pointwise:
         values.append(function(values[-1]))
@@ -125,7 +129,7 @@ def _loss_and_slope(
 
 
 class _Gradients:
-    """The gradients by hidden states, weight and bias, as far as they are wanted, summed over the chunks."""
+    """Gradients by hidden states, weight and bias, if they are needed, summed over the chunks."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: tuple[bool, ...]
@@ -137,7 +141,7 @@ class _Gradients:
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
 
     def add(self, slope: torch.Tensor, rows: Any, part: torch.Tensor, weight: torch.Tensor) -> None:
-        """What a chunk adds: ``slope`` (rows, vocabulary) is the gradient by its logits, ``part`` its input."""
+        """Add a chunk. ``slope`` (rows, vocabulary) is the gradient by its logits, ``part`` its input."""
         if self.hidden is not None:
             self.hidden[rows] = (slope @ weight).to(self.hidden.dtype)
         if self.weight is not None and self.weight.dtype == slope.dtype:
@@ -148,6 +152,6 @@ class _Gradients:
             self.bias += slope.sum(dim=0)
 
     def finished(self) -> list[torch.Tensor | None]:
-        """In the types of what they are gradients of."""
+        """Return the gradients in the types of their inputs."""
         sums = (self.hidden, self.weight, self.bias)
         return [None if g is None else g.to(dtype) for g, dtype in zip(sums, self.types, strict=True)]

@@ -1,4 +1,4 @@
-"""Logits that are not computed, and the head that puts them out instead."""
+"""Placeholder logits that are never computed, and the output layer that returns them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SWITCH_FLAG = "--fused-linear-cross-entropy"
 
 
 class FusedHead(LossHead):
-    """A language model's last layer, which waits for the loss with its product while the model trains.
+    """A language model's last layer. In training, it delays its product until the loss is computed.
 
-    In evaluation it is the linear layer that it was. In training it gives :class:`Logits`, and comes
-    back to itself when their cross-entropy is taken, so that an engine which shards parameters brings
-    the weight for the time of the loss as it does for any layer.
+    In evaluation, it is a normal linear layer. In training, it returns :class:`Logits`. It is called again when
+    their cross-entropy is taken, so that an engine that shards parameters gathers the weight for the time
+    of the loss, as it does for any layer.
 
     Attributes:
-        kernel: ``torch`` or ``liger``: who computes the loss.
-        used: the kernels that have computed one.
-        rows: the most rows of one loss so far.
-        columns: words of the latest loss that this worker scored.
+        kernel: which kernel should compute the loss, ``torch`` or ``liger``.
+        used: kernels that have computed a loss.
+        rows: highest number of rows in a loss so far.
+        columns: number of words that this worker scored in the latest loss.
     """
 
     kernel: str
@@ -48,7 +48,7 @@ class FusedHead(LossHead):
         return super().__call__(hidden)
 
     def loss(self, hidden: torch.Tensor, target: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-        """The sum of the losses of rows; see :func:`linear_cross_entropy`."""
+        """Return the sum of the losses of all rows. See :func:`linear_cross_entropy`."""
         return cast(torch.Tensor, super().__call__(hidden, target, recipe))
 
     def forward(
@@ -85,13 +85,13 @@ def _by_liger(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Origin:
-    """Where logits would come from, besides the hidden states.
+    """Everything that logits depend on, except the hidden states.
 
     Attributes:
         head: the layer.
-        pointwise: what the model has done to each logit since.
-        dtype: of the result.
-        totals: the sums of losses that were taken of them.
+        pointwise: functions that the model has applied to each logit since.
+        dtype: type of the result.
+        totals: sums of losses that were computed from them.
     """
 
     head: FusedHead
@@ -101,21 +101,21 @@ class _Origin:
 
 
 class Logits(tuple[Any, ...]):
-    """Stands for the logits of a model in training: whoever asks for their cross-entropy gets it, without them.
+    """Placeholder for the logits of a model in training. Their cross-entropy is computed without the logits.
 
-    What models do to logits on the way to the loss is done to what they would be computed from:
-    choosing and reshaping rows to the hidden states, and functions of each number to each chunk later.
+    Operations of the model on its logits are applied to their sources. Selecting and reshaping rows is applied
+    to the hidden states, and functions of each number are applied to each chunk later.
 
-    A tuple, (origin, hidden states), because ZeRO-3 and DDP look for tensors in what a module puts out,
-    and ZeRO-3 puts others in their place: they find the hidden states by iteration, which is therefore that of a tuple.
+    It is a tuple (origin, hidden states), because ZeRO-3 and DDP look for tensors in a module's output, and ZeRO-3
+    replaces them. They find the hidden states by iteration, so iteration must be that of a tuple.
 
     Raises:
-        ModelError: from everything else that is asked of them.
+        ModelError: for every other operation.
     """
 
     @classmethod
     def of(cls, head: FusedHead, hidden: torch.Tensor) -> Logits:
-        """The logits that ``head`` would give for ``hidden``, of shape (..., hidden size)."""
+        """Return the logits that ``head`` would compute for ``hidden``, which has shape (..., hidden size)."""
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device)
         return cls((_Origin(head, (), torch.get_autocast_dtype(device) if autocast else hidden.dtype), hidden))
@@ -136,7 +136,7 @@ class Logits(tuple[Any, ...]):
         changed = replace(origin, pointwise=(*origin.pointwise, step), dtype=dtype or origin.dtype)
         return Logits((changed, self._hidden))
 
-    # What they are like.
+    # Properties.
 
     @property
     def shape(self) -> torch.Size:
@@ -163,7 +163,7 @@ class Logits(tuple[Any, ...]):
     def __len__(self) -> int:
         return self.shape[0]
 
-    # Choosing and reshaping rows.
+    # Selecting and reshaping rows.
 
     def view(self, *shape: Any) -> Logits:
         rows = rows_of_view(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, self.shape)
@@ -227,7 +227,7 @@ class Logits(tuple[Any, ...]):
         reduction: str = "mean",
         label_smoothing: builtins.float = 0.0,
     ) -> torch.Tensor:
-        """As ``torch.nn.functional.cross_entropy`` of (rows, words) and (rows,), with reduction mean or sum."""
+        """Like ``torch.nn.functional.cross_entropy`` of (rows, words) and (rows,), with reduction mean or sum."""
         if weight is not None or size_average is not None or reduce is not None or reduction == "none":
             _refuse("a cross-entropy with weights or without a sum over the rows")
         if self.ndim != 2 or target.ndim != 1 or target.is_floating_point():
@@ -242,11 +242,11 @@ class Logits(tuple[Any, ...]):
         return total if reduction == "sum" else total / (target != ignore_index).sum()
 
     def zero_through_model(self) -> torch.Tensor:
-        """A zero that depends on all that these logits would depend on.
+        """Return a zero that depends on everything that these logits would depend on.
 
-        From a sum that was taken, if there is one: to ask the head again would gather a sharded weight
-        on this worker alone. The sum is finite where no row counts, while their mean is 0/0. And from the
-        hidden states, because it is them that an engine watches at the end of the model.
+        It uses a computed sum, if there is one, because a second call of the head would gather a sharded weight
+        on this worker only. The sum is finite even if no row counts, while the mean would be 0/0. It also uses the
+        hidden states, because an engine watches them at the end of the model.
         """
         if self._origin.totals:
             return self._origin.totals[-1] * 0.0 + self._hidden.sum() * 0.0
@@ -282,7 +282,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def _refuse_operator(name: str) -> None:
-    """Refuse an operator of tensors that a tuple has with another meaning, or has not."""
+    """Refuse an operator of tensors that tuples lack or define with another meaning."""
 
     def refuse(self: Logits, *others: Any) -> NoReturn:
         _refuse(f"the operator {name.strip('_')}")
@@ -310,5 +310,5 @@ for _name in (
 
 
 def head_of(model: nn.Module) -> FusedHead | None:
-    """The fused head of a model, if it has one."""
+    """Return the fused head of a model, or None."""
     return next((module for module in model.modules() if isinstance(module, FusedHead)), None)

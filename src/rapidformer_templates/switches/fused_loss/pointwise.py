@@ -1,4 +1,4 @@
-"""What models do to each logit before the loss, with its derivative."""
+"""Functions that models apply to each logit before the loss, with their derivatives."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Pointwise(Protocol):
     """A function of single logits."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The values for a chunk of logits, of shape (rows, vocabulary)."""
+        """Return the values for a chunk of logits of shape (rows, vocabulary)."""
 
     def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """From the gradient of the values ``y`` to that of what they were computed from."""
+        """Return the gradient by the inputs, given the gradient by the values ``y``."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Another number format, as ``logits.float()``."""
+    """Conversion to another number format, such as ``logits.float()``."""
 
     dtype: torch.dtype
 
@@ -28,12 +28,12 @@ class Cast:
         return x.to(self.dtype)
 
     def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return gradient  # it takes the type of the product that it goes into
+        return gradient  # it takes the type of the product that uses it
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Times a number."""
+    """Multiplication by a number."""
 
     factor: float
 
@@ -46,7 +46,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Shift:
-    """Plus a constant for each word, of shape (1, vocabulary)."""
+    """Addition of a constant for each word, of shape (1, vocabulary)."""
 
     constant: torch.Tensor
 
@@ -59,7 +59,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Tanh:
-    """The hyperbolic tangent, by which some models cap their logits."""
+    """Hyperbolic tangent. Some models use it to cap their logits."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x.tanh()

@@ -1,4 +1,4 @@
-"""Which tensors as wide as the vocabulary come to be."""
+"""Receipt that shows which tensors of the vocabulary's width are created."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rapidformer_templates.switches.fused_loss.logits import head_of
 
 
 class WidestRows(TorchDispatchMode):
-    """Notes the largest tensor of floating-point numbers with each last dimension, whoever makes it.
+    """Records the largest floating-point tensor for each size of the last dimension, from any source.
 
-    Views are not counted: the transposed weight of the head is one.
+    Views do not count: the transposed weight of the head is one.
 
     Attributes:
-        rows: of that tensor, by its last dimension.
+        rows: rows of this tensor, by its last dimension.
     """
 
     def __init__(self) -> None:
@@ -44,16 +44,16 @@ def _is_view(function: Callable[..., Any]) -> bool:
 
 
 class LogitsInMemory(Receipt):
-    """Rows of logits that a forward has in memory at a time, how many there are without fusing, and the kernel.
+    """Reports the peak number of rows of logits in memory during a forward, the number without fusing, and the kernel.
 
-    Logits of all words, or of those that this worker scores.
+    Logits are those of all words, or of the words that this worker scores.
     """
 
     def before_step(self, probe: Probe) -> dict[str, Any]:
         head = head_of(probe.engine.model)
         if head is None:
             return {}
-        # Not compiled: what meets the watch while it looks is never compiled again.
+        # Not compiled: code that meets this mode under the compiler is never compiled again.
         with torch.compiler.set_stance("force_eager"), WidestRows() as seen:
             probe.forward()
         return {

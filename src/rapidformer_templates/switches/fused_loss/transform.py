@@ -13,12 +13,12 @@ from rapidformer_templates.switches.fused_loss.logits import SWITCH_FLAG, FusedH
 
 
 def fuse_loss(model: nn.Module, building: Building) -> nn.Module:
-    """Let the layer that scores the words compute the loss. Its parameters and their names stay.
+    """Make the layer that scores the words compute the loss. Its parameters keep their names.
 
-    Of a pipeline it is on the last stage, and the others have nothing to change.
+    In a pipeline, only the last stage changes.
 
     Raises:
-        ModelError: the model has no such layer, or it is no plain ``torch.nn.Linear``.
+        ModelError: the model has no such layer, or it is not a plain ``torch.nn.Linear``.
     """
     if not building.workers.ends_pipeline:
         return model

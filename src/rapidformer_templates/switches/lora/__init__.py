@@ -1,1 +1,1 @@
-"""Low-rank adapters beside frozen weights, through peft."""
+"""Low-rank adapters on frozen weights, through peft."""

@@ -1,4 +1,4 @@
-"""Adapters: small matrices are trained beside frozen weights (Hu et al., 2021), through peft."""
+"""The lora switch: train low-rank adapters on frozen weights (Hu et al., 2021), through peft."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHOLE_WEIGHTS = ("zero-3", "tensor-parallel")
 CODES = ("int8", "nf4", "int4")
 DIVIDING = ("fsdp", "zero-3", "deepspeed-config", "tensor-parallel")
 BITSANDBYTES = (0, 50)
-"""The first version that quantizes on a CPU, too."""
+"""The first version that also quantizes on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _pretrained(request: Request) -> list[Finding]:
 
 
 def _matrices(request: Request) -> list[str]:
-    """Names in --lora-target-modules that can mean no layer: of stacks of experts, and of what is in them."""
+    """Return the names in --lora-target-modules that belong to stacks of experts and so cannot be layers."""
     asked = str(request.config.get("lora_target_modules")).split(",")
     return [name for name in map(str.strip, asked) if {"experts", "gate_up_proj"} & set(name.split("."))]
 
@@ -96,7 +96,7 @@ def _beside_matrices(request: Request) -> list[Finding]:
 def _not_beside(
     message: str, names: tuple[str, ...], option: str, values: tuple[str, ...], default: str | None
 ) -> Callable[[Request], list[Finding]]:
-    """One of these values of an option does not work together with one of the named switches."""
+    """Build a check that refuses these values of an option together with any of the named switches."""
 
     def check(request: Request) -> list[Finding]:
         if request.config.get(option) not in values:
@@ -116,7 +116,10 @@ def _not_beside(
 
 
 def _codes_whole(request: Request) -> list[Finding]:
-    """Experts lie in codes where they have adapters; other divided ones stay as they are."""
+    """Refuse quantized weights if a switch divides them.
+
+    Experts are quantized only if they have adapters themselves.
+    """
     dividing = (*DIVIDING, *(("expert-parallel",) if _matrices(request) else ()))
     message = "{} divides the weights, and numbers in codes of 8 or 4 bits are read together"
     return _not_beside(message, dividing, "quantize_base", CODES, None)(request)

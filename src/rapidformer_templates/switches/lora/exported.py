@@ -1,6 +1,6 @@
-"""A folder of adapters, as peft writes and reads it, beside the configuration of the model that they belong to.
+"""Folders of adapters in peft's format, with the configuration of the model that the adapters belong to.
 
-It is looked at in every run, with and without adapters, so that peft is imported where there are some.
+Every run imports this module, with or without adapters. So it imports peft only when a folder has adapters.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from rapidformer_templates.models.loading import class_of, own_reader
 from rapidformer_templates.switches.mixture_of_experts.exported import with_mixtures
 
 ADAPTER = "default"
-"""The name that peft gives to an adapter of which there is one."""
+"""The name that peft gives to a model's only adapter."""
 CONFIG = "adapter_config"
-"""Of an adapted model: peft's configuration of its adapters."""
+"""The attribute of an adapted model that holds peft's configuration of its adapters."""
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What a ``PeftModel`` puts before the names of the model inside it."""
+"""The prefix of a ``PeftModel`` before the parameter names of the model inside it."""
 IN_FILES = [
     (re.compile(rf"\.modules_to_save\.{ADAPTER}\."), "."),
     (re.compile(rf"(\.lora_magnitude_vector)\.{ADAPTER}\.weight$"), r"\1"),
     (re.compile(rf"(\.lora_\w+)\.{ADAPTER}(\.weight)?$"), r"\1\2"),
 ]
-"""Patterns in the names of a model's parameters, and their replacements in a file."""
+"""Patterns in the parameter names of a model, and their replacements in a file."""
 
 
 def writes(model: nn.Module) -> bool:
-    """Whether it is this module that must write a model."""
+    """Return whether this module must write the model."""
     return frozen_base_of(model) is not None
 
 
 def write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write adapters in the format of peft.
+    """Write adapters in peft's format.
 
-    peft's own function looks at the modules of the model. In a pipeline this worker has the modules of one stage only,
-    but the weights of all stages. So the names of the weights decide.
+    peft's own function looks at the modules of the model. In a pipeline, this worker has the modules of one stage only,
+    but the weights of all stages. So this function looks at the names of the weights.
 
     Args:
-        weights: whole ones by name: adapters, modules that were trained whole, buffers.
+        weights: full tensors by name: adapters, fully trained modules, buffers.
     """
     adapters = {PREFIX + name: tensor.contiguous() for name, tensor in named_as_peft_does(weights).items()}
     save_file(adapters, folder / WEIGHTS, metadata={"format": "pt"})
@@ -60,7 +60,7 @@ def write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -
 
 
 def named_as_peft_does(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Select adapters and modules that are trained whole, and name them as peft does in files: without ``default``.
+    """Select adapters and fully trained modules, and name them as peft does in files: without ``default``.
 
     The vector of DoRA is a module in a model and a tensor in a file.
     """
@@ -75,7 +75,7 @@ def named_as_peft_does(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def describe(model: nn.Module, folder: Path) -> None:
-    """Write what adapters have besides their weights: their settings, and the configuration of the model."""
+    """Write everything about adapters except their weights: their settings and the configuration of the model."""
     config: Any = vars(model)[CONFIG]
     base = getattr(getattr(model, "config", None), "_name_or_path", "") or None
     config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).exists() else base
@@ -84,12 +84,12 @@ def describe(model: nn.Module, folder: Path) -> None:
     config.inference_mode = False
     if isinstance(model, PreTrainedModel):
         described = copy.deepcopy(model.config)
-        described.architectures = [class_of(model).__name__]  # of the base it may be another head's
+        described.architectures = [class_of(model).__name__]  # the base may have another head's class
         described.save_pretrained(folder)
 
 
 def restore(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Put the adapters that :func:`describe` has described beside the layers of a model without memory."""
+    """Add the adapters that :func:`describe` has written to the layers of a model on the meta device."""
     from peft import PeftConfig, inject_adapter_in_model
 
     config: Any = PeftConfig.from_pretrained(str(folder))
@@ -105,21 +105,21 @@ def restore(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether a folder holds adapters."""
+    """Return whether a folder contains adapters."""
     return (folder / SETTINGS).is_file()
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of the model that the adapters belong to."""
+    """Read the configuration of the model that the adapters belong to."""
     config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     return config
 
 
 def base_of(folder: Path) -> str:
-    """The folder of the base, as the adapters name it.
+    """Return the folder of the base model that the adapters name.
 
     Raises:
-        ModelError: they name none, or one that is not there.
+        ModelError: the adapters name no base, or the folder does not exist.
     """
     named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not named:
@@ -138,11 +138,11 @@ def base_of(folder: Path) -> str:
 
 
 def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
-    """The base with the adapters merged into it, and what ``from_pretrained`` told of loading the base.
+    """Read the base model, merge the adapters into it, and return it with the loading info of ``from_pretrained``.
 
     Args:
         factory: transformers' class for the task, such as ``AutoModelForCausalLM``.
-        folder: of adapters.
+        folder: contains the adapters.
         config: from :func:`read_config`.
     """
     from peft import PeftModel
@@ -157,7 +157,7 @@ def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[An
             config=config,
             dtype=torch.float32,
             local_files_only=True,
-            ignore_mismatched_sizes=True,  # a head that was trained beside the adapters comes with them
+            ignore_mismatched_sizes=True,  # a head that was trained with the adapters is stored with them
             output_loading_info=True,
         )
     )
@@ -171,7 +171,7 @@ def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[An
 
 
 def _untie(adapted: nn.Module) -> None:
-    """Give layers with adapters weights that no other module has, so that only they change when adapters are merged."""
+    """Untie weights that have adapters, so that merging changes only the adapted layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     owners = Counter(id(p) for _, p in adapted.named_parameters(remove_duplicate=False))
@@ -186,7 +186,7 @@ def _note_untied(model: PreTrainedModel) -> None:
     """Write into the configuration that the head and the embeddings have separate weights.
 
     Raises:
-        ModelError: the model computes in another way without tied weights.
+        ModelError: the model computes something else without tied weights.
     """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or not model.config.tie_word_embeddings or head.weight is embeddings.weight:

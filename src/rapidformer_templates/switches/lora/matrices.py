@@ -1,7 +1,8 @@
-"""Adapters beside matrices that are no layers: stacks of experts, and the weights of routers.
+"""Adapters for matrices that are not layers: stacks of experts, and the weights of routers.
 
-peft puts them there (``ParamWrapper``) and adds their product to the whole matrix before each forward. Here the tokens
-of an expert go through its two small matrices, as beside a linear layer, so that no second stack is made.
+peft supports them with ``ParamWrapper``, which adds the product of the adapter to the full matrix before each forward.
+Here the tokens of an expert go through its two small matrices instead, as in a linear layer with an adapter. So no
+second copy of the stack is allocated.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ from rapidformer_templates.models.blocks import shape_of
 
 
 class Factor(nn.Linear):
-    """One of the two matrices. Its forward gives it: whatever divides or gathers a module's weight then does so."""
+    """One of the two matrices of an adapter. Its forward returns the weight.
+
+    So an engine that shards or gathers the weights of a module also handles this one.
+    """
 
     def forward(self) -> torch.Tensor:  # type: ignore[override]
-        # A view: ZeRO-3 empties the parameter itself behind this forward.
+        # Return a view: ZeRO-3 frees the storage of the parameter itself after this forward.
         return self.weight.view_as(self.weight)
 
 
 class StackAdapter(ParamWrapper):
-    """Beside one of the stacks [N, …] of a module of experts, which asks for what stands beside it."""
+    """An adapter for one of the stacks [N, …] of an experts module. The module itself asks for its factors."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.base_layer(*args, **kwargs)
 
     def factors(self) -> Factors | None:
-        """None while adapters are off."""
+        """Return the two matrices for each expert, or None while adapters are disabled."""
         if self.disable_adapters:
             return None
         (name,) = self.active_adapters
@@ -46,13 +50,13 @@ class StackAdapter(ParamWrapper):
 
 
 class MatrixAdapter(ParamWrapper):
-    """Beside the weight of a module that multiplies by it in its own way, such as a router."""
+    """An adapter for the weight of a module that multiplies by it in its own way, such as a router."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.base_layer(*args, **kwargs)
 
     def product(self) -> torch.Tensor | None:
-        """What is added to the weight; None while adapters are off."""
+        """Return what the adapter adds to the weight, or None while adapters are disabled."""
         if self.disable_adapters:
             return None
         (name,) = self.active_adapters
@@ -62,9 +66,9 @@ class MatrixAdapter(ParamWrapper):
 
 
 class OnAdaptedWeight:
-    """A module's own forward; while it runs, its weight is the one with what an adapter adds.
+    """The forward of a module with an adapter. While it runs, the module's weight includes the adapter's product.
 
-    It is the module's forward and not the adapter's, so that it finds the weight gathered, or the local part of it.
+    It wraps the module's forward and not the adapter's. So it sees the gathered weight, or the local part of it.
     """
 
     def __init__(self, module: nn.Module, adapter: MatrixAdapter) -> None:
@@ -86,14 +90,14 @@ class OnAdaptedWeight:
 
 
 def matrix_adapters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
-    """Adapters of matrices that are no layers, by name."""
+    """Yield the adapters of matrices that are not layers, with their names."""
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):
             yield name, module
 
 
 def install(model: nn.Module, adapter: str) -> None:
-    """Have peft's wrappers of matrices compute as the classes above do."""
+    """Turn peft's wrappers of matrices into instances of the classes above."""
     for _, wrapper in matrix_adapters(model):
         for factor in (wrapper.lora_A[adapter], wrapper.lora_B[adapter]):
             factor.__class__ = Factor

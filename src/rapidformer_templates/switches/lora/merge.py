@@ -1,4 +1,4 @@
-"""The whole model of a folder of adapters."""
+"""Merge a folder of adapters into a full model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rapidformer_templates.system.files import new_folder
 
 
 def merge(adapters: Path, output: Path) -> None:
-    """Add adapters to the weights of their base, in fp32, and write the model as transformers reads it.
+    """Add adapters to the weights of their base model, in fp32, and write the model in transformers' format.
 
     Raises:
-        ModelError: the base is not there, its class is none of transformers', or the output would replace it.
+        ModelError: the base does not exist, transformers does not have its class, or the output would replace it.
     """
     base = Path(base_of(adapters)).resolve()
     if output.resolve() == base:
@@ -35,7 +35,7 @@ def merge(adapters: Path, output: Path) -> None:
         )
     model, _ = read_model(factory, adapters, config)
     if hasattr(model.config, "use_cache"):
-        model.config.use_cache = True  # it is off in training alone
+        model.config.use_cache = True  # training switches it off
     logging.disable_progress_bar()
     with new_folder(output) as temporary:
         model.save_pretrained(temporary)

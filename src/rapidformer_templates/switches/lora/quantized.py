@@ -1,6 +1,6 @@
-"""Linear layers whose frozen weights lie in 8 or 4 bits, and are read into the type of each product, forward and back.
+"""Linear layers with frozen weights in 8 or 4 bits. Forward and backward dequantize them to the compute type.
 
-What lies in memory is one tensor of bytes, so that an engine which converts a model's types leaves it alone.
+The stored weight is a single uint8 tensor, so an engine that converts a model's types leaves it alone.
 """
 
 from __future__ import annotations
@@ -19,66 +19,66 @@ from rapidformer_templates.models.adapters import reader_of, set_stack_reader
 from rapidformer_templates.models.blocks import note_shape
 
 BLOCK = 64
-"""Numbers that have a scale in common, where there are 4 bits for each (Dettmers et al., *QLoRA*, 2023)."""
+"""Number of values that share a scale in the 4-bit formats (Dettmers et al., *QLoRA*, 2023)."""
 SCALE = torch.float32
 READ_AS = (torch.float32, torch.bfloat16, torch.float16)
-"""Types into which bitsandbytes reads codes."""
+"""Types to which bitsandbytes can dequantize."""
 
 
 @dataclass(frozen=True)
 class Coding(ABC):
-    """How the numbers of a weight lie in bytes: a scale for each block of them, then their codes.
+    """How a weight is stored in bytes: first the scales of all blocks of values, then the codes.
 
     Attributes:
-        shape: of the weight.
+        shape: the shape of the weight.
     """
 
     shape: tuple[int, int]
 
     @property
     def block(self) -> int:
-        """Numbers of a block."""
+        """Number of values in a block."""
         return BLOCK
 
     @property
     def blocks(self) -> int:
-        """How many there are; zeros fill the last one."""
+        """Number of blocks. The last one is padded with zeros."""
         return math.ceil(math.prod(self.shape) / self.block)
 
     @property
     @abstractmethod
     def code_bytes(self) -> int:
-        """Bytes of the codes."""
+        """Number of bytes that the codes take."""
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Total number of bytes."""
         return self.blocks * SCALE.itemsize + self.code_bytes
 
     @abstractmethod
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scales, codes) of numbers in fp32, of shape (blocks, block)."""
+        """Return (scales, codes) of fp32 values of shape (blocks, block)."""
 
     @abstractmethod
     def decode(self, scales: torch.Tensor, codes: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        """The numbers, block by block."""
+        """Return the dequantized values of all blocks."""
 
     def write(self, weight: torch.Tensor) -> torch.Tensor:
-        """The bytes of a weight."""
+        """Quantize a weight and return its bytes."""
         flat = weight.detach().float().flatten()
         filled = functional.pad(flat, (0, self.blocks * self.block - len(flat)))
         scales, codes = self.encode(filled.view(self.blocks, self.block))
         return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in (scales.to(SCALE), codes)])
 
     def read(self, stored: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        """The weight that these bytes stand for, in a type of floating-point numbers."""
+        """Dequantize a weight from its bytes to a floating-point type."""
         border = self.blocks * SCALE.itemsize
         numbers = self.decode(stored[:border].view(SCALE), stored[border:], kind)
         return numbers.flatten()[: math.prod(self.shape)].view(self.shape)
 
 
 class EightBits(Coding):
-    """Integers from -127 to 127, and a scale a row: the codes of torchao's symmetric ``PerRow``."""
+    """Integers from -127 to 127 with one scale per row, the same codes as torchao's symmetric ``PerRow``."""
 
     @property
     def block(self) -> int:
@@ -96,7 +96,7 @@ class EightBits(Coding):
 
 
 class FourBits(Coding):
-    """Integers from -8 to 7, two a byte, and a scale for 64 of them."""
+    """Integers from -8 to 7, two per byte, with one scale per 64 values."""
 
     @property
     def code_bytes(self) -> int:
@@ -108,12 +108,12 @@ class FourBits(Coding):
 
     def decode(self, scales: torch.Tensor, codes: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
         pairs = codes.view(torch.int8).view(self.blocks, -1)
-        # A shift to the right keeps the sign.
+        # A right shift keeps the sign.
         return _numbers(torch.stack([pairs << 4 >> 4, pairs >> 4], -1).flatten(1), scales, kind)
 
 
 class NormalFloat(Coding):
-    """The 16 quantiles of a normal distribution, two a byte, and a scale for 64 of them, by bitsandbytes."""
+    """bitsandbytes' NF4: the 16 quantiles of a normal distribution, two per byte, with one scale per 64 values."""
 
     @property
     def code_bytes(self) -> int:
@@ -129,7 +129,8 @@ class NormalFloat(Coding):
         from bitsandbytes.functional import dequantize_4bit
 
         read_as = kind if kind in READ_AS else torch.float32
-        # In one row: bitsandbytes' kernel for a CPU (0.50.2) reads rows wrongly that are no multiple of a block.
+        # Pass all values as one row. bitsandbytes' CPU kernel (0.50.2) reads wrong values if the length of a row is not
+        # a multiple of the block size.
         row = (1, self.blocks * BLOCK)
         return dequantize_4bit(codes, _state(scales, row, read_as)).to(kind)
 
@@ -151,11 +152,11 @@ def _numbers(codes: torch.Tensor, scales: torch.Tensor, kind: torch.dtype) -> to
 
 
 CODINGS: dict[str, type[Coding]] = {"int8": EightBits, "int4": FourBits, "nf4": NormalFloat}
-"""By the word of ``--quantize-base``."""
+"""Codings by the value of ``--quantize-base``."""
 
 
 class _Product(torch.autograd.Function):
-    """A linear layer that keeps the bytes for the backward, and not the weight that was read from them."""
+    """A linear layer that saves the quantized bytes for the backward, and not the dequantized weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None, coding: Coding) -> Any:
@@ -170,15 +171,18 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer that is not trained, with its weight in bytes; it computes what the read weight would.
+    """A frozen linear layer with a quantized weight. It computes the same as a layer with the dequantized weight.
 
     Attributes:
-        weight: the bytes.
-        bias: as the layer had it.
+        weight: the quantized bytes.
+        bias: the bias of the original layer.
     """
 
     def __init__(self, layer: Any, coding: str, *, has_values: bool = True) -> None:
-        """From a linear layer, in the coding of a key of ``CODINGS``; without values, bytes of the same number."""
+        """Quantize a linear layer.
+
+        ``coding`` is a key of ``CODINGS``. Without values, allocate the same number of bytes.
+        """
         super().__init__()
         matrix: torch.Tensor = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
         outputs, inputs = matrix.shape
@@ -198,11 +202,11 @@ class QuantizedLinear(nn.Module):
 
 
 class _StackReader:
-    """A stack of matrices from its bytes; one row is what goes into one output, as in a linear layer.
+    """Dequantizes a stack of matrices. Each row contains the weights of one output, as in a linear layer.
 
     Args:
-        coding: of all rows of all matrices.
-        experts: how many matrices there are.
+        coding: the coding of all rows of all matrices.
+        experts: the number of matrices.
     """
 
     def __init__(self, coding: Coding, experts: int) -> None:
@@ -210,12 +214,12 @@ class _StackReader:
         self.experts = experts
 
     def __call__(self, stored: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        """[N, in, out], of the bytes."""
+        """Dequantize the bytes to [N, in, out]."""
         return self.coding.read(stored, kind).unflatten(0, (self.experts, -1)).transpose(1, 2)
 
 
 def quantize_stack(experts: Any, name: str, coding: str, *, has_values: bool = True) -> None:
-    """Put the bytes of one of the stacks of a module of experts in its place."""
+    """Replace one of the stacks of an experts module with its quantized bytes."""
     stack: torch.Tensor = getattr(experts, name).detach()
     shape = tuple(stack.shape)
     rows = (stack.transpose(1, 2) if experts.is_transposed else stack).flatten(0, 1)
@@ -228,7 +232,7 @@ def quantize_stack(experts: Any, name: str, coding: str, *, has_values: bool = T
 
 
 def lies_in_codes(layer: Any) -> bool:
-    """Whether the weight beside which an adapter stands was quantized."""
+    """Return whether the weight under an adapter is quantized."""
     name = getattr(layer, "parameter_name", None)
     base = layer.get_base_layer()
     return isinstance(base, QuantizedLinear) if name is None else reader_of(base, name) is not None

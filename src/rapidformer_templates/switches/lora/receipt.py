@@ -1,4 +1,4 @@
-"""What is trained beside frozen weights."""
+"""Measurements of what is trained and what is frozen in a model with adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rapidformer_templates.switches.lora.transform import adapted_layers
 
 
 class TrainedBesideFrozen(TrainedAndFrozen):
-    """The same, how many layers and stacks have adapters, and how many of these have their weights in codes."""
+    """Adds the number of adapted layers and stacks, and how many of them have quantized weights."""
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
         mine = {

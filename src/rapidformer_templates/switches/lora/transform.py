@@ -1,4 +1,4 @@
-"""Adapters of peft beside the layers of a model, equal on every worker whatever else is switched on."""
+"""Add peft's adapters to the layers of a model. They are equal on all workers, with any other switches."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from rapidformer_templates.system.workers import Workers
 ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, Conv1D)
 NEW_HEADS = ("classifier", "score", "qa_outputs")
-"""What transformers calls heads that a pretrained language model does not have: they are trained whole."""
+"""transformers' names for heads that a pretrained language model does not have. They are trained in full."""
 
 
 def add_adapters(model: nn.Module, building: Building) -> nn.Module:
-    """Freeze the model and put adapters beside its layers.
+    """Freeze the model and add adapters to its layers.
 
     Raises:
-        ModelError: no layer is of the asked names or kind.
+        ModelError: no layer matches the requested names or kinds.
     """
     options = building.options
     targets = targets_of(model, options.lora_target_modules, options.lora_modules_to_save)
@@ -53,7 +53,7 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
     identity = _identity(model, building.workers) if building.has_values else ""
     config = _peft_config(targets, options)
     with warnings.catch_warnings(), nullcontext() if building.has_values else _moving_nothing():
-        warnings.simplefilter("ignore")  # that Conv1D has its matrix the other way round, which peft then heeds
+        warnings.simplefilter("ignore")  # peft warns that Conv1D stores its matrix transposed, and then handles it
         try:
             _inject(config, model)
         except ValueError as error:
@@ -97,7 +97,10 @@ _planned: ContextVar[bool] = ContextVar("adapters of a model without data", defa
 
 @contextmanager
 def _moving_nothing() -> Iterator[None]:
-    """Of a model whose shapes are planned: torch cannot move fake tensors, and they are where they belong already."""
+    """Make ``Module.to`` do nothing inside the context, for a model whose shapes are planned.
+
+    torch cannot move fake tensors, and these are already on the right device.
+    """
     install(nn.Module, "to", lambda to, module, *args, **kw: module if _planned.get() else to(module, *args, **kw))
     token = _planned.set(True)
     try:
@@ -108,7 +111,7 @@ def _moving_nothing() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Targets:
-    """The layers that get adapters, and the modules that are trained whole. A stage of a pipeline may have neither.
+    """The layers that get adapters, and the modules that are trained in full. A pipeline stage may have neither.
 
     Attributes:
         layers: full names of linear layers.
@@ -129,11 +132,12 @@ class Targets:
 
 
 def targets_of(model: nn.Module, asked: str, modules_to_save: str | None) -> Targets:
-    """Find the layers, matrices and modules on this worker. ``all-linear`` is all linear layers except the head.
+    """Find the layers, matrices and modules on this worker. ``all-linear`` selects all linear layers except the head.
 
     Args:
         asked: names of layers and matrices, separated by commas.
-        modules_to_save: names of modules that are trained whole. None: the head, if a pretrained model lacks it.
+        modules_to_save: names of modules that are trained in full. None selects the head if a pretrained model lacks
+            it.
     """
     heads = [name for name, _ in model.named_children() if name in NEW_HEADS]
     asked_whole = heads if modules_to_save is None else _names(modules_to_save)
@@ -154,7 +158,7 @@ def targets_of(model: nn.Module, asked: str, modules_to_save: str | None) -> Tar
 
 
 def refuse_missing(model: nn.Module, targets: Targets, asked: str, modules_to_save: str | None) -> None:
-    """Raise a :class:`ModelError` if no worker has anything of a name that was asked for."""
+    """Raise a :class:`ModelError` if no worker has a module or matrix with one of the requested names."""
     for name in _names(modules_to_save or ""):
         if name not in targets.trained_whole:
             raise ModelError(
@@ -190,7 +194,7 @@ def _all_linear(model: nn.Module, trained_whole: list[str]) -> list[str]:
     except AttributeError:
         if not any(isinstance(module, Elsewhere) for module in model.modules()):
             raise
-        head = None  # this stage of a pipeline does not have it
+        head = None  # another pipeline stage has it
     return [
         name
         for name, module in model.named_modules()
@@ -199,23 +203,26 @@ def _all_linear(model: nn.Module, trained_whole: list[str]) -> list[str]:
 
 
 def _matrices(model: nn.Module) -> list[str]:
-    """Names of stacks of matrices, and of single ones that are in no layer of a known kind."""
+    """Return the names of stacks of matrices, and of single matrices outside of linear and embedding layers."""
     found = []
     for name, module in model.named_modules():
         if name and not isinstance(module, (*LINEAR, nn.Embedding)):
             sizes = {key: len(shape_of(p)) for key, p in module.named_parameters(recurse=False)}
-            most = max(sizes.values(), default=0)  # beside stacks, what has two dimensions is their biases
+            most = max(sizes.values(), default=0)  # in a module with stacks, two-dimensional parameters are biases
             found += [f"{name}.{key}" for key, dimensions in sizes.items() if dimensions == most and most in (2, 3)]
     return found
 
 
 def _matrices_ending_with(model: nn.Module, end: str) -> list[str]:
-    """Those whose own names end so, or those of their modules."""
+    """Return the matrices whose names, or the names of their modules, end with ``end``."""
     return [n for n in _matrices(model) if any(f".{name}".endswith(f".{end}") for name in (n, n.rpartition(".")[0]))]
 
 
 def _check_matrices(model: nn.Module, targets: Targets, options: Any) -> None:
-    """Raise a :class:`ModelError` for what peft has not beside matrices; rules see it before, where they know names."""
+    """Raise a :class:`ModelError` for options that peft does not support on matrices.
+
+    Rules refuse these options earlier if the names alone show the conflict.
+    """
     lacking = {
         "--lora-dropout": options.lora_dropout,
         "--lora-variant dora": options.lora_variant == "dora",
@@ -231,13 +238,14 @@ def _check_matrices(model: nn.Module, targets: Targets, options: Any) -> None:
 
 
 def _inject(config: LoraConfig, model: nn.Module) -> None:
-    """Have peft put adapters beside what is named, and nothing else.
+    """Let peft add adapters to exactly the named layers.
 
-    peft takes some names for those that older versions of transformers had in mixtures, and would put adapters
-    beside experts in their place. What has no configuration it takes as it is.
+    peft maps some layer names to the names that older versions of transformers used in mixtures. It would then add
+    adapters to experts instead. It does not rename anything in a module without a configuration, so the model is
+    wrapped in one.
     """
     names = config.target_modules
-    if isinstance(names, str) or not renamed_by_peft(model, names or ()):  # a string on a stage without targets
+    if isinstance(names, str) or not renamed_by_peft(model, names or ()):  # a string on stages without targets
         inject_adapter_in_model(config, model, ADAPTER)
         return
     holder = nn.Module()
@@ -247,7 +255,7 @@ def _inject(config: LoraConfig, model: nn.Module) -> None:
 
 
 def renamed_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Those of some layers' names that peft takes for something else in this architecture."""
+    """Return the names that peft would map to other layers in this architecture."""
     if not hasattr(getattr(model, "config", None), "model_type"):
         return set()
     return {name for name in names if _means_another(name.rpartition(".")[2], model)}
@@ -257,15 +265,16 @@ def _means_another(end: str, model: nn.Module) -> bool:
     tried = LoraConfig(target_modules=[end])
     try:
         convert_peft_config_for_transformers(tried, model, None)
-    except ValueError:  # of several that must be named together
+    except ValueError:  # the name is one of several that must be given together
         return True
     return set(tried.target_modules or ()) != {end}
 
 
 def as_peft_reads(config: LoraConfig, model: nn.Module, targets: Targets) -> LoraConfig:
-    """The configuration from which peft puts adapters beside the same layers of a model that transformers reads.
+    """Return a configuration from which peft adds adapters to the same layers after transformers has loaded the model.
 
-    The weight of a layer whose name peft takes for another one is named as a matrix: adapters of both are the same.
+    If peft maps the name of a layer to another layer, the weight of that layer is listed as a matrix instead. Adapters
+    of a layer and of its weight matrix are the same.
     """
     renamed = renamed_by_peft(model, targets.layers)
     if not renamed:
@@ -281,7 +290,7 @@ def _names(asked: str) -> list[str]:
 
 
 def _ending_with(model: nn.Module, end: str) -> list[str]:
-    """Return the modules of that name, without those on other stages of a pipeline."""
+    """Return the modules with that name, except those on other pipeline stages."""
     there = (name for name, module in model.named_modules() if not isinstance(module, (Elsewhere, SkippedBlock)))
     return [name for name in there if name == end or name.endswith(f".{end}")]
 
@@ -295,7 +304,7 @@ def _inside(name: str, modules: list[str]) -> bool:
 
 
 def _identity(model: nn.Module, workers: Workers) -> str:
-    """Of the whole model, of which a stage of a pipeline has a part."""
+    """Return the identity of the frozen base. It is the same for all pipeline stages."""
     whole_name = placement_of(model).whole_name
     values: dict[str, str] = {}
     for name, parameter in model.named_parameters():
@@ -305,16 +314,16 @@ def _identity(model: nn.Module, workers: Workers) -> str:
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
-    """The layers that have adapters, by name."""
+    """Yield the layers that have adapters, with their names."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             yield name, module
 
 
 def _halve(model: nn.Module, kind: torch.dtype) -> None:
-    """Keep what adapters stand beside in the type that autocast would round it to in each product.
+    """Store the adapted weights in the type to which autocast would round them in each product.
 
-    A router's weight is rounded together with what its adapter adds.
+    The weight of a router stays, because it is rounded together with the adapter's product.
     """
     for _, layer in adapted_layers(model):
         held: list[torch.Tensor] = []
@@ -327,7 +336,7 @@ def _halve(model: nn.Module, kind: torch.dtype) -> None:
 
 
 def _quantize(model: nn.Module, coding: str, *, has_values: bool) -> None:
-    """Keep the weights that adapters stand beside in codes; those of routers stay as they are."""
+    """Quantize the weights that have adapters, except those of routers."""
     for _, layer in adapted_layers(model):
         if isinstance(layer, matrices.StackAdapter):
             quantize_stack(layer.get_base_layer(), layer.parameter_name, coding, has_values=has_values)
@@ -336,7 +345,7 @@ def _quantize(model: nn.Module, coding: str, *, has_values: bool) -> None:
 
 
 def _initialise(model: nn.Module, seed: int) -> None:
-    """Each adapter by its own name, so that it begins alike on workers that have different layers."""
+    """Initialize each adapter with a seed of its name, so that it is equal on workers with different layers."""
     for name, layer in adapted_layers(model):
         digest = hashlib.sha256(f"{seed} {canonical_name(name)}".encode()).digest()
         with torch.random.fork_rng(devices=[]):

@@ -1,6 +1,6 @@
-"""Mixture of experts: sparse gated feed-forwards in place of dense ones, and their losses.
+"""Mixture of experts: sparse gated feed-forwards instead of dense ones, and their losses.
 
-``gate`` chooses the experts, ``experts`` computes them, ``layer`` puts both together, ``convert`` puts layers
-into a model, ``transformers_mixtures`` takes in the mixtures that transformers has itself, ``losses`` brings
-the balance and z losses into the gradient, ``expert_parallel`` divides the experts over the workers.
+``gate`` chooses the experts, ``experts`` computes them, and ``layer`` combines both. ``convert`` puts sparse layers
+into a model, and ``transformers_mixtures`` handles the mixtures of transformers itself. ``losses`` adds the balance and
+z losses to the gradient. ``expert_parallel`` divides the experts over the workers.
 """

@@ -1,7 +1,7 @@
-"""Sparse feed-forwards in place of the dense ones of a model that is trained from scratch.
+"""Replace the dense feed-forwards of a model that is trained from scratch with sparse ones.
 
-A feed-forward is known by the names and the order of its linear layers, so that one table serves most
-architectures of transformers, and models of your own that are built alike.
+A feed-forward is recognized by the names and the order of its linear layers. So one table serves most architectures of
+transformers, and your own models if they are built in the same way.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLoss
 
 @dataclass(frozen=True)
 class MixtureSizes:
-    """What a mixture is asked to be.
+    """The sizes and loss coefficients of a mixture.
 
     Attributes:
-        experts: in each layer.
-        top_k: that a token visits.
-        width: of an expert's inner layer; None is the dense feed-forward's.
-        interval: every how many blocks there is a mixture: 2 is the second, the fourth …
-        capacity_factor: see :func:`gate.within_capacity`; None drops nothing.
+        experts: number of experts in each layer.
+        top_k: number of experts that process a token.
+        width: width of an expert's inner layer. None is that of the dense feed-forward.
+        interval: one block in ``interval`` has a mixture. 2 means the second, the fourth, and so on.
+        capacity_factor: see :func:`gate.within_capacity`. None drops nothing.
         balance, z: coefficients of the losses.
     """
 
@@ -46,7 +46,10 @@ class MixtureSizes:
 
 @dataclass(frozen=True)
 class Shape:
-    """How an architecture builds a feed-forward: names of its parts; of activation and dropout, those that occur."""
+    """The submodule names of a feed-forward in an architecture.
+
+    ``activation`` and ``dropout`` list alternative names.
+    """
 
     up: str
     down: str
@@ -63,13 +66,13 @@ SHAPES = (
     Shape("fc1", "fc2"),  # phi
     Shape("up_proj", "down_proj"),  # nemotron
 )
-"""Feed-forwards that are one module of a block."""
+"""Feed-forwards that are a single module of a block."""
 
 SPLIT = Shape("intermediate.dense", "output.dense", activation=("intermediate.intermediate_act_fn",))
-"""Of bert, roberta, electra …: two modules, the second of which also adds the input and normalizes."""
+"""The feed-forward of bert, roberta, electra …: two modules. The second also adds the input and normalizes."""
 
 GATE_DEVIATION = 0.02
-"""Of a new gate's weights."""
+"""Standard deviation of the initial weights of a gate."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,10 @@ class FeedForward:
     """A dense feed-forward of a block.
 
     Attributes:
-        block: that it belongs to.
-        name: of the module in the block that the sparse one takes the place of.
-        module: what ``shape`` is relative to.
-        shape: where its parts are.
+        block: the block that contains it.
+        name: name of the module in the block that the sparse layer replaces.
+        module: the module to which the names in ``shape`` are relative.
+        shape: the names of its parts.
     """
 
     block: nn.Module
@@ -95,7 +98,7 @@ class FeedForward:
 
 
 def find_feed_forward(block: nn.Module) -> FeedForward | None:
-    """The dense feed-forward of a block; None if it is of no known shape."""
+    """Return the dense feed-forward of a block, or None if its shape is unknown."""
     if _fits(block, SPLIT):
         return FeedForward(block, "intermediate", block, SPLIT)
     for name, module in block.named_children():
@@ -108,7 +111,7 @@ def find_feed_forward(block: nn.Module) -> FeedForward | None:
 def _fits(module: nn.Module, shape: Shape) -> bool:
     parts = {name for name, part in module.named_modules() if _is_linear(part)}
     needed = {name for name in (shape.up, shape.down, shape.gate) if name}
-    # No other linear layer, except in a block, which has its attention as well.
+    # There is no other linear layer, except in a block, which also contains its attention.
     return needed <= parts and (shape is SPLIT or needed == parts) and _activation(module, shape) is not None
 
 
@@ -136,11 +139,11 @@ def _part(module: nn.Module, name: str) -> Any:
 def make_sparse(model: nn.Module, blocks: Mapping[str, nn.Module], sizes: MixtureSizes) -> BalanceLosses:
     """Replace the feed-forward of every ``sizes.interval``-th block.
 
-    Experts are initialised as the dense one was: matrices from a normal distribution of the same deviation,
-    biases to the same values; the gate with :data:`GATE_DEVIATION`.
+    Experts are initialized like the dense feed-forward: matrices from a normal distribution with the same deviation,
+    and biases with the same values. The gate has a deviation of :data:`GATE_DEVIATION`.
 
     Raises:
-        ModelError: there are no blocks, or a feed-forward is of no known shape.
+        ModelError: there are no blocks, or the shape of a feed-forward is unknown.
     """
     chosen = list(blocks.items())[sizes.interval - 1 :: sizes.interval]
     _check(model, chosen, sizes)
@@ -199,7 +202,7 @@ def _sparse(feed_forward: FeedForward, sizes: MixtureSizes, losses: BalanceLosse
 
 
 class _Dense:
-    """A linear layer of a dense feed-forward, whatever the order of its matrix; it may be cut by ZeRO-3."""
+    """A linear layer of a dense feed-forward, with its matrix in either order. ZeRO-3 may have partitioned it."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -220,7 +223,7 @@ class _Dense:
 
 
 def sparse_layers(model: nn.Module) -> Iterator[tuple[str, SparseFeedForward]]:
-    """The sparse layers of a model with their names."""
+    """Yield the sparse layers of a model with their names."""
     for name, module in model.named_modules():
         if isinstance(module, SparseFeedForward):
             yield name, module

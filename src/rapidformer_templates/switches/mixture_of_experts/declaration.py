@@ -1,4 +1,4 @@
-"""Mixture of experts: sparse gated feed-forwards, with a balance and a z loss; and experts divided over workers."""
+"""The mixture-of-experts switch (sparse feed-forwards, balance and z losses) and the expert-parallel switch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _divides_experts(options: Any, sizes: Any) -> bool:
 
 
 def _group(request: Request) -> int:
-    """Workers that the experts are divided over: of those that have copies of everything else."""
+    """Return the number of workers that the experts are divided over, out of those with copies of everything else."""
     return int(request.config.get(SIZE) or request.sizes.copies)
 
 
@@ -127,7 +127,7 @@ def _top_k_exists(request: Request) -> list[Finding]:
 
 
 def _weights_have_experts(request: Request) -> list[Finding]:
-    """A pretrained model has the experts that it has; a new one needs to be told of any."""
+    """Check that the model has experts: a pretrained model has its own, a new one needs --num-experts."""
     config, model = request.config, request.model
     pretrained, asked = config.model.pretrained_model_name_or_path, config.get("num_experts")
     if asked is None:

@@ -1,8 +1,8 @@
-"""Expert parallelism: each worker holds a share of the experts, and tokens travel to them and back.
+"""Expert parallelism: each worker has a share of the experts, and tokens are sent to them and back.
 
-An expert sees the tokens of all workers of its group, so its gradient is complete there, and is summed over the
-groups, if there are several. (Lepikhin et al., 2020.) What is not an expert is copied and averaged over the workers as
-under DDP, or as the engine of 3D layouts has it.
+An expert processes the tokens of all workers in its group, so its gradient is complete in this group. If there are
+several groups, the gradient is summed over them (Lepikhin et al., 2020). Everything else is copied and averaged over
+the workers as under DDP, or as the engine of 3D layouts does it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures imp
 
 
 def divide_experts(model: nn.Module, building: Building) -> nn.Module:
-    """Leave each worker its share of the experts of every sparse layer."""
+    """Keep this worker's share of the experts in every sparse layer."""
     workers, over = building.workers, int(building.plan.engine_options["experts_over"])
     if over == 1:
         return model
@@ -39,7 +39,7 @@ def divide_experts(model: nn.Module, building: Building) -> nn.Module:
     _check(stacks, over)
     shape = (workers.pipeline, workers.copies // over, over, workers.tensor)
     mesh = init_device_mesh(workers.device.type, shape, mesh_dim_names=("pipeline", COPIES, "experts", "tensor"))
-    # Their own: the gradients of the rest travel at the same time.
+    # A separate process group, because the gradients of the rest are reduced at the same time.
     group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.movedim(2, -1).reshape(-1, over).tolist())
     for stack in stacks:
         setattr(stack, SHARE, dist.get_rank(group))
@@ -64,11 +64,14 @@ def _check(stacks: Sequence[nn.Module], over: int) -> None:
 
 
 def _share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """What this worker has of a stack of experts; of several copies the first one's values count."""
-    features = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),)  # by tensor parallelism
+    """Return this worker's share of a stack of experts.
+
+    If there are several copies, the first one's values are used.
+    """
+    features = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),)  # from tensor parallelism
     here = local_part(parameter).detach().chunk(mesh["experts"].size())
     values = here[mesh.get_local_rank("experts")].clone()
-    dist.broadcast(values, group=mesh.get_group(COPIES), group_src=0)  # however they were drawn
+    dist.broadcast(values, group=mesh.get_group(COPIES), group_src=0)  # copies may have drawn different values
     share = DTensor.from_local(
         values,
         mesh,
@@ -84,42 +87,42 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DividedExperts(nn.Module):
-    """The experts of a layer, some here and the others on other workers."""
+    """The experts of a layer, some on this worker and the others on other workers."""
 
     def __init__(self, experts: Experts, dispatcher: TokenDispatcher) -> None:
         super().__init__()
-        self.module = experts  # a name that canonical names leave out
+        self.module = experts  # canonical names skip this name
         self._dispatcher = dispatcher
 
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True) -> torch.Tensor:
-        """As :meth:`Experts.forward`, for tokens of this worker and the experts of all."""
+        """Do the same as :meth:`Experts.forward`, for this worker's tokens and the experts of all workers."""
         return self._dispatcher.run(tokens, counts, self.module, all_taken=all_taken)
 
 
 class TokenDispatcher:
-    """The way of tokens to the workers that have their experts, and back."""
+    """Sends tokens to the workers that have their experts, and the results back."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     @torch.compiler.disable(reason="how many tokens travel is known only from the data")
     def run(self, tokens: torch.Tensor, counts: torch.Tensor, experts: Compute, *, all_taken: bool) -> torch.Tensor:
-        """What the experts of all workers make of this worker's tokens, which stand by expert.
+        """Return the outputs of the experts on all workers for this worker's tokens, which are sorted by expert.
 
         Args:
-            counts: [N], tokens of each expert.
-            experts: those of this worker: from tokens, by expert, and their counts to outputs.
-            all_taken: False if behind the last expert's tokens there may be some that none takes.
+            counts: [N], number of tokens of each expert.
+            experts: computes the outputs of this worker's experts from tokens, sorted by expert, and their counts.
+            all_taken: False if there may be tokens after those of the last expert, which no expert takes.
         """
         world = dist.get_world_size(self._group)
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self._group)
-        coming = coming.view(world, -1)  # by the worker that sends, and by expert
+        coming = coming.view(world, -1)  # [senders, experts on this worker]
         sent, received = counts.view(world, -1).sum(1).tolist(), coming.sum(1).tolist()
         taken = sum(sent)
         arrived: torch.Tensor = Exchange.apply(tokens[:taken], sent, received, self._group)
 
-        # By sender they have come, by expert they are computed.
+        # The tokens arrive sorted by sender, and are regrouped by expert.
         here = coming.shape[1]
         visited = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(coming.flatten())
         grouped = group_by_expert(arrived, visited.unsqueeze(1), None, here)
@@ -131,7 +134,10 @@ class TokenDispatcher:
 
 
 class Exchange(torch.autograd.Function):
-    """Sends each worker its rows and takes those that the others send; the backward goes the other way."""
+    """Sends each worker its rows and receives those of the others.
+
+    The backward sends gradients in the other direction.
+    """
 
     @staticmethod
     def forward(
@@ -154,13 +160,13 @@ def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: d
 
 
 class ExpertParallelEngine(DDPEngine):
-    """DDP for all but the experts, of which each worker has its own."""
+    """DDP for everything except the experts, which differ between the workers."""
 
     def _distribute(self) -> nn.Module:
         self._divided = [p for p in self._parameters if isinstance(p, DTensor)]
         self._copied = [p for p in self._parameters if not isinstance(p, DTensor)]
         named = [(name, p) for name, p in self.model.named_parameters() if isinstance(p, DTensor)]
-        self._sharers = copies_of(named[0][1], self.workers) if named else NONE  # a worker alone has nothing divided
+        self._sharers = copies_of(named[0][1], self.workers) if named else NONE  # a single worker divides nothing
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [name for name, _ in named])
         return super()._distribute()
 
@@ -169,7 +175,7 @@ class ExpertParallelEngine(DDPEngine):
             self._sum_over_copies()
         for parameter in self._divided:
             if parameter.grad is not None:
-                # The losses are weighted for an average over the workers; these gradients are sums.
+                # The losses are weighted for an average over the workers, and these gradients are sums.
                 local_part(parameter.grad).div_(self.workers.world)
 
     def _sum_over_copies(self) -> None:
@@ -177,7 +183,7 @@ class ExpertParallelEngine(DDPEngine):
         dist.all_reduce(there, group=self._sharers.group)
         for parameter, reached in zip(self._divided, there.tolist(), strict=True):
             if reached:
-                if parameter.grad is None:  # a loss has reached it in another copy
+                if parameter.grad is None:  # it has a gradient in another copy
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(local_part(parameter.grad), group=self._sharers.group)
 

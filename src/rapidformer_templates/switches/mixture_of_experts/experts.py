@@ -1,4 +1,4 @@
-"""The experts: feed-forwards of one shape, computed together by products over tokens that are grouped by expert."""
+"""The experts: feed-forwards of one shape. Grouped products compute them together, over tokens sorted by expert."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.models.adapters import ReadStack, factors_beside, reader_of
 
 GROUPED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""What torch's grouped product can multiply."""
+"""Types that torch's grouped product supports."""
 
 SHARE = "share_of_experts"
-"""Of a module whose stacks have a share of the experts, where others have the rest: which of the shares."""
+"""Attribute of a module whose stacks have only a share of the experts: the index of this share."""
 RANKS = 8
-"""Ranks of adapters are filled up to a multiple of it."""
+"""The ranks of adapters are padded to a multiple of this."""
 
 
 class Experts(nn.Module):
-    """N feed-forwards ``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))``, whose matrices are stacked.
+    """N feed-forwards ``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))``, with stacked matrices.
 
     Args:
         experts: N.
         hidden, width: sizes of a token and of the inner layer.
-        activation: of the inner layer.
-        gated: whether the activation's output is multiplied by another projection.
-        bias: whether the projections have one.
+        activation: activation of the inner layer.
+        gated: whether the activation's output is multiplied with another projection.
+        bias: whether the projections have biases.
 
     Attributes:
         tensor_styles: how tensor parallelism divides the parameters.
-        bias_factor: of what ``down`` adds: 0 where another worker of those that share the matrices adds it.
-        is_transposed: as transformers and peft say it, that a matrix is (input, output) features.
+        bias_factor: factor of ``down``'s bias. 0 if another worker that shares the matrices adds it.
+        is_transposed: whether a matrix is (input, output) features, in the meaning of transformers and peft.
     """
 
     up: nn.Parameter
@@ -72,15 +72,15 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_bias", offset)
 
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True) -> torch.Tensor:
-        """The experts' outputs.
+        """Return the outputs of the experts.
 
         Args:
-            tokens: [S, hidden], those of the first expert first.
-            counts: [N], tokens of each expert.
-            all_taken: False if behind the last expert's tokens there may be some that none takes.
+            tokens: [S, hidden], sorted by expert.
+            counts: [N], number of tokens of each expert.
+            all_taken: False if there may be tokens after those of the last expert, which no expert takes.
 
         Returns:
-            [S, hidden]; zeros for tokens that no expert takes.
+            [S, hidden]. Tokens that no expert takes are zero.
         """
         member = None
         if self.down_bias is not None:
@@ -91,7 +91,7 @@ class Experts(nn.Module):
             if member is None:
                 return product
             offset = local_part(getattr(self, f"{name}_bias")).to(product.dtype)
-            # A product, so that the sums of its backward have an order, also on a GPU.
+            # A matrix product, so that its backward sums in a fixed order, also on a GPU.
             added = member.to(product.dtype) @ offset
             return product + (added * self.bias_factor if name == "down" else added)
 
@@ -103,7 +103,7 @@ class Experts(nn.Module):
 
 
 def _members(counts: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows, N], which expert takes which row."""
+    """Return a mask [rows, N] of the expert that takes each row."""
     ends = counts.cumsum(0)
     row = torch.arange(rows, device=counts.device).unsqueeze(1)
     return (row < ends) & (row >= ends - counts)
@@ -112,16 +112,16 @@ def _members(counts: torch.Tensor, rows: int) -> torch.Tensor:
 def grouped_product(
     inputs: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True
 ) -> torch.Tensor:
-    """Rows times the matrix of their group.
+    """Multiply each row with the matrix of its group.
 
     Args:
         inputs: [S, in], sorted by group.
         matrices: [N, in, out].
-        counts: [N], rows of each group.
-        all_taken: False if there may be rows behind the last group, which become zero.
+        counts: [N], number of rows in each group.
+        all_taken: False if there may be rows after the last group. Their results are zero.
 
     Returns:
-        [S, out], under autocast in its type.
+        [S, out], in autocast's type if autocast is on.
     """
     device = inputs.device.type
     if torch.is_autocast_enabled(device) and inputs.dtype != torch.float64:
@@ -135,7 +135,7 @@ def grouped_product(
     ends = counts.cumsum(0).to(torch.int32)
     if all_taken:
         return F.grouped_mm(inputs, matrices, offs=ends)
-    # torch leaves rows behind the last group as they were in memory, in the product as in the gradient.
+    # torch leaves rows after the last group uninitialized, in the product and in the gradient.
     taken = (torch.arange(len(inputs), device=ends.device) < ends[-1]).unsqueeze(1)
     return F.grouped_mm(inputs.where(taken, 0), matrices, offs=ends).where(taken, 0)
 
@@ -143,7 +143,7 @@ def grouped_product(
 def stack_product(
     experts: Any, name: str, inputs: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True
 ) -> torch.Tensor:
-    """Rows times the matrices of one stack of experts, and what adapters beside it add."""
+    """Multiply each row with the matrix of its expert in one stack, and add the output of the stack's adapters."""
     read, stack = reader_of(experts, name), local_part(getattr(experts, name))
     if read is None:
         turned = stack if experts.is_transposed else stack.transpose(1, 2)
@@ -155,7 +155,7 @@ def stack_product(
         return product
     first = getattr(experts, SHARE, 0) * len(counts)
     here = slice(first, first + len(counts))
-    # torch's grouped product on a GPU wants rows of a multiple of 16 bytes.
+    # torch's grouped product on a GPU requires rows of a multiple of 16 bytes.
     more = -factors.down.shape[2] % RANKS
     down = F.pad(factors.down[here], (0, more)).contiguous()
     up = F.pad(factors.up[here], (0, 0, 0, more)).contiguous()
@@ -174,7 +174,7 @@ def _product_of_codes(
 
 
 class _CodesProduct(torch.autograd.Function):
-    """Keeps the codes for the backward, and not the stack that was read from them."""
+    """A grouped product that saves the quantized codes for the backward, and not the dequantized stack."""
 
     @staticmethod
     def forward(
@@ -193,7 +193,7 @@ class _CodesProduct(torch.autograd.Function):
 
 
 class _SegmentProduct(torch.autograd.Function):
-    """The same, a product a group, for types that torch's grouped product has not: fp64."""
+    """A grouped product with one matrix product per group, for fp64, which torch's grouped product does not support."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, matrices: torch.Tensor, counts: list[int]) -> torch.Tensor:

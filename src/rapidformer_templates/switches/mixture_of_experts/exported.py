@@ -1,7 +1,7 @@
-"""A model with mixtures in a folder: how it is marked, and read again.
+"""Saved models with mixtures: how a folder is marked, and how it is loaded.
 
-The folder is one of transformers' but for the ``model_type`` in its ``config.json``, which begins with ``moe-``, so
-that ``from_pretrained`` refuses it rather than fill dense feed-forwards with random numbers.
+The folder has the format of transformers, except for the ``model_type`` in its ``config.json``, which begins with
+``moe-``. So ``from_pretrained`` refuses it instead of filling dense feed-forwards with random numbers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSiz
 from rapidformer_templates.system.files import write_json
 
 KEY = "mixture_of_experts"
-"""Of ``config.json``: the fields of :class:`MixtureSizes`."""
+"""The key in ``config.json`` with the fields of :class:`MixtureSizes`."""
 
 
 def describe(model: nn.Module, sizes: MixtureSizes) -> None:
-    """Note in a model's configuration, if it has one, what has become of its feed-forwards."""
+    """Store the sizes of the mixtures in the model's configuration, if it has one."""
     config = getattr(model, "config", None)
     if config is not None:
         setattr(config, KEY, asdict(sizes))
 
 
 def mark(folder: Path) -> None:
-    """Mark a saved folder whose model has mixtures; others are left as they are."""
+    """Mark a saved folder if its model has mixtures."""
     file = folder / "config.json"
     saved = json.loads(file.read_text(encoding="utf-8"))
     if KEY in saved:
@@ -44,7 +44,7 @@ def mark(folder: Path) -> None:
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether a folder holds a model with mixtures."""
+    """Return whether a folder contains a model with mixtures."""
     file = folder / "config.json"
     if not file.is_file():
         return False
@@ -52,7 +52,7 @@ def is_marked(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of the dense architecture, with that of the mixtures as an attribute."""
+    """Read the configuration of the dense architecture, with the sizes of the mixtures as an attribute."""
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = saved.pop("model_type").removeprefix(CONVERTED)
     saved.pop("num_experts")
@@ -61,7 +61,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def with_mixtures(model: Any) -> Any:
-    """A model with the mixtures that its configuration speaks of, if it speaks of some; their values are to be read."""
+    """Put mixtures into a model if its configuration describes them. The caller must load their values."""
     sizes = getattr(model.config, KEY, None)
     if sizes:
         make_sparse(model, find_blocks(model), MixtureSizes(**sizes))
@@ -69,16 +69,16 @@ def with_mixtures(model: Any) -> Any:
 
 
 def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
-    """The model in a marked folder, and what ``from_pretrained`` would tell of the loading.
+    """Load the model in a marked folder. Also return the loading info that ``from_pretrained`` would give.
 
     Args:
-        factory: transformers' class for the task, such as ``AutoModelForCausalLM``, or one of models.
-        folder: that :func:`mark` has marked.
+        factory: transformers' class for the task, such as ``AutoModelForCausalLM``, or a model class.
+        folder: a folder that :func:`mark` has marked.
         config: from :func:`read_config`.
     """
-    build = getattr(factory, "from_config", factory)  # of a class of models, the class itself
+    build = getattr(factory, "from_config", factory)  # a model class builds from its own constructor
     model = with_mixtures(build(config).float())
-    model.config.name_or_path = str(folder)  # as from_pretrained notes it; adapters name their base by it
+    model.config.name_or_path = str(folder)  # from_pretrained does so, and adapters record it as base
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= load_file(file)
@@ -93,14 +93,14 @@ def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[An
 
 
 def load_mixture(folder: str | Path, auto_class: str = "AutoModelForCausalLM") -> Any:
-    """The model of an exported folder whose feed-forwards are mixtures, for use outside of this library.
+    """Load a model with mixtures from an exported folder, for use outside of this library.
 
     Args:
         folder: ``export/`` of a run with ``--num-experts``.
         auto_class: transformers' class for the task.
 
     Raises:
-        ValueError: the folder is not marked; transformers' own ``from_pretrained`` reads it.
+        ValueError: the folder is not marked. Load it with transformers' own ``from_pretrained``.
     """
     import transformers
 

@@ -1,7 +1,7 @@
-"""The gate: which experts a token visits, and with what weights.
+"""The gate: it chooses the experts of a token and their weights.
 
-All of it is decided within a sample, a row of the batch, so that neither the micro batch nor the number of
-workers changes it.
+Every decision depends only on one sample, a row of the batch. So neither the micro batch size nor the number of workers
+changes it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of a batch go. Shapes: B rows, T tokens each, N experts, K choices.
+    """The experts of the tokens of a batch. Shapes: B rows, T tokens each, N experts, K choices.
 
     Attributes:
         chosen: [B, T, K], experts in the order of their probability.
-        weights: [B, T, K], how much of each chosen expert's output is taken; zero where it is not visited.
-        kept: [B, T, K], False where the choice is not carried out: padding, or an expert that is full.
-            None where all are carried out.
+        weights: [B, T, K], the weight of each chosen expert's output. Zero if the choice is dropped.
+        kept: [B, T, K], False if the choice is dropped, for padding or a full expert. None if nothing is dropped.
     """
 
     chosen: torch.Tensor
@@ -37,8 +36,8 @@ class Gate(nn.Module):
     Args:
         hidden: size of a token.
         experts: N.
-        top_k: experts that a token visits.
-        capacity_factor: see :func:`within_capacity`; None drops nothing.
+        top_k: number of experts that process a token.
+        capacity_factor: see :func:`within_capacity`. None drops nothing.
     """
 
     def __init__(self, hidden: int, experts: int, top_k: int, capacity_factor: float | None = None) -> None:
@@ -48,13 +47,13 @@ class Gate(nn.Module):
         self.capacity_factor = capacity_factor
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """[B, T, N], the logits of ``rows`` [B, T, hidden]."""
+        """Return the logits [B, T, N] of ``rows`` [B, T, hidden]."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         with torch.autocast(rows.device.type, enabled=False):
             return F.linear(rows.to(wide), self.weight.to(wide))
 
     def route(self, logits: torch.Tensor, mask: torch.Tensor | None) -> Routing:
-        """The routing by ``logits`` [B, T, N] of whole samples; ``mask`` [B, T] is False where a row is padded."""
+        """Return the routing for ``logits`` [B, T, N] of whole samples. ``mask`` [B, T] is False for padding."""
         with torch.autocast(logits.device.type, enabled=False):
             weights, chosen = choose(logits, self.top_k)
         kept = None if mask is None else mask.unsqueeze(-1).expand_as(chosen)
@@ -66,10 +65,10 @@ class Gate(nn.Module):
 
 
 def choose(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, experts) of the ``top_k`` most probable experts, [..., K] each.
+    """Return (weights, experts) of the ``top_k`` most probable experts, [..., K] each.
 
-    Several weights are made to add up to one (Lepikhin et al., 2020; Mixtral). A single one stays the
-    probability itself, through which the gate learns (Fedus et al., 2021).
+    Several weights are normalized to sum to one (Lepikhin et al., 2020; Mixtral). A single weight stays the probability
+    itself, through which the gate learns (Fedus et al., 2021).
     """
     weights, chosen = logits.softmax(-1).topk(top_k, -1)
     if top_k > 1:
@@ -80,15 +79,15 @@ def choose(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor
 def within_capacity(
     chosen: torch.Tensor, kept: torch.Tensor | None, experts: int, capacity_factor: float
 ) -> torch.Tensor:
-    """Which choices an expert has room for, [B, T, K].
+    """Return which choices the experts have room for, [B, T, K].
 
-    In a row of T tokens, padding not counted, each expert has room for ``ceil(capacity_factor · K · T / N)``
-    of them. They come in their order, the first choice of a token before its second. An order by probability
-    would let a causal model look at the tokens that follow.
+    In a row of T tokens, not counting padding, each expert has room for ``ceil(capacity_factor · K · T / N)`` of them.
+    Tokens are taken in their order, the first choice of a token before its second. In an order by probability, a causal
+    model would see later tokens.
 
     Args:
         chosen: [B, T, K].
-        kept: [B, T, K], False where there is padding; None without padding.
+        kept: [B, T, K], False for padding. None without padding.
         experts: N.
         capacity_factor: 1 is just enough for an even load.
     """

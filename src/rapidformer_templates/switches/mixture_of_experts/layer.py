@@ -1,4 +1,4 @@
-"""A sparse feed-forward: gate, experts, and the way of the tokens to them and back."""
+"""A sparse feed-forward: the gate, the experts, and the grouping of tokens by expert."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLoss
 
 
 class SparseFeedForward(nn.Module):
-    """Takes the place of a dense feed-forward: each token visits the experts that its gate chooses.
+    """Replaces a dense feed-forward. Each token is processed by the experts that its gate chooses.
 
     Args:
         gate, experts: its parts.
-        losses: of the whole model; this layer adds its own to them.
-        layer: its number among those of the model, from 0.
-        dropout: applied to the output, where the dense one had it.
+        losses: the losses of the whole model, to which this layer adds its own.
+        layer: index of this layer among the model's sparse layers, from 0.
+        dropout: applied to the output, if the dense feed-forward had dropout there.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class SparseFeedForward(nn.Module):
 
     @torch.compiler.disable(reason="which tokens an expert gets is known only from the data")
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, T, hidden] to the same shape; zeros where there is padding."""
+        """Map [B, T, hidden] to the same shape. Padding gives zeros."""
         rows = hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
         losses = self._losses
         logits = losses.whole(self.gate(rows))
@@ -53,13 +53,13 @@ class SparseFeedForward(nn.Module):
 
 @dataclass(frozen=True)
 class Grouped:
-    """Tokens on their way to the experts. S is tokens × choices.
+    """Tokens sorted by expert. S is tokens × choices.
 
     Attributes:
-        tokens: [S, hidden], those of the first expert first; choices that are not carried out come last.
-        counts: [N], tokens of each expert.
-        permutation: [S], for each row the choice that stands there.
-        back: its inverse.
+        tokens: [S, hidden], sorted by expert. Dropped choices come last.
+        counts: [N], number of tokens of each expert.
+        permutation: [S], the index of the choice in each row.
+        back: the inverse of ``permutation``.
     """
 
     tokens: torch.Tensor
@@ -69,12 +69,12 @@ class Grouped:
 
 
 def group_by_expert(tokens: torch.Tensor, chosen: torch.Tensor, kept: torch.Tensor | None, experts: int) -> Grouped:
-    """Copy each token to the experts that it visits.
+    """Copy each token to the experts that process it.
 
     Args:
         tokens: [R, hidden].
         chosen: [R, K].
-        kept: [R, K], False for choices that are not carried out; None if all are.
+        kept: [R, K], False for dropped choices. None if nothing is dropped.
         experts: N.
     """
     visits = (chosen if kept is None else chosen.where(kept, experts)).flatten()
@@ -88,28 +88,28 @@ def group_by_expert(tokens: torch.Tensor, chosen: torch.Tensor, kept: torch.Tens
 
 
 def ungroup(outputs: torch.Tensor, grouped: Grouped, weights: torch.Tensor) -> torch.Tensor:
-    """The sum of the experts' ``outputs`` [S, hidden] of each token by ``weights`` [R, K]: [R, hidden]."""
+    """Sum the experts' ``outputs`` [S, hidden] of each token with ``weights`` [R, K]. Returns [R, hidden]."""
     returned: torch.Tensor = Rearrange.apply(outputs, grouped.back, grouped.permutation, 1)
     return (returned.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1)
 
 
 class Rearrange(torch.autograd.Function):
-    """Copies rows ``copies`` times and puts them into an order.
+    """Copies each row ``copies`` times and reorders the copies.
 
-    Its backward goes the same way back and adds up the copies, in an order that is always the same,
-    unlike that of the scattered sums that indexing has for its backward.
+    The backward reverses this and sums the copies in a fixed order. The scattered sums in the backward of indexing have
+    no fixed order.
     """
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, permutation: torch.Tensor, back: torch.Tensor, copies: int
     ) -> torch.Tensor:
-        """Row ``i`` of the result is copy ``permutation[i] % copies`` of row ``permutation[i] // copies``.
+        """Return rows in which row ``i`` is copy ``permutation[i] % copies`` of row ``permutation[i] // copies``.
 
         Args:
             rows: [R, hidden].
             permutation: [R · copies].
-            back: its inverse.
+            back: the inverse of ``permutation``.
         """
         ctx.save_for_backward(back)
         ctx.copies = copies

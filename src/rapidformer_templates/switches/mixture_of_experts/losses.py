@@ -1,13 +1,13 @@
-"""Balance loss and router z loss: their formulas, and how they reach the gradient and the reports.
+"""Balance loss and router z loss: their formulas, and how they are added to the gradient and the reports.
 
-The objective of a step is the mean of the user's loss over the targets of the global batch, plus, for each
-sparse layer, the mean over the tokens of the global batch of
+The objective of a step is the mean of the user's loss over the targets of the global batch. For each sparse layer, it
+adds the mean over the tokens of the global batch of
 
     ``balance coefficient · balance + z coefficient · z``
 
-where the balance loss of a token is that of its sample. Both are thus sums over samples, which neither the micro
-batch nor accumulation nor the number of workers changes. (A balance loss over a micro batch would depend
-on its size, because it is a product of two means.)
+The balance loss of a token is that of its sample. So both losses are sums over samples, and do not depend on the micro
+batch size, accumulation or the number of workers. (A balance loss over a micro batch would depend on its size, because
+it is a product of two means.)
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from rapidformer_templates.system.workers import Workers
 
 
 def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The balance loss of each row: ``N Σ_i f_i P_i``; 1 if all experts are visited alike.
+    """Return the balance loss of each row, ``N Σ_i f_i P_i``. It is 1 if all experts have the same load.
 
-    ``f_i`` is the share of the row's choices that fall on expert ``i``, ``P_i`` the mean of its probability
-    (Fedus et al., 2021, equations 4 to 6; per sequence as in DeepSeek-V3). transformers'
-    ``load_balancing_loss_func`` counts choices a token, and so is top-k times as large.
+    ``f_i`` is the share of the row's choices that select expert ``i``, ``P_i`` the mean of its probability (Fedus et
+    al., 2021, equations 4 to 6; per sequence as in DeepSeek-V3). transformers' ``load_balancing_loss_func`` counts
+    choices per token, so it is larger by a factor of top-k.
 
     Args:
         logits: [B, T, N].
         chosen: [B, T, K].
-        mask: [B, T], False where there is padding.
+        mask: [B, T], False for padding.
 
     Returns:
-        [B]; 0 for a row of padding.
+        [B]. 0 for a row of padding.
     """
     shares = F.one_hot(chosen, logits.shape[-1]).sum(2).to(logits.dtype)  # [B, T, N]
     probabilities = logits.softmax(-1)
@@ -52,22 +52,25 @@ def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, mask: torch.Tensor 
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """The router z loss of each token: ``(log Σ_i exp(logit_i))²`` (Zoph et al., 2022, equation 5)."""
+    """Return the router z loss of each token: ``(log Σ_i exp(logit_i))²`` (Zoph et al., 2022, equation 5)."""
     return logits.logsumexp(-1).square()
 
 
 def token_mask(mask: Any, shape: Sequence[int]) -> torch.Tensor | None:
-    """A batch's attention mask as a mask of its tokens; None if it is no such mask or there is no padding to see."""
+    """Return a batch's attention mask as a mask of its tokens.
+
+    None if it is a different kind of mask, or there is none.
+    """
     if isinstance(mask, torch.Tensor) and tuple(mask.shape) == tuple(shape):
         return mask.bool()
     return None
 
 
 class BalanceLosses:
-    """The losses of all sparse layers of a model; see :class:`engines.auxiliary.AuxiliaryLosses`.
+    """The losses of all sparse layers of a model. See :class:`engines.auxiliary_losses.AuxiliaryLosses`.
 
-    A layer attaches its losses to the weights of its choices. What happens in a backward happens once for each
-    micro batch, also where activations are computed twice, so it is there that losses and visits are noted.
+    A layer attaches its losses to the weights of its choices. A forward may run twice for a micro batch, if activations
+    are recomputed, but a backward runs once. So losses and expert loads are recorded in the backward.
 
     Args:
         layers, experts: their numbers.
@@ -83,17 +86,17 @@ class BalanceLosses:
         self._mask: Any = None
         self._shape: tuple[int, ...] = ()
         self._tokens: float = 1.0  # of the global batch
-        self._unreached: dict[int, torch.Tensor] = {}  # what layers have seen that no backward comes by
-        self._unit = torch.zeros(())  # gradient of one token's loss in the backward that runs now
+        self._unreached: dict[int, torch.Tensor] = {}  # what layers record without a backward, by layer
+        self._unit = torch.zeros(())  # gradient of one token's loss in the current backward
         self._counts = True  # whether its micro batch counts
-        # By layer: sums of both losses over the tokens, choices that were not carried out, choices of each expert.
+        # Per layer: sums of both losses over the tokens, dropped choices, choices of each expert.
         self._step = torch.zeros(layers, 3 + experts, dtype=torch.float64)
         self._run = torch.zeros_like(self._step)
 
-    # What the model tells.
+    # Calls from the model.
 
     def watch(self, model: nn.Module) -> None:
-        """See in each forward of the model which tokens are padding, and tell the engine of these losses."""
+        """Read the padding mask in each forward of the model, and register these losses for the engine."""
         names = list(inspect.signature(model.forward).parameters)
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,29 +110,29 @@ class BalanceLosses:
         setattr(model, ATTRIBUTE, self)
 
     def mask_of(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """[B, T], False where there is padding; None where there is none."""
+        """Return the mask [B, T] that is False for padding, or None without padding."""
         return token_mask(self._mask, rows.shape[:2])
 
     def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, T, N] of what a router puts out for the tokens here, [B · S, N]; one row if it is not known how many."""
+        """Reshape a router's output for the local tokens from [B · S, N] to [B, T, N]. One row if B is unknown."""
         if self._divided:
             return self.whole(tokens.unflatten(0, (self._shape[0], -1)))
         fits = len(self._shape) == 2 and self._shape[0] * self._shape[1] == len(tokens)
         return tokens.unflatten(0, self._shape) if fits else tokens.unsqueeze(0)
 
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
-        """[B, T, …] of what is known of the tokens here, [B, S, …]: of sequences that are divided, all stretches."""
+        """Gather values of the local tokens [B, S, …] to [B, T, …], if sequences are divided over workers."""
         if self.sequences is None or self.sequences.length is None:
             return rows
         return self.sequences.gather(rows, self.sequences.length)
 
     def here(self, rows: torch.Tensor) -> torch.Tensor:
-        """[B, S, …] of what is known of all tokens, [B, T, …]."""
+        """Return the local part [B, S, …] of values of all tokens [B, T, …]."""
         return rows if self._divided is None else self._divided.stretch(rows)
 
     @property
     def _divided(self) -> DividedSequences | None:
-        """What divides the sequences that a layer sees now."""
+        """The object that currently divides the sequences of a layer, or None."""
         return None if self.sequences is None or self.sequences.length is None else self.sequences
 
     def attach(
@@ -141,13 +144,13 @@ class BalanceLosses:
         mask: torch.Tensor | None,
         layer: int,
     ) -> torch.Tensor:
-        """``weights`` as they are; the backward through them adds the gradient of this layer's losses.
+        """Return ``weights`` unchanged. The backward through them adds the gradient of this layer's losses.
 
         Args:
-            weights: anything that the layer's output depends on.
+            weights: any tensor that the layer's output depends on.
             logits, chosen, kept: see :class:`gate.Routing`.
-            mask: [B, T], False where there is padding.
-            layer: its number.
+            mask: [B, T], False for padding.
+            layer: index of the layer.
         """
         if not torch.is_grad_enabled():
             return weights
@@ -160,23 +163,23 @@ class BalanceLosses:
             lost = logits.new_zeros(()) if kept is None else (~kept * real.bool().unsqueeze(-1)).sum().to(logits.dtype)
             seen = torch.cat([torch.stack([balance.detach(), z.detach(), lost]), visits.sum((0, 1))])
             own = self.balance * balance + self.z * z
-        if not weights.requires_grad:  # nothing before this layer is trained, nor its router
+        if not weights.requires_grad:  # neither the router nor anything before it is trained
             self._unreached[layer] = seen
             return weights
         carried: torch.Tensor = _Attach.apply(weights, own, seen, self, layer)
         return carried
 
     def note(self, seen: torch.Tensor, layer: int) -> None:
-        """Add what a layer has seen in a micro batch that counts."""
+        """Add what a layer recorded in a micro batch that counts."""
         if self._step.device != seen.device:
             self._step, self._run = self._step.to(seen.device), self._run.to(seen.device)
         self._step[layer] += seen
 
-    # What the engine tells and asks.
+    # Calls from the engine.
 
     def begin_step(self, microbatches: Sequence[MicroBatch], workers: Workers) -> None:
         here = sum(_tokens_in(microbatch) for microbatch in microbatches if not microbatch.idle)
-        (tokens,) = workers.sum(here if workers.speaks else 0)  # all workers of a replica have its batches
+        (tokens,) = workers.sum(here if workers.speaks else 0)  # all workers of a replica have the same batches
         if not tokens:
             raise RapidformerError(
                 "the balance loss is a mean over tokens, and there are no input_ids in the batches to count them",
@@ -187,7 +190,7 @@ class BalanceLosses:
         self._step.zero_()
 
     def follow(self, loss: torch.Tensor, microbatch: MicroBatch, scale: float) -> None:
-        # A backward begins with the gradient of the loss itself: 1, or the loss scale of an engine that has its own.
+        # A backward begins with the gradient of the loss itself: 1, or the loss scale of an engine with a loss scale.
         loss.register_hook(lambda gradient: self.follow_without_loss(microbatch, gradient * scale))
 
     def follow_without_loss(self, microbatch: MicroBatch, scale: torch.Tensor) -> None:
@@ -203,7 +206,7 @@ class BalanceLosses:
         self._mask, self._shape, self._unreached = seen
 
     def results(self, workers: Workers) -> dict[str, torch.Tensor]:
-        # Each layer is on one stage, and seen whole by all workers that share its matrices or its sequences.
+        # Each layer is on one stage. All workers that share its matrices or its sequences see it whole.
         counts = workers.tensor_rank == 0 and workers.context_rank == 0
         step = workers.sum_tensor(self._step.to(workers.device) * counts)
         self._run = self._run.to(step.device) + step
@@ -227,20 +230,20 @@ class BalanceLosses:
 
 
 def _load(seen: torch.Tensor) -> torch.Tensor:
-    """[layers, N], choices of each expert over those of an even load."""
+    """Return the load of each expert relative to an even load, [layers, N]."""
     visits = seen[:, 3:]
     return visits / visits.mean(1, keepdim=True).clamp(min=1e-9)
 
 
 def _tokens_in(microbatch: MicroBatch) -> int:
-    """Tokens of a micro batch as the layers see them."""
+    """Count the tokens of a micro batch as the layers see them."""
     get = getattr(microbatch.batch, "get", None)
     mask = token_mask(get("attention_mask") if get else None, microbatch.shape)
     return microbatch.padded_tokens if mask is None else int(mask.sum())
 
 
 class _Attach(torch.autograd.Function):
-    """Hands ``weights`` on; in the backward ``own`` gets the gradient that its place in the objective gives it."""
+    """Returns ``weights`` unchanged. In the backward, ``own`` gets its gradient in the objective."""
 
     @staticmethod
     def forward(

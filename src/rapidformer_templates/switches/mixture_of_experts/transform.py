@@ -1,4 +1,4 @@
-"""The transform of the mixture-of-experts switch: layers into a dense model, or losses onto a mixture."""
+"""The transform of the mixture-of-experts switch: put sparse layers into a dense model, or losses onto a mixture."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BALANCE, Z = 0.01, 0.001
 
 
 def mixture_of_experts(model: nn.Module, building: Building) -> nn.Module:
-    """Replace feed-forwards by mixtures, or bring the losses into a model that has experts already.
+    """Replace feed-forwards with mixtures, or add the losses to a model that already has experts.
 
     Raises:
-        ModelError: a feed-forward or a router is of no known kind.
+        ModelError: the kind of a feed-forward or router is unknown.
     """
     options = building.options
     balance, z = options.moe_loss_coeff, options.moe_z_loss_coeff
@@ -29,7 +29,7 @@ def mixture_of_experts(model: nn.Module, building: Building) -> nn.Module:
         watch_own_experts(model, balance=balance, z=0.0 if z is None else z)
         return model
     balance, z = BALANCE if balance is None else balance, Z if z is None else z
-    if any(sparse_layers(model)):  # an exported one of ours
+    if any(sparse_layers(model)):  # a model that was exported by this library
         losses: BalanceLosses = model.auxiliary_losses  # type: ignore[assignment]
         losses.balance, losses.z = balance, z
     else:

@@ -1,9 +1,9 @@
-"""Mixtures that transformers has itself: mixtral, qwen2_moe, qwen3_moe, olmoe and others.
+"""Mixtures that are part of transformers: mixtral, qwen2_moe, qwen3_moe, olmoe and others.
 
-Their experts stand in stacks already. What is brought to them: grouped products that also obey mixed precision and
-fp64, and the losses. transformers adds its own balance loss to the model's loss only if
-``config.output_router_logits`` is set, and never where the loss is computed outside of the model; here it enters the
-gradient in each case, and the loss that is reported stays the task's.
+Their experts are already stacked. This module adds grouped products, which also support mixed precision and fp64, and
+the losses. transformers adds its balance loss to the model's loss only if ``config.output_router_logits`` is set, and
+never if the loss is computed outside of the model. Here it is always part of the gradient, and the reported loss is
+that of the task alone.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from rapidformer_templates.switches.mixture_of_experts.layer import group_by_exp
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 
 IMPLEMENTATION = "rapidformer_grouped"
-"""The name by which transformers knows :func:`grouped_experts`."""
+"""The name under which transformers registers :func:`grouped_experts`."""
 
 
 def has_own_experts(model: nn.Module) -> bool:
-    """Whether this is one of the architectures whose experts are taken as they are."""
+    """Return whether the architecture of a model has its own experts."""
     return getattr(getattr(model, "config", None), "model_type", None) in OWN_EXPERTS
 
 
 def watch_own_experts(model: Any, *, balance: float | None, z: float) -> BalanceLosses:
-    """Have the experts computed by grouped products, and bring the losses into the gradient.
+    """Compute the experts with grouped products, and add the losses to the gradient.
 
     Args:
         model: a transformers model with experts.
-        balance: coefficient; None is the model's own, ``config.router_aux_loss_coef``.
+        balance: coefficient. None uses the model's ``config.router_aux_loss_coef``.
         z: coefficient.
 
     Raises:
-        ModelError: its routers cannot be found.
+        ModelError: the routers of the model are not found.
     """
     config = model.config
     routers = routers_of(model)
@@ -50,7 +50,7 @@ def watch_own_experts(model: Any, *, balance: float | None, z: float) -> Balance
             where="mixture of experts",
             hint=f"known are those of {', '.join(sorted(OWN_EXPERTS))}",
         )
-    config.output_router_logits = False  # else the model's own loss would count them, too
+    config.output_router_logits = False  # otherwise the model's loss would include them, too
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts)
     model.set_experts_implementation(IMPLEMENTATION)
     own = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
@@ -63,12 +63,12 @@ def watch_own_experts(model: Any, *, balance: float | None, z: float) -> Balance
 
 
 def own_experts(model: nn.Module) -> list[Any]:
-    """The stacks of experts of an architecture that has them itself."""
+    """Return the stacks of experts in an architecture that has its own."""
     return [module for module in model.modules() if has_own_experts(model) and hasattr(module, "_apply_gate")]
 
 
 def routers_of(model: nn.Module) -> list[Any]:
-    """The routers of transformers' own mixtures, one for each stack of experts."""
+    """Return the routers of transformers' mixtures, one for each stack of experts."""
     kinds = {
         recorder.target_class
         for part in model.modules()
@@ -80,7 +80,7 @@ def routers_of(model: nn.Module) -> list[Any]:
 
 
 class _Attached:
-    """A hook behind a router, which gives (logits, weights, experts) of all tokens in a row."""
+    """A hook after a router, whose output is (logits, weights, experts) of all tokens, flattened."""
 
     def __init__(self, losses: BalanceLosses, layer: int) -> None:
         self.losses = losses
@@ -97,7 +97,7 @@ class _Attached:
 def grouped_experts(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The experts of transformers by grouped products, in the form of its ``ExpertsInterface``."""
+    """Compute transformers' experts with grouped products. Has the signature of its ``ExpertsInterface``."""
     grouped = group_by_expert(hidden_states, top_k_index, None, experts.num_experts)
 
     def compute(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def grouped_experts(
             inner = experts.act_fn(stack_product(experts, "up_proj", tokens, counts))
         return stack_product(experts, "down_proj", inner, counts)
 
-    dispatcher = getattr(experts, "token_dispatcher", None)  # to experts of other workers
+    dispatcher = getattr(experts, "token_dispatcher", None)  # sends tokens to experts on other workers
     if dispatcher is None:
         outputs = compute(grouped.tokens, grouped.counts)
     else:

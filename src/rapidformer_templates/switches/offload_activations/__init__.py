@@ -1,1 +1,1 @@
-"""Activations in host memory between their forward and their backward."""
+"""Keeps activations in host memory between their forward and their backward."""

@@ -1,4 +1,4 @@
-"""Activation offload: what the blocks keep for their backward waits for it in host memory."""
+"""Activation offload: activations that the blocks keep for their backward wait in host memory."""
 
 from __future__ import annotations
 

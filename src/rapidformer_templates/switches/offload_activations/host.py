@@ -1,4 +1,4 @@
-"""Page-locked host memory of an accelerator, and the streams that copy to it and from it beside the computation."""
+"""Page-locked host memory for an accelerator, and the streams that copy to and from it during computation."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 from rapidformer_templates.system import accelerator
 
 Wait = Callable[[], None]
-"""Lets what the device computes from now on wait for a copy; the host does not wait."""
+"""Makes later work on the device wait for a copy. The host does not wait."""
 
 
 class Host(Protocol):
     """Where kept tensors go."""
 
     def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Wait]:
-        """Begin to copy tensors of the device: the copies, and what to wait for before the tensors are let go."""
+        """Start to copy device tensors. Return the copies, and the wait that must precede freeing the tensors."""
 
     def fetch(self, copies: Sequence[Any]) -> tuple[list[torch.Tensor], Wait]:
-        """Begin to bring copies back: tensors of the device, and what to wait for before they are read or let go."""
+        """Start to copy tensors back. Return device tensors, and the wait that must precede reading or freeing them."""
 
 
 class PinnedMemory:
-    """The host memory of an accelerator.
+    """Page-locked host memory for an accelerator.
 
-    Each direction has a stream of its own. A copy begins when the device has done what it was given before, and
-    runs beside what it is given after. Memory on the device is taken and given back by the stream that computes,
-    which must wait for a copy before it gives back what the copy reads or writes.
+    Each direction has a separate stream. A copy starts when the device has finished all work queued before it, and
+    overlaps with work queued after it. The compute stream allocates and frees device memory. It must wait for a
+    copy before it frees memory that the copy reads or writes.
 
     Args:
         device: the accelerator.

@@ -1,8 +1,9 @@
-"""What goes to the host, when it goes, and when it comes back.
+"""Decides which activations go to the host, when they go, and when they return.
 
-The unit is a block's forward. What it keeps is sent while the next block computes, and is let go on the device when
-that one is done; so what the last block keeps, whose backward comes at once, never leaves. When the backward of a block
-begins, what the block before it keeps is brought back. Two blocks' activations are on the device at a time.
+The unit is a block's forward. The activations that it keeps are sent while the next block computes. Their device copies
+are freed when that block is done. So the activations of the last block, whose backward follows at once, never leave.
+When the backward of a block begins, the activations of the block before it are fetched. Two blocks' activations are on
+the device at a time.
 """
 
 from __future__ import annotations
@@ -22,40 +23,43 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.offload_activations.host import Host, Wait
 
 LEAST_BYTES = 32 * 1024
-"""Smaller storages stay: to start a copy takes longer than to make it, and there is little to gain."""
+"""Smaller storages stay on the device.
+
+Starting a copy takes longer than the copy itself, and there is little to gain.
+"""
 
 HIDDEN = "hidden_states"
-"""What transformers calls the hidden state of a block that takes it by name."""
+"""Name of the hidden state if transformers passes it to a block by name."""
 
 
 class Counts:
-    """Bytes, of all micro batches so far.
+    """Bytes over all micro batches so far.
 
     Attributes:
-        sent: to the host.
-        late: that were not on their way back when their backward began, so that the device waited for all of the copy.
+        sent: sent to the host.
+        late: fetched only when their backward began, so that the device waited for the whole copy.
         away: in host memory now.
-        most_away: at most at a time.
+        most_away: highest value of ``away``.
     """
 
     def __init__(self) -> None:
         self.sent = self.late = self.away = self.most_away = 0
 
     def send(self, size: int) -> None:
-        """Count what goes to the host."""
+        """Count bytes that are sent to the host."""
         self.sent += size
         self.away += size
         self.most_away = max(self.most_away, self.away)
 
 
 class Kept:
-    """A storage that a forward keeps for its backward; it lives as long as what autograd saves of it.
+    """A storage that a forward keeps for its backward. It lives as long as autograd's saved tensors that use it.
 
     Attributes:
-        block: the name of the class of the block that keeps it.
-        values: all of the storage on the device in one row, or None while it is away.
-        version: the changes in place to it, as autograd counts them, when it was kept.
-        copy: in host memory; None before it has been sent.
+        block: class name of the block that keeps it.
+        values: the whole storage on the device as a flat tensor, or None while it is away.
+        version: autograd's count of its in-place changes, at the time when it was kept.
+        copy: its copy in host memory. None before it has been sent.
         size: bytes.
     """
 
@@ -69,10 +73,10 @@ class Kept:
         self.version = tensor._version
 
     def let_go(self) -> None:
-        """Give up the memory on the device, where the host has a copy.
+        """Free the memory on the device once the host has a copy.
 
         Raises:
-            ModelError: the values have changed since, which autograd cannot see of what it does not hold.
+            ModelError: the values have changed since. Autograd cannot detect this, because it does not hold the tensor.
         """
         if self.values is not None and self.values._version != self.version:
             raise ModelError(
@@ -88,7 +92,7 @@ class Kept:
 
 
 class Saved(NamedTuple):
-    """What autograd holds in the place of a tensor."""
+    """The object that autograd holds in place of a tensor."""
 
     call: Call
     kept: Kept
@@ -98,14 +102,14 @@ class Saved(NamedTuple):
 
 
 class Call:
-    """A forward of a block. It holds nothing that is kept; what is kept holds it.
+    """A forward of a block. It has weak references to what it keeps, because :class:`Saved` holds both.
 
     Attributes:
-        number: of the block among those that are here.
-        block: the name of its class.
+        number: index of the block among the blocks on this worker.
+        block: class name of the block.
         chain: the forward of the model.
-        kept: by storage and type.
-        begun: whether the backward has come to it.
+        kept: kept storages by storage key and type.
+        begun: whether its backward has begun.
     """
 
     def __init__(self, number: int, block: str, chain: Chain) -> None:
@@ -114,33 +118,36 @@ class Call:
         self.begun = False
 
     def alive(self) -> list[Kept]:
-        """What its backward still needs."""
+        """Storages that its backward still needs."""
         return [kept for kept in (reference() for reference in self.kept.values()) if kept is not None]
 
     def away(self) -> list[Kept]:
-        """What of that is in the host's memory alone."""
+        """Needed storages that are only in host memory."""
         return [kept for kept in self.alive() if kept.values is None]
 
 
 class Chain:
-    """The forwards of the blocks in one forward of the model, or of a part of it."""
+    """The block forwards in one forward of the model, or of a part of it."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
     def last(self, before: Call | None = None) -> Call | None:
-        """The last call (before another one) that keeps something: the next whose backward comes."""
+        """The last call (before another one) that keeps something. Its backward is the next to run."""
         calls = self.calls if before is None else self.calls[: self.calls.index(before)]
         return next((call for call in reversed(calls) if call.alive()), None)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its backward is still to come."""
+        """Whether its backward has yet to run."""
         return not any(call.begun for call in self.calls) and self.last() is not None
 
 
 class _Moving(NamedTuple):
-    """What a copy reads or writes on the device: its memory is nobody else's until the copy has been waited for."""
+    """Device tensors that a copy reads or writes.
+
+    Their memory must not be reused before the copy has been waited for.
+    """
 
     call: Call
     values: list[torch.Tensor]
@@ -148,30 +155,30 @@ class _Moving(NamedTuple):
 
 
 class Offloader:
-    """Moves what the blocks of a model keep.
+    """Moves the activations that the blocks of a model keep.
 
     Args:
-        host: where it goes.
-        device: where it is computed.
+        host: where activations go.
+        device: where they are computed.
 
     Attributes:
-        counts: what was moved.
+        counts: bytes moved.
     """
 
     def __init__(self, host: Host, device: torch.device) -> None:
         self.counts = Counts()
         self._host, self._device = host, device
         self._chains: list[Chain] = []
-        self._open: Call | None = None  # whose forward runs
-        self._staying: Storages = {}  # what stays on the device of it
-        self._last: Call | None = None  # whose forward has ended, and which has not been sent
+        self._open: Call | None = None  # the call whose forward runs
+        self._staying: Storages = {}  # its tensors that stay on the device
+        self._last: Call | None = None  # the call whose forward has ended and whose activations have not been sent
         self._leaving: _Moving | None = None
         self._coming: list[_Moving] = []
 
     @contextmanager
     def around(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Around a forward with gradients, of the block with this number."""
-        if self._open is not None:  # a block in a block is a part of it
+        """Wrap a forward with gradients of the block with this number."""
+        if self._open is not None:  # a nested block is a part of the outer one
             yield
             return
         self._send_last()
@@ -198,7 +205,7 @@ class Offloader:
 
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved:
-        """What autograd holds of a tensor: itself, or how to get it back."""
+        """Return the object that autograd holds for a tensor: the tensor itself, or a handle to restore it."""
         call = self._open
         if call is None or not self._goes(tensor):
             return tensor
@@ -210,7 +217,7 @@ class Offloader:
         return Saved(call, kept, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _known(self, key: tuple[int, torch.dtype]) -> Kept | None:
-        """What this block or the one before it has kept of a storage, which then is still on the device."""
+        """Return the entry of a storage that this block or the one before it has kept, if it is still on the device."""
         for call in (self._open, self._leaving.call if self._leaving else None):
             reference = call.kept.get(key) if call else None
             kept = reference() if reference else None
@@ -229,12 +236,12 @@ class Offloader:
 
     @torch.no_grad()
     def unpack(self, saved: torch.Tensor | Saved) -> torch.Tensor:
-        """The tensor, in the memory of the device."""
+        """Return the tensor in device memory."""
         if isinstance(saved, torch.Tensor):
             return saved
         if not saved.call.begun:
             self._begin_backward(saved.call)
-        if saved.kept.values is None:  # the block's own forward has differentiated a part of it before
+        if saved.kept.values is None:  # the block's own forward has already differentiated a part of it
             self._bring(saved.call, late=True)
             self._arrive(saved.call)
         assert saved.kept.values is not None
@@ -243,18 +250,18 @@ class Offloader:
     def _begin_backward(self, call: Call) -> None:
         call.begun = True
         if self._last is call:
-            self._last = None  # it stays
+            self._last = None  # it stays on the device
         self._let_go(but=call)
         following = call.chain.last(before=call) or self._likely_after(call)
         if self._last is not None and self._last is not following and self._last.chain is not call.chain:
-            self._send_last()  # another micro batch's, which will wait for longer
+            self._send_last()  # it belongs to another micro batch, which will wait longer
         self._bring(call, late=True)
         self._arrive(call)
         if following is not None:
             self._bring(following)
 
     def _likely_after(self, call: Call) -> Call | None:
-        """The end of the micro batch whose backward is next: a pipeline takes the oldest, part by part."""
+        """Guess the call whose backward is next. A pipeline takes the oldest micro batch, part by part."""
         waiting = [chain for chain in self._chains if chain.is_waiting]
         part = call.chain.calls[-1].number
         chain = min(waiting, key=lambda chain: chain.calls[-1].number != part, default=None)
@@ -274,7 +281,7 @@ class Offloader:
         self._leaving = _Moving(call, values, wait)
 
     def _let_go(self, but: Call | None = None) -> None:
-        """Free on the device what the host has by now, but for what another call keeps, too."""
+        """Free device tensors that have been copied to the host, unless another call still uses them."""
         leaving, self._leaving = self._leaving, None
         if leaving is None:
             return
@@ -285,7 +292,7 @@ class Offloader:
                 kept.let_go()
 
     def _bring(self, call: Call, *, late: bool = False) -> None:
-        """Begin to bring back what is away of a call."""
+        """Start to fetch the activations of a call that are away."""
         away = call.away()
         if not away:
             return
@@ -301,27 +308,27 @@ class Offloader:
             self._coming.remove(moving)
 
     def _give_up_abandoned(self) -> None:
-        """Free what was brought back for a backward that will not come."""
+        """Free activations that were fetched for a backward that will not run."""
         for call in {moving.call for moving in self._coming if not moving.call.alive()}:
             self._arrive(call)
 
 
 def _row_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage, as one row."""
+    """Return all of a tensor's storage as a flat tensor."""
     return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
-    """What tells storages apart that live at one time."""
+    """Return a key that differs between all storages that are alive at the same time."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
 Storages = dict[int, StorageWeakRef]
-"""Storages by key, each with what lets nobody else have the key, which ZeRO-3's empty weights would give up."""
+"""Storages by key. The reference keeps a key reserved: ZeRO-3's empty weights would otherwise give it up."""
 
 
 def _held_anyway(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> Storages:
-    """What is held whether the block keeps it or not: its weights, and what it shares with other blocks."""
+    """Storages that are on the device anyway: the block's weights, and tensors that it shares with other blocks."""
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf is not hidden]
     held = [*given, *block.parameters(), *block.buffers()]
     storages = [StorageWeakRef(t.untyped_storage()) for t in held if not is_traceable_wrapper_subclass(t)]
@@ -329,7 +336,7 @@ def _held_anyway(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _of_weights(tensor: torch.Tensor) -> bool:
-    """Whether this is a weight, a view of one, a weight in another type, or an input that somebody holds as a leaf."""
+    """Whether this is a weight, a view of one, a weight in another type, or a leaf that somebody else holds."""
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
         return True

@@ -1,4 +1,4 @@
-"""What went to the host in the first step."""
+"""Receipt of the bytes that went to the host in the first step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rapidformer_templates.switches.offload_activations.offloader import Offload
 
 
 class Offloading(Receipt):
-    """``offloaded_bytes``, ``offloaded_bytes_at_a_time`` and ``late_bytes`` of this worker."""
+    """Reports ``offloaded_bytes``, ``offloaded_bytes_at_a_time`` and ``late_bytes`` of this worker."""
 
     def __init__(self) -> None:
         self._first: dict[str, int] | None = None

@@ -1,4 +1,7 @@
-"""Products that a selective recomputation keeps: torch holds them where no hook of autograd sees them."""
+"""Offload matmul outputs that selective recomputation saves.
+
+torch holds them where autograd's hooks do not see them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from rapidformer_templates.switches.offload_activations.offloader import Offload
 
 
 def offloaded_products(offloader: Offloader) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
-    """What a checkpoint of torch takes as ``context_fn``: modes around the forward and around its second time."""
+    """Return a ``context_fn`` for torch's checkpoint: modes for the forward and for its recomputation."""
 
     def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
         kept: deque[Any] = deque()
@@ -36,7 +39,7 @@ class _Keeping(TorchDispatchMode, KeepsProducts):
 
 
 class _Returning(_Keeping):
-    """Gives the products in the order in which they were made: the second time is as the first."""
+    """Returns the saved outputs in the order in which they were computed. The recomputation has the same order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PRODUCTS:

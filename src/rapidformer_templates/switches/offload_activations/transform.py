@@ -1,4 +1,4 @@
-"""What lets the blocks keep their activations in host memory."""
+"""Transform that makes the blocks keep their activations in host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rapidformer_templates.switches.offload_activations.selective import offload
 
 
 def offload_activations(model: nn.Module, building: Building) -> nn.Module:
-    """Keep in host memory what the blocks keep for their backward; see ``offloader``.
+    """Keep the activations that blocks save for their backward in host memory. See ``offloader``.
 
     Raises:
         ModelError: the model has no repeated blocks.
@@ -36,7 +36,7 @@ def offload_activations(model: nn.Module, building: Building) -> nn.Module:
 
 
 def offload_blocks(blocks: list[nn.Module], offloader: Offloader) -> None:
-    """Replace each block's ``forward`` on the instance: its parameters keep their names, and hooks stay outside."""
+    """Replace each block's ``forward`` on the instance. Its parameters keep their names, and hooks stay outside."""
     for number, block in enumerate(blocks):
         if isinstance(block.forward, Checkpointed) and block.forward.keeps:
             block.forward.keeps = {"context_fn": offloaded_products(offloader)}
@@ -44,10 +44,10 @@ def offload_blocks(blocks: list[nn.Module], offloader: Offloader) -> None:
 
 
 class Offloaded:
-    """A block's forward that leaves nothing large on the device for its backward.
+    """A block's forward that leaves no large activations on the device for its backward.
 
     Attributes:
-        forward: what it was before.
+        forward: the original forward.
     """
 
     def __init__(self, block: nn.Module, number: int, offloader: Offloader) -> None:

@@ -1,1 +1,1 @@
-"""ONNX Runtime under torch.compile: blocks captured, exported to ONNX, and run forward and backward."""
+"""ONNX Runtime under torch.compile: capture blocks, export them to ONNX, and run them forward and backward."""

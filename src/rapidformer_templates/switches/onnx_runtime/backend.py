@@ -18,13 +18,13 @@ from rapidformer_templates.switches.onnx_runtime.session import Graph
 
 
 class OnnxBackend:
-    """Makes graphs of what torch.compile hands it. Modules of one class share a backend and so their graphs.
+    """Makes ONNX graphs from torch.compile's graphs. Modules of one class share a backend and so their graphs.
 
     Attributes:
-        name: of the class, for errors and the receipt.
-        device: where the model will be.
-        graphs: those made so far.
-        began, seconds: when the first was asked for, and the time that tracing and making took.
+        name: name of the class, for errors and the receipt.
+        device: the device that the model will use.
+        graphs: graphs made so far.
+        began, seconds: when the first graph was requested, and the total time for tracing and making graphs.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class OnnxBackend:
         self.began, self.seconds = 0.0, 0.0
 
     def __call__(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """Trace ``module`` and make a graph of its forward and, where gradients are asked for, of its backward.
+        """Trace ``module`` and make a graph of its forward and, if gradients are needed, of its backward.
 
         Raises:
             ModelError: an operator has no ONNX, or ONNX Runtime cannot run it.
@@ -47,8 +47,8 @@ class OnnxBackend:
             self.seconds += time.perf_counter() - began
 
     def _trace(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        # Attention as products and a softmax: torch's fused kernels have no ONNX. Both graphs at once,
-        # so that a backward that cannot be exported is known before anything has run.
+        # Attention as products and a softmax: torch's fused kernels have no ONNX. Both graphs are made at once,
+        # so a backward that cannot be exported is found before anything has run.
         with sdpa_kernel(SDPBackend.MATH), functorch_config.patch(force_non_lazy_backward_lowering=True):
             return aot_module_simplified(
                 module,

@@ -1,4 +1,4 @@
-"""ONNX Runtime: its graph optimisations on the exported forward and backward graphs."""
+"""ONNX Runtime: apply its graph optimisations to the exported forward and backward graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rapidformer_templates.planning.switch import (
 
 INSTALL = "pip install 'rapidformer_templates[onnx]'"
 EXPORTER = ("onnx", "onnxscript")
-"""What torch's exporter needs."""
+"""Packages that torch's exporter needs."""
 
 OTHERS_BLOCKS = {
     "tensor-parallel": "parallelises the blocks by hooks and sharded tensors, which a graph cannot hold",
@@ -32,7 +32,7 @@ OTHERS_BLOCKS = {
     "flash-attention": "chooses a kernel of torch for attention, which is part of the graph",
     "mixture-of-experts": "sends tokens to experts by their values, and a graph has sizes of its own for each tensor",
 }
-"""Switches that change what a block computes with, and why a graph of it cannot be made."""
+"""Switches that change a block's computation, and why it cannot be exported as a graph."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _sixteen_bits_on_cpu(request: Request) -> list[Finding]:
 def _complete(request: Request) -> list[Finding]:
     packages = request.environment.packages
     if "onnxruntime" not in packages:
-        return []  # RF023 says so
+        return []  # RF023 reports this
     asked = request.asked_for("onnx-runtime")
     missing = [name for name in EXPORTER if name not in packages]
     findings = []

@@ -1,7 +1,7 @@
-"""A graph of aten operators to ONNX, through torch's exporter.
+"""Convert a graph of aten operators to ONNX with torch's exporter.
 
-``torch.onnx.export`` traces and decomposes a model anew, and fills its table of operators anew, at each
-call. Here the graph is traced and decomposed by AOTAutograd already, so the exporter's inner functions are used.
+At each call, ``torch.onnx.export`` traces and decomposes a model and fills its table of operators again. Here,
+AOTAutograd has already traced and decomposed the graph, so this module uses the exporter's inner functions.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ aten = torch.ops.aten
 ADVICE = "leave --onnx-runtime-training out, or write that part of the model with other operators"
 
 OPSET = 20
-"""The first with GELU as one operator."""
+"""The first opset with GELU as one operator."""
 
 Sizes = Callable[[Sequence[Any]], Any]
-"""From the values of a graph's inputs to a shape or a number."""
+"""Maps the values of a graph's inputs to a shape or a number."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that the ONNX graph takes or gives.
+    """An input or output tensor of the ONNX graph.
 
     Attributes:
-        name: in the ONNX graph.
-        dtype: of its elements.
-        shape: from the values of the inputs.
+        name: its name in the ONNX graph.
+        dtype: type of its elements.
+        shape: computes its shape from the values of the inputs.
     """
 
     name: str
@@ -68,11 +68,11 @@ class Exported:
     Attributes:
         model: the serialized ONNX model.
         nodes: its number of nodes.
-        inputs: (position among the graph's inputs, name in the ONNX graph) of those that it takes.
-        noise: what must be drawn before each run: (the tensor, the rate).
-        constants: tensors of the graph itself, which it takes like inputs.
-        outputs: what it computes.
-        results: each result of the graph: a position among its inputs, or the name of a tensor, or a number
+        inputs: (position among the graph's inputs, name in the ONNX graph) of each input that it uses.
+        noise: noise to draw before each run, as (tensor, rate).
+        constants: tensors of the graph itself, passed like inputs.
+        outputs: tensors that it computes.
+        results: each result of the graph: a position among its inputs, the name of a tensor, a number
             computed from the inputs, or None.
     """
 
@@ -87,7 +87,7 @@ class Exported:
 
 @cache
 def _registry() -> Any:
-    for module in (_registration, _core):  # they regret each package and each name that is not there
+    for module in (_registration, _core):  # they warn about each missing package and name
         logging.getLogger(module.__name__).setLevel(logging.ERROR)
     registry = _registration.ONNXRegistry.from_torchlib(OPSET)
     for target, function in TRANSLATIONS.items():
@@ -97,22 +97,22 @@ def _registry() -> Any:
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """How to write what ONNX has no operator for, in operators that it has."""
+    """Return decompositions of operators that ONNX lacks into operators that it has."""
     registry = _registry()
     known = set(_decomp.get_onnx_implemented_overloads(registry))
-    known |= {aten.native_dropout.default, aten.native_dropout_backward.default}  # taken out beforehand
+    known |= {aten.native_dropout.default, aten.native_dropout_backward.default}  # removed beforehand
     return _decomp.create_onnx_friendly_decomposition_table(known)
 
 
 def export(module: fx.GraphModule, name: str) -> Exported:
-    """The graph of ``module`` as ONNX.
+    """Export the graph of ``module`` to ONNX.
 
     Args:
-        module: a graph of aten operators from AOTAutograd; left as it is.
-        name: what to call it in an error.
+        module: a graph of aten operators from AOTAutograd. It is not changed.
+        name: its name in an error.
 
     Raises:
-        ModelError: there is no ONNX for an operator in it, which is named.
+        ModelError: an operator has no ONNX. The error names it.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -152,13 +152,13 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _symbols(given: Sequence[fx.Node]) -> dict[Any, int]:
-    """The size symbols of a graph with dynamic shapes, each with the position of the input that is its value."""
+    """Return the size symbols of a graph with dynamic shapes, each with the position of its input."""
     numbers = {node.meta["val"].node.expr: i for i, node in enumerate(given) if _is_number(node)}
     return {expression: i for expression, i in numbers.items() if expression.is_symbol}
 
 
 def _into_placeholder(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
-    """An input in the place of ``node``, and what the node was made of."""
+    """Replace ``node`` by an input. Return the input and the arguments of the node."""
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
         placeholder = graph.placeholder(node.name)
@@ -188,7 +188,7 @@ def _value(node: fx.Node, symbols: Mapping[Any, int]) -> Value:
 
 
 def _sizes(what: Any, symbols: Mapping[Any, int]) -> Sizes:
-    """A shape or a number, of integers and expressions in ``symbols``, as a function of the inputs' values."""
+    """Return a function that computes a shape or a number with ``symbols`` from the inputs' values."""
     print_number = PythonPrinter().doprint
     wanted = what if isinstance(what, tuple) else (what,)
     numbers = [print_number(n.node.expr) if isinstance(n, torch.SymInt) else str(n) for n in wanted]
@@ -206,7 +206,7 @@ def _to_onnx(module: fx.GraphModule, name: str) -> Any:
     _fx_passes.insert_type_promotion_nodes(module)
     missing = [n for n in module.graph.nodes if n.op == "call_function" and not _has_onnx(n, registry)]
     if missing:
-        # Under the name that the model called it by, before it was decomposed.
+        # Use the name by which the model called it before decomposition.
         operators = sorted({str(node.meta.get("original_aten") or node.target) for node in missing})
         raise ModelError(
             f"{name} cannot run in ONNX Runtime: there is no ONNX for {', '.join(operators)}",
@@ -226,7 +226,7 @@ def _has_onnx(node: fx.Node, registry: Any) -> bool:
 
 
 def _program(module: fx.GraphModule) -> ExportedProgram:
-    """The graph in the form that the exporter takes; it has neither parameters nor buffers of its own."""
+    """Wrap the graph in the form that the exporter expects. It has neither parameters nor buffers."""
     inputs = [InputSpec(InputKind.USER_INPUT, _argument(n), None) for n in module.graph.find_nodes(op="placeholder")]
     outputs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(n), None) for n in _outputs(module.graph)]
     called = ModuleCallSignature(
@@ -244,6 +244,6 @@ def _argument(node: fx.Node) -> SymIntArgument | TensorArgument:
 
 
 def _source_of(node: fx.Node) -> str | None:
-    """The line of the model that the node comes from."""
+    """Return the line of the model that the node comes from."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
     return lines[-1] if lines else None

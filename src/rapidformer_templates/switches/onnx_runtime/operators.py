@@ -1,7 +1,7 @@
-"""ONNX for the aten operators that torch's exporter leaves out, or takes apart into many small nodes.
+"""ONNX for aten operators that torch's exporter lacks or splits into many small nodes.
 
-ONNX Runtime runs each element-wise node as a pass of its own over memory, so the formulas below are
-arranged for few passes. Layer normalisation, softmax and GELU stay whole in the forward.
+ONNX Runtime runs each element-wise node as a separate pass over memory, so the formulas below need
+few passes. Layer normalisation, softmax and GELU are single nodes in the forward.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from onnxscript import opset20
 
 aten = torch.ops.aten
-op: Any = opset20  # its inputs may be numbers and lists, which its types do not say
+op: Any = opset20  # its inputs may be numbers and lists, which its types do not show
 
 
 def gelu(x: Any, approximate: str = "none") -> Any:
-    """One node; the exporter's own are five."""
+    """Return a single node. The exporter's version has five."""
     return op.Gelu(x, approximate=approximate)
 
 
 def gelu_backward(grad: Any, x: Any, approximate: str = "none") -> Any:
-    """``grad · d gelu(x)/dx`` for ``gelu(x) = x Φ(x)`` or its tanh approximation."""
+    """Return ``grad · d gelu(x)/dx`` for ``gelu(x) = x Φ(x)`` or its tanh approximation."""
     if approximate == "tanh":
         return op.Mul(grad, _slope_of_tanh_gelu(x))
     # With t = x/√2: Φ(x) + x φ(x) = ½ (1 + erf t + 2/√π · t exp(−t²)).
@@ -54,7 +54,7 @@ def layer_norm_backward(
     bias: Any,
     output_mask: Sequence[bool],
 ) -> tuple[Any, Any, Any]:
-    """Gradients of layer normalisation with regard to input, weight and bias; those not asked for mean nothing.
+    """Return the gradients of layer normalisation by input, weight and bias. Gradients not requested are placeholders.
 
     With x̂ = (x − mean) · rstd and g = grad · weight, dx = rstd (g − mean(g) − x̂ mean(g x̂)).
     """
@@ -62,7 +62,7 @@ def layer_norm_backward(
     outer = list(range(len(x.shape) - len(normalized_shape)))
     normal = op.Mul(op.Sub(x, mean), rstd)
     along = op.Mul(grad, normal)
-    of_input, of_weight, of_bias = (op.Identity(mean) for _ in range(3))  # the exporter wants a value for each
+    of_input, of_weight, of_bias = (op.Identity(mean) for _ in range(3))  # the exporter needs a value for each
     if output_mask[0]:
         scaled, scaled_along = (grad, along) if weight is None else (op.Mul(grad, weight), op.Mul(along, weight))
         level, tilt = op.ReduceMean(scaled, inner), op.ReduceMean(scaled_along, inner)
@@ -75,25 +75,28 @@ def layer_norm_backward(
 
 
 def safe_softmax(x: Any, dim: int, dtype: int = -1) -> Any:
-    """Softmax in which a row of −∞ throughout (every key is masked) becomes zero and not 0/0."""
+    """Softmax in which a row of only −∞ (every key is masked) becomes zero instead of 0/0."""
     probabilities = op.Softmax(x, axis=dim)
     return op.Where(op.IsNaN(probabilities), 0.0, probabilities)
 
 
 def softmax_backward(grad: Any, output: Any, dim: int, input_dtype: int) -> Any:
-    """``y g − y Σ y g``."""
+    """Return ``y g − y Σ y g``."""
     share = op.Mul(grad, output)
     return op.Sub(share, op.Mul(output, op.ReduceSum(share, [dim])))
 
 
 def split(x: Any, size: int, dim: int = 0) -> Sequence[Any]:
-    """Pieces of ``size`` along ``dim``; the last may be smaller."""
+    """Split into pieces of ``size`` along ``dim``. The last may be smaller."""
     length = x.shape[dim]
     return split_with_sizes(x, [min(size, length - start) for start in range(0, length, size)], dim)
 
 
 def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Sequence[Any]:
-    """Pieces of ``sizes`` along ``dim``. The exporter's own makes a sequence, from which each piece is copied."""
+    """Split into pieces of ``sizes`` along ``dim``.
+
+    The exporter's version makes a sequence and copies each piece from it.
+    """
     if len(set(sizes)) == 1 and len(sizes) > 1:
         pieces: Sequence[Any] = op.Split(x, axis=dim, num_outputs=len(sizes))
         return pieces
@@ -109,4 +112,4 @@ TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
     aten.split.Tensor: split,
     aten.split_with_sizes.default: split_with_sizes,
 }
-"""ONNX by aten operator, beside the operators of torch's exporter."""
+"""ONNX functions by aten operator, in addition to those of torch's exporter."""

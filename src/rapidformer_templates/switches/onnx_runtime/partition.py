@@ -1,4 +1,4 @@
-"""The joint forward and backward graph of AOTAutograd: its dropouts, and what the forward keeps for the backward."""
+"""The joint forward and backward graph of AOTAutograd: its dropouts, and what the forward saves for the backward."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ VIEWS = frozenset(
         operator.getitem,
     }
 )
-"""Free in torch, a copy as the output of an ONNX graph: the backward makes its own from what they show."""
+"""Views are free in torch but copies as outputs of an ONNX graph. The backward recomputes them from their sources."""
 
 
 def dropout_noise(like: torch.Tensor, rate: float) -> torch.Tensor:
-    """1/(1 − rate) with probability 1 − rate, else 0: drawn as eager dropout on a CPU draws it."""
+    """Return 1/(1 − rate) with probability 1 − rate, else 0, drawn in the same way as eager dropout on a CPU."""
     noise = torch.empty_like(like).bernoulli_(1.0 - rate)
     return noise.div_(1.0 - rate) if rate < 1.0 else noise
 
 
 def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-    """AOTAutograd's default partition, after :func:`take_out_dropout`; views are made again, not kept."""
+    """Apply AOTAutograd's default partition after :func:`take_out_dropout`. Views are recomputed, not saved."""
     take_out_dropout(joint)
     for node in joint.graph.nodes:
         if node.op == "call_function" and _is_view(node):
@@ -58,7 +58,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def take_out_idle_expansions(graph: fx.Graph) -> None:
-    """An expansion to the shape that a tensor has is a copy in ONNX, if its shape is known only when it runs."""
+    """Remove expansions to the tensor's own shape. In ONNX they are copies if the shape is known only at run time."""
     for node in graph.find_nodes(op="call_function", target=aten.expand.default):
         source = node.args[0]
         if tuple(map(str, source.meta["val"].shape)) == tuple(map(str, node.meta["val"].shape)):
@@ -69,8 +69,7 @@ def take_out_idle_expansions(graph: fx.Graph) -> None:
 def take_out_dropout(module: fx.GraphModule) -> None:
     """Write each dropout as a product with :func:`dropout_noise`, and its backward likewise.
 
-    The noise needs no more than the shape of what it falls on, so it can be drawn by torch's generator
-    before the graph runs.
+    The noise depends only on the shape of its input, so torch's generator can draw it before the graph runs.
     """
     graph = module.graph
     for node in list(graph.find_nodes(op="call_function", target=aten.native_dropout.default)):

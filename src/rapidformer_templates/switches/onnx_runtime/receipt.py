@@ -1,4 +1,4 @@
-"""What ran in ONNX Runtime, and for how long."""
+"""Receipt of what ran in ONNX Runtime, and for how long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rapidformer_templates.switches.onnx_runtime.transform import captured
 
 
 class OnnxGraphs(Receipt):
-    """``onnx_runtime``: see :func:`graphs_of`."""
+    """Reports ``onnx_runtime``. See :func:`graphs_of`."""
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
         return {"onnx_runtime": graphs_of(engine.model)}
@@ -24,15 +24,16 @@ class OnnxGraphs(Receipt):
 
 
 def seconds_in_graphs(model: nn.Module) -> float:
-    """Time that has been spent in the graphs of a model until now."""
+    """Return the total time spent in the graphs of a model so far."""
     backends = {id(part.backend): part.backend for module in model.modules() if (part := captured(module))}
     return sum(graph.seconds for backend in backends.values() for graph in backend.graphs)
 
 
 def graphs_of(model: nn.Module) -> dict[str, Any]:
-    """What ran in ONNX Runtime: providers, graphs with their nodes, parameters, and share of the time.
+    """Return the providers, graphs with their nodes, and shares of parameters and time in ONNX Runtime.
 
-    ``share_of_time`` is the time spent in graphs over the time since the first was made, the making left out.
+    ``share_of_time`` is the time spent in graphs, divided by the time since the first graph was requested, without the
+    time for making graphs.
     """
     captured_parts = [(module, part) for module in model.modules() if (part := captured(module))]
     backends = list({id(part.backend): part.backend for _, part in captured_parts}.values())

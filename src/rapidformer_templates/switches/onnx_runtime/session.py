@@ -1,4 +1,4 @@
-"""One ONNX graph in ONNX Runtime, on tensors of torch."""
+"""Run one ONNX graph in ONNX Runtime on torch tensors."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.onnx_runtime.export import ADVICE, Exported, Value
 from rapidformer_templates.switches.onnx_runtime.partition import dropout_noise
 
-onnxruntime.set_default_logger_severity(3)  # errors; the optimiser warns of each constant that it leaves
+onnxruntime.set_default_logger_severity(3)  # errors only; the optimiser warns about each constant that it leaves
 
 
 class Graph:
-    """A graph that ONNX Runtime has optimised and runs; called with the inputs that AOTAutograd gives.
+    """A graph that ONNX Runtime has optimised and runs. Call it with the inputs that AOTAutograd passes.
 
-    Tensors go in and out through DLPack: ONNX Runtime reads what torch holds, and writes into tensors that
+    Inputs and outputs use DLPack. ONNX Runtime reads torch's memory and writes into tensors that
     torch has allocated. Only an input that is not contiguous is copied.
 
     Attributes:
-        name: such as ``BertLayer forward``.
-        provider: what runs it, such as ``CPUExecutionProvider``.
-        nodes_exported: nodes of the graph as it was exported.
-        operators: how often each operator is in the graph that runs.
-        runs: how often it has run.
-        seconds: time spent in it, without the drawing of dropout.
+        name: a name such as ``BertLayer forward``.
+        provider: the execution provider, such as ``CPUExecutionProvider``.
+        nodes_exported: nodes of the exported graph.
+        operators: number of uses of each operator in the optimised graph.
+        runs: number of runs.
+        seconds: time spent in it, without drawing dropout.
         copies: inputs that had to be copied.
     """
 
     def __init__(self, exported: Exported, name: str, device: torch.device) -> None:
-        """
+        """Optimise the graph and open a session for it.
+
         Raises:
             ModelError: ONNX Runtime has no kernel for an operator of it.
         """
@@ -76,7 +77,7 @@ class Graph:
         if self._stream is None:
             self._session.run_with_iobinding(binding)
             return
-        # ONNX Runtime takes no default stream, so it has one of its own, in order with torch's.
+        # ONNX Runtime does not accept the default stream, so it has a separate one, synchronized with torch's.
         torchs = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(torchs)
         self._session.run_with_iobinding(binding, _without_waiting())
@@ -94,7 +95,7 @@ class Graph:
         return value.detach().contiguous()
 
     def summary(self) -> dict[str, Any]:
-        """For the receipt."""
+        """Return the entry for the receipt."""
         return {
             "name": self.name,
             "nodes_exported": self.nodes_exported,
@@ -115,7 +116,7 @@ class Graph:
 
 
 def _share(tensor: torch.Tensor) -> OrtValue:
-    """The tensor as ONNX Runtime sees it, in the same memory; DLPack there knows truth values as bytes only."""
+    """Return the tensor as an OrtValue in the same memory. DLPack in ONNX Runtime passes booleans only as bytes."""
     if tensor.dtype is torch.bool:
         return OrtValue(_pybind_state.OrtValue.from_dlpack(tensor.view(torch.uint8).__dlpack__(), True))
     return OrtValue.from_dlpack(tensor)
@@ -128,7 +129,7 @@ def _without_waiting() -> onnxruntime.RunOptions:
 
 
 def _open(model: bytes, name: str, providers: list[Any]) -> tuple[onnxruntime.InferenceSession, Counter[str]]:
-    """The optimised graph, and how often each operator is in it."""
+    """Return the optimised graph, and the number of uses of each operator in it."""
     with tempfile.TemporaryDirectory() as folder:
         optimised = Path(folder) / "optimised.onnx"
         options = onnxruntime.SessionOptions()
@@ -145,7 +146,8 @@ def _open(model: bytes, name: str, providers: list[Any]) -> tuple[onnxruntime.In
 
 
 def check_provider(device: torch.device) -> None:
-    """
+    """Check that ONNX Runtime can compute on a device.
+
     Raises:
         ModelError: this build of ONNX Runtime does not compute on ``device``.
     """

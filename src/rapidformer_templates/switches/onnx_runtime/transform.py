@@ -1,4 +1,4 @@
-"""Which modules of a model run in ONNX Runtime. Imports no ONNX Runtime by itself."""
+"""Select the modules of a model that run in ONNX Runtime. This module does not import ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 ADVICE = "leave --onnx-runtime-training out, or write that part of the model in another way"
 
 GRAPHS_OF_A_CLASS = 16
-"""With and without gradients, of frozen and of trained parameters, each for one shape and then for all others."""
+"""With and without gradients, with frozen and with trained parameters, each for one shape and for all other shapes."""
 
 
 class Captured:
-    """A module's forward that runs in ONNX Runtime, and its backward with it.
+    """A module's forward that runs in ONNX Runtime, together with its backward.
 
     The ``forward`` is replaced on the instance: parameters keep their names, and the hooks of an
     engine stay outside of the graph.
@@ -53,7 +53,7 @@ class Captured:
 
 
 def run_in_onnx_runtime(model: nn.Module, building: Building) -> nn.Module:
-    """Capture the blocks, and beside them all other modules that multiply matrices; embeddings stay as they are.
+    """Capture the blocks, and all other modules that multiply matrices. Embeddings are not captured.
 
     Raises:
         ModelError: the model has no repeated blocks, or ONNX Runtime cannot compute on the device.
@@ -70,7 +70,7 @@ def run_in_onnx_runtime(model: nn.Module, building: Building) -> nn.Module:
     check_provider(building.workers.device)
     torch._dynamo.reset()  # graphs of an earlier run in this process would count towards the limit
     torch._dynamo.config.recompile_limit = GRAPHS_OF_A_CLASS
-    # Blocks are small enough for DDP to send their gradients while others are computed; it need not cut them.
+    # DDP need not split blocks: they are small enough to send their gradients while others are computed.
     torch._dynamo.config.optimize_ddp = False
     backends: dict[type, OnnxBackend] = {}
     for module in _parts(model, set(building.blocks.values())):
@@ -81,9 +81,9 @@ def run_in_onnx_runtime(model: nn.Module, building: Building) -> nn.Module:
 
 
 def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """The blocks, and the largest modules outside of them that multiply matrices.
+    """Yield the blocks, and the largest modules outside of them that multiply matrices.
 
-    A module that looks something up, or that takes the loss in place of its product, is none of a graph's operators.
+    Modules that look something up, or that compute the loss in place of their product, cannot be in a graph.
     """
     if module in blocks:
         yield module
@@ -100,7 +100,7 @@ def _stays(module: nn.Module) -> bool:
 
 
 def captured(module: nn.Module) -> Captured | None:
-    """What runs the module in ONNX Runtime, if it is captured."""
+    """Return the captured forward of the module, or None if it does not run in ONNX Runtime."""
     forward = vars(module).get("forward")
     while isinstance(forward, Checkpointed):
         forward = forward.forward

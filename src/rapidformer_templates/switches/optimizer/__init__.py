@@ -1,1 +1,1 @@
-"""Update rules that torch does not bring, and those of other packages in the form that checkpoints can keep."""
+"""Optimizers that torch lacks, and those of other packages in a form that checkpoints can store."""

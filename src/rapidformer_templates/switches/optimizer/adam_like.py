@@ -1,4 +1,4 @@
-"""What optimizers of Adam's kind share: the options, and a step that goes from parameter to parameter."""
+"""Common code of Adam-like optimizers: their options, and a step that updates one parameter at a time."""
 
 from __future__ import annotations
 
@@ -46,4 +46,4 @@ class AdamLike(Optimizer):
 
     @abstractmethod
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter, whose gradient is there."""
+        """Update a parameter that has a gradient."""

@@ -1,4 +1,4 @@
-"""AdamW with moments in bfloat16, and Kahan summation of weights of 16 bits."""
+"""AdamW with bfloat16 moments, and Kahan summation for 16-bit weights."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.switches.optimizer.adam_like import AdamLike
 
 TURN = 40503
-"""65536 divided by the golden ratio: its multiples spread evenly over the 65536 places between two bfloat16 numbers."""
+"""65536 divided by the golden ratio.
+
+Its multiples spread evenly over the 65536 positions between two bfloat16 numbers.
+"""
 
 
 class AnyPrecisionAdamW(AdamLike):
-    """AdamW whose two moments lie in bfloat16: 4 bytes a parameter instead of 8.
+    """AdamW whose two moments are stored in bfloat16. They take 4 bytes per parameter instead of 8.
 
-    Every update is computed in fp32 and rounded once. A second moment that decays by a thousandth a
-    step would never change if it were rounded to the nearest of numbers that lie a 256th apart, so the
-    place where rounding turns from down to up moves from step to step. Over the steps the errors
-    cancel, without random numbers: each run, and each worker of a run, rounds alike.
+    Every update is computed in fp32 and rounded once. A second moment that decays by a thousandth per step
+    would never change if it were rounded to the nearest value, because bfloat16 values are a 256th apart. So the
+    threshold between rounding down and up moves from step to step. Over many steps, the errors cancel without
+    random numbers: each run, and each worker of a run, rounds in the same way.
 
-    Weights of 16 bits keep what rounding takes from them in a third number (Kahan, "Further Remarks
-    on Reducing Truncation Errors", 1965), 2 bytes more, and add it in the next step. Each element is
-    updated by itself, so that shards of parameters give what whole ones give.
+    16-bit weights keep their rounding error in a third number (Kahan, "Further Remarks on Reducing
+    Truncation Errors", 1965), which takes 2 more bytes, and add it in the next step. Each element is
+    updated separately, so shards of parameters give the same result as whole ones.
     """
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -33,7 +36,7 @@ class AnyPrecisionAdamW(AdamLike):
         for moment in ("exp_avg", "exp_avg_sq"):
             if moment not in state:
                 state[moment] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-            elif state[moment].dtype != torch.bfloat16:  # whoever loads a state may give it the type of the parameter
+            elif state[moment].dtype != torch.bfloat16:  # code that loads a state may give it the type of the parameter
                 state[moment] = state[moment].bfloat16()
         if parameter.itemsize == 2 and "compensation" not in state:
             state["compensation"] = torch.zeros_like(parameter)
@@ -63,7 +66,7 @@ class AnyPrecisionAdamW(AdamLike):
 
 
 def _round(values: torch.Tensor, step: int) -> torch.Tensor:
-    """fp32 values, which are overwritten, at one of the two bfloat16 numbers next to them."""
+    """Round fp32 values to one of the two adjacent bfloat16 numbers. The values are overwritten."""
     bits = values.view(torch.int32)
     bits.add_(step * TURN % 65536).bitwise_and_(-65536)
     return values

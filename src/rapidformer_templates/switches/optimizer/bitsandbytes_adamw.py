@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits, by bitsandbytes, in the form that checkpoints can keep."""
+"""bitsandbytes' AdamW with 8-bit moments, in a form that checkpoints can store."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from bitsandbytes.optim.adamw import AdamW8bit
 
 
 class BitsAndBytesAdamW8bit(AdamW8bit):
-    """bitsandbytes' AdamW: a code of 8 bits for each element of a moment and a scale for each 256 of them.
+    """bitsandbytes' AdamW.
+
+    It has an 8-bit code for each element of a moment, and a scale for each block of 256 elements.
 
     Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022. Parameters of fewer than
     4,096 elements keep moments in fp32.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """As every optimizer's; the count of steps becomes the plain integer that the kernels take."""
+        """Load a state as every optimizer does. The step counter becomes the plain integer that the kernels expect."""
         super().load_state_dict(state_dict, move_to_device)
         for state in self.state.values():
             state["step"] = int(state["step"])

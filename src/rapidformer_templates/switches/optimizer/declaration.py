@@ -1,4 +1,4 @@
-"""The switch of the optimizers."""
+"""The optimizer switch."""
 
 from __future__ import annotations
 
@@ -71,9 +71,10 @@ def _works_on_shards(request: Request) -> list[Finding]:
 
 
 def _sharding(request: Request, switch: str) -> str:
-    """What shares out the states: where the engine of 3D layouts trains, ZeRO is its own and can share out parameters.
+    """Return the name of the switch that shards the states.
 
-    Divided experts are whole DTensors to an optimizer, unless that engine trains them: then it is given parts.
+    The engine of 3D layouts has its own ZeRO, which can divide single parameters. An optimizer sees divided experts as
+    whole DTensors, unless that engine trains them. Then it gets parts.
     """
     engine = request.active[switch].engine
     if switch == "expert-parallel":
@@ -82,7 +83,7 @@ def _sharding(request: Request, switch: str) -> str:
 
 
 def _acted(measured: Measured) -> str | None:
-    """The class that the plan names makes the updates, unless the user's own recipe names another."""
+    """Check that the class in the plan makes the updates, unless the user's recipe names another one."""
     words, used = measured.plan.optimizer_implementation.split(), str(measured["optimizer_class"])
     same = used.rpartition(".")[2] == words[0].rpartition(".")[2]
     fused = "(fused)" not in words or any(measured.all("optimizer_is_fused"))
@@ -98,7 +99,7 @@ SWITCHES = (
         source="[R, S]",
         precedence=Precedence.OPTIMIZER,
         options=OptimizerFlags,
-        active=lambda options, sizes: True,  # every run has one, and the plan shows which class it is
+        active=lambda options, sizes: True,  # every run has an optimizer, and the plan shows its class
         on={"optimizer": "lamb"},
         predicts=Prediction({"optimizer": "by the shapes of the parameters, as each optimizer keeps its state"}),
         notes=_notes,

@@ -14,9 +14,9 @@ class Lamb(AdamLike):
     """LAMB of You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2.
 
     The update of each parameter is Adam's, with bias correction and decoupled weight decay, scaled
-    by ‖weights‖ / ‖update‖. Parameters with neither norm above zero keep a ratio of 1.
+    by ‖weights‖ / ‖update‖. The ratio is 1 unless both norms are above zero.
 
-    ``weight_decay`` is added to the update before the trust ratio is taken.
+    ``weight_decay`` is added to the update before the trust ratio is computed.
     """
 
     def __init__(self, params: Iterable[Any], eps: float = 1e-6, weight_decay: float = 0.0, **options: Any) -> None:

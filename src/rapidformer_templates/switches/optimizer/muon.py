@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model, and AdamW for all else."""
+"""Muon for the matrices of a model, and AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rapidformer_templates.models.blocks import canonical_name
 
 
 class Muon(Optimizer):
-    """Muon (Jordan et al., 2024), whose steps are orthogonalized momentum, with AdamW beside it.
+    """Muon (Jordan et al., 2024), whose updates are orthogonalized momentum, combined with AdamW.
 
-    A step of a matrix of ``m × n`` is scaled by ``0.2 √max(m, n)``, which makes it as long as one of
-    AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025): learning rate and weight decay of
-    AdamW can be kept. torch's own class makes it; five Newton-Schulz iterations in bfloat16.
+    The update of an ``m × n`` matrix is scaled by ``0.2 √max(m, n)``. This makes it as large as AdamW's
+    (Liu et al., "Muon is Scalable for LLM Training", 2025), so AdamW's learning rate and weight decay
+    can be kept. torch's own class computes it, with five Newton-Schulz iterations in bfloat16.
 
-    A group with ``rule`` "muon" (the default) has matrices; one with ``rule`` "adamw" is AdamW's.
+    A group with ``rule`` "muon" (the default) contains matrices. AdamW updates groups with ``rule`` "adamw".
 
     Args:
         params: parameters or groups of them.
         lr: learning rate of both.
-        weight_decay: decoupled, of both.
-        momentum: of Muon, with Nesterov's look ahead.
-        betas, eps: of AdamW.
+        weight_decay: decoupled weight decay of both.
+        momentum: Muon's Nesterov momentum.
+        betas, eps: options of AdamW.
 
     Raises:
-        ValueError: a group for Muon has what is no matrix.
+        ValueError: a group for Muon has a parameter that is not a matrix.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for name, rule in self._rules.items():
-            # Each works on the groups and the state that are ours, whoever has put them there.
+            # Both optimizers use our groups and our state, regardless of who has set them.
             rule.param_groups = [group for group in self.param_groups if group["rule"] == name]
             rule.state = self.state
             rule.step()
@@ -71,7 +71,7 @@ class Muon(Optimizer):
 
 
 def tables_of(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that are read by row or column: embeddings, and the head that scores the tokens."""
+    """Return names of parameters that are read by row or column: embeddings, and the head that scores the tokens."""
     head_of: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = head_of()
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
@@ -80,12 +80,12 @@ def tables_of(model: nn.Module) -> frozenset[str]:
 
 
 def groups_of(model: nn.Module) -> GroupOptions:
-    """The group options of a model as it was built."""
+    """Return the group options of a model, which must be as it was built."""
     return rule_by_shape(tables_of(model))
 
 
 def rule_by_shape(tables: frozenset[str]) -> GroupOptions:
-    """Group options that leave all but matrices to AdamW, and the named tables too."""
+    """Return group options that assign everything except matrices to AdamW, and the named tables too."""
 
     def options(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
         rule = "muon" if parameter.ndim == 2 and name not in tables else "adamw"

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 or 4 bits, by torchao, in the form that checkpoints can keep."""
+"""torchao's AdamW with 8-bit or 4-bit moments, in a form that checkpoints can store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from torchao.optim import AdamW4bit, AdamW8bit
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""Whether a moment has a sign."""
+"""Whether a moment is signed."""
 
 
 class _TorchAOAdamW(Optimizer):
-    """What both widths share: eager updates on a CPU, and the way back from a checkpoint.
+    """Common code of both widths: eager updates on a CPU, and loading from a checkpoint.
 
-    A quantized moment goes to a checkpoint as the tensors inside of it: codes, scales and a table.
+    A checkpoint stores a quantized moment as the tensors inside it: codes, scales and a table.
     """
 
     _new_buffer: Callable[[torch.Tensor, bool], torch.Tensor]
@@ -25,12 +25,12 @@ class _TorchAOAdamW(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         devices = {parameter.device.type for group in self.param_groups for parameter in group["params"]}
-        # torchao compiles an update for each shape; on a CPU that takes longer than short runs last.
+        # torchao compiles an update for each shape. On a CPU that takes longer than a short run.
         with torch.compiler.set_stance("force_eager") if devices == {"cpu"} else nullcontext():
             return super().step(closure)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer's; entries ``moment.part`` become a quantized ``moment`` again."""
+        """Load a state as every optimizer does. Entries ``moment.part`` become a quantized ``moment`` again."""
         flattened = [parameter for group in self.param_groups for parameter in group["params"]]
         state = {index: self._assembled(flattened[index], entries) for index, entries in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
@@ -46,14 +46,14 @@ class _TorchAOAdamW(Optimizer):
 
 
 class TorchAOAdamW8bit(_TorchAOAdamW, AdamW8bit):
-    """A code of 8 bits for each element and a scale for each 256 (Dettmers et al., 2022).
+    """AdamW with an 8-bit code per element and a scale per 256 elements (Dettmers et al., 2022).
 
-    Parameters of fewer than 4,096 elements, or of no multiple of 256, keep moments in fp32.
+    Parameters keep moments in fp32 if they have fewer than 4,096 elements or not a multiple of 256.
     """
 
 
 class TorchAOAdamW4bit(_TorchAOAdamW, AdamW4bit):
-    """A code of 4 bits for each element and a scale for each 128 (Li et al., 2023).
+    """AdamW with a 4-bit code per element and a scale per 128 elements (Li et al., 2023).
 
-    Parameters of fewer than 4,096 elements, or of no multiple of 128, keep moments in fp32.
+    Parameters keep moments in fp32 if they have fewer than 4,096 elements or not a multiple of 128.
     """

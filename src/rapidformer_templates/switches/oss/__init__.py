@@ -1,1 +1,1 @@
-"""fairscale's OSS and SDP."""
+"""OSS and SDP from fairscale."""

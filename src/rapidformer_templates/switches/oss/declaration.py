@@ -1,4 +1,4 @@
-"""OSS and OSS + SDP: partition optimizer state, and gradients, with fairscale in every template."""
+"""The oss and oss-sdp switches: partition optimizer state, or also gradients, with fairscale in every template."""
 
 from __future__ import annotations
 

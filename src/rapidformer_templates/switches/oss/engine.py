@@ -1,6 +1,6 @@
 """OSS and OSS + SDP: fairscale's sharded optimizer, and its reduction of gradients to their owners.
 
-Each parameter has one owner, who keeps its optimizer state, updates it and sends it to the others.
+Each parameter has one owner, which stores its optimizer state, updates it and sends it to the other workers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rapidformer_templates.errors import RapidformerError
 class _ShardedState(SingleEngine):
     """Optimizer state sharded by whole parameters.
 
-    ``optimizer`` is the one inside of OSS: it has the parameters that this rank owns, and their state.
-    One worker has nothing to shard and is left to the plain engine.
+    ``optimizer`` is the inner optimizer of OSS. It has the parameters that this rank owns, and their state. A single
+    worker has nothing to shard and uses the plain engine.
     """
 
     _oss: OSS
@@ -56,7 +56,7 @@ class _ShardedState(SingleEngine):
     def _update(self) -> None:
         if not self._shards:
             return super()._update()
-        # OSS begins a step by setting the options of the inner groups to those of its own.
+        # At the start of a step, OSS copies the options of its groups to the inner groups.
         for own, inner in zip(self._oss.param_groups, self.optimizer.param_groups, strict=True):
             own.update({name: value for name, value in inner.items() if name != "params"})
         self._oss.step()
@@ -69,7 +69,7 @@ class _ShardedState(SingleEngine):
                     torch.distributed.broadcast(parameter.data, src=owner)
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        # Nobody else has this rank's optimizer state, so it is written as by a worker alone.
+        # No other rank has this rank's optimizer state, so write it like a single worker.
         alone = dataclasses.replace(self.workers, rank=0, world=1)
         return engine_state.pieces(self.model, self.optimizer, kind, alone if kind == "optimizer" else self.workers)
 
@@ -85,7 +85,7 @@ class OSSEngine(_ShardedState, DDPEngine):
 
 
 class SDPEngine(_ShardedState):
-    """Optimizer state and gradients sharded over the workers: a gradient is summed where its owner is."""
+    """Shards optimizer state and gradients over the workers. Each gradient is summed on its owner."""
 
     _sdp: SequencedSDP
 
@@ -104,7 +104,10 @@ class SDPEngine(_ShardedState):
         return [position for position, p in enumerate(self._parameters) if id(p) in self._sdp.unreached]
 
     def _grad_norm(self) -> torch.Tensor:
-        """As the base's; each rank adds the gradients that it owns, the only ones that it still has."""
+        """Return the norm of all gradients.
+
+        Each rank contributes those that it owns, because it no longer has the others.
+        """
         owned = super()._grad_norm()
         if not self._shards:
             return owned
@@ -113,20 +116,20 @@ class SDPEngine(_ShardedState):
 
 
 class SequencedSDP(ShardedDataParallel):
-    """fairscale's ShardedDataParallel, which reduces in one and the same order on all workers.
+    """fairscale's ShardedDataParallel with the same order of reductions on all workers.
 
-    fairscale reduces each gradient when this worker's backward has it. Workers with different graphs
-    (an idle micro batch, a layer that is skipped) would add up gradients of different parameters, or
-    wait for one another for ever. Here a gradient waits for those before it, and what this
-    worker's loss did not reach is filled with zeros at the end of the backward.
+    fairscale reduces each gradient as soon as this worker's backward has computed it. Workers with different graphs (an
+    idle micro batch, a skipped layer) would sum gradients of different parameters, or wait for one another forever.
+    Here, a gradient waits for those before it. At the end of the backward, gradients that this worker's loss did not
+    reach are filled with zeros.
 
-    Small gradients are not gathered in fairscale's buffers, because those stay whole on every worker.
+    Small gradients are not gathered in fairscale's buckets, because those stay whole on every worker.
 
     Attributes:
-        unreached: identities of the parameters that had no gradient in this step on this worker.
+        unreached: ids of the parameters that had no gradient in this step on this worker.
     """
 
-    _bucket_flush_callback_set: bool  # whether the end of this backward is already waited for
+    _bucket_flush_callback_set: bool  # whether a callback for the end of this backward is already queued
 
     def __init__(self, module: nn.Module, optimizer: OSS) -> None:
         super().__init__(module, optimizer, reduce_buffer_size=0)
@@ -168,6 +171,6 @@ class SequencedSDP(ShardedDataParallel):
         self._reducers[self._indices[position]]()
 
     def _flush_reduce_calls(self) -> None:
-        """At the end of the backward: nothing more will become ready."""
+        """Finish the sequence at the end of the backward, when no more gradients become ready."""
         self._sequence.finish()
         super()._flush_reduce_calls()

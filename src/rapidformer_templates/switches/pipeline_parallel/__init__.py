@@ -1,1 +1,1 @@
-"""Blocks cut into stages."""
+"""Pipeline parallelism: the blocks of a model are cut into stages."""

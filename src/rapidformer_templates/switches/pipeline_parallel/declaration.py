@@ -1,4 +1,4 @@
-"""Pipeline parallelism: give each worker of a group a run of consecutive blocks."""
+"""The pipeline-parallel switch: each worker of a group has a range of consecutive blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT
 _PIPELINE = ("pipeline_model_parallel_size", 2)
 
 AUTO_MEMORY = "auto-memory"
-"""In place of the stages' blocks: the planner finds those with which the stage that needs most memory needs least."""
+"""Replaces the list of blocks per stage. The planner then minimizes the memory of the stage that needs most."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _one_run_of_blocks(request: Request) -> list[Finding]:
 
 
 def _acted(measured: Measured) -> str | None:
-    """Workers of one stage have the same blocks, and no block is on two stages."""
+    """Check that the workers of one stage have the same blocks, and that no block is on two stages."""
     stages = {tuple(blocks) for blocks in measured.all("blocks")}
     names = [name for stage in stages for name in stage]
     if len(stages) == measured.plan.sizes.pipeline and len(set(names)) == len(names):

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: micro batches run through the stages of the model, which different workers have."""
+"""Pipeline parallelism: micro batches run through the stages of the model, which are on different workers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from rapidformer_templates.switches.pipeline_parallel.stage_links import Links, 
 
 
 class PipelineEngine(ParallelEngine):
-    """Each worker runs its stages of every micro batch, in the order of 1F1B or interleaved 1F1B.
+    """Each worker runs its stages of every micro batch, in 1F1B or interleaved 1F1B order.
 
-    The loader gives every stage the whole micro batch, and the user's loss runs on every stage: on all but
-    the last it ends with the stage's last block. So only hidden states and their gradients travel.
+    The loader gives every stage the whole micro batch, and every stage runs the user's loss function. On all stages
+    except the last, it ends after the stage's last block. So the workers exchange only hidden states and their
+    gradients.
     """
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
-        gc.collect()  # what was cut off stands in cycles with its hooks
+        gc.collect()  # modules of other stages are in reference cycles with their hooks
         super()._build(model, recipe)
         parts = placement_of(model).parts
         assert parts is not None, "the pipeline switch cuts the model"
@@ -52,10 +53,10 @@ class PipelineEngine(ParallelEngine):
         return step.total
 
     def _one_cast(self) -> AbstractContextManager[Any]:
-        """Around a step: all micro batches that are on their way share autocast's copies of the weights.
+        """Share autocast's copies of the weights between all micro batches of a step.
 
-        Autocast forgets its copies where its outermost context ends, and each graph would keep copies of its own.
-        This one casts nothing by itself. Where blocks are computed again no graph keeps any.
+        Autocast drops its copies when its outermost context ends, and each graph would keep separate copies. This
+        context itself casts nothing. With activation checkpointing no graph keeps copies.
         """
         if self.compute_type is None or not self._keeps_casts:
             return nullcontext()
@@ -67,10 +68,10 @@ class PipelineEngine(ParallelEngine):
     def backward_of_part(
         self, part: int, output: torch.Tensor | GradientEdge | None, gradient: torch.Tensor | None = None
     ) -> None:
-        """The backward of a local part, from the loss or from the gradient that came from the stage behind it.
+        """Run the backward of a local part, from the loss or from the gradient that the next stage sent.
 
         Args:
-            output: None where all that came before is frozen.
+            output: None if everything before it is frozen.
         """
         self._shards.begin_backward(part, last=self._last)
         if output is not None:
@@ -78,24 +79,24 @@ class PipelineEngine(ParallelEngine):
         self._shards.end_backward()
 
     def forward_of_part(self, microbatch: MicroBatch) -> Any:
-        """The user's hook, in a part that does not end with the loss."""
+        """Run the user's hook in a part that does not end with the loss."""
         batch = to_device(microbatch.batch, self.workers.device)
         kept = kept_buffers(self.model) if microbatch.idle else nullcontext()
         with self.precision(), self._ahead_of(microbatch, batch), kept:
             return self.compute_loss(self.model, batch)
 
     def stage_of(self, part: int) -> int:
-        """The stage of the whole model that a local part is."""
+        """Return the index of a local part among all stages of the model."""
         return part * self.workers.pipeline + self.workers.pipeline_rank
 
     @property
     def last_stage(self) -> int:
-        """Of the whole model."""
+        """Index of the last stage of the whole model."""
         return self.workers.pipeline * self._parts - 1
 
     @torch.no_grad()
     def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
-        """As every engine's; only the workers of the last stage have something to tell."""
+        """Evaluate a micro batch. Only the workers of the last stage return a result."""
         key = _shapes(microbatch.batch)
         evaluated: tuple[float, Any] = (0.0, None)
         evaluate = partial(super().eval_batch, microbatch, compute_loss)
@@ -111,13 +112,13 @@ class PipelineEngine(ParallelEngine):
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
-        """As every engine's: through all blocks of this worker, on zeros where another stage's output would be."""
+        """Prepare a forward through all blocks of this worker, with zeros in place of another stage's output."""
         with super().measuring() as model, self._passage.measure():
             yield model
 
 
 class _Step:
-    """One optimizer step's micro batches on their way through the local parts.
+    """Runs the micro batches of one optimizer step through the local parts.
 
     Attributes:
         total: the sum of the weighted losses, on the last stage.
@@ -171,7 +172,7 @@ class _Step:
             self.total += output.detach()
             self._losses[number] = output
         else:
-            # The backward needs the graph. The values are the next stage's, unless the graph has kept them itself.
+            # The backward needs only the graph. The next stage has the values, unless the graph itself saves them.
             self._graphs[stage, number] = get_gradient_edge(output) if output.requires_grad else None
             self._outputs[stage, number] = output
 
@@ -190,7 +191,7 @@ class _Step:
         engine.micro_steps += part == 0
 
     def _follow(self, stage: int, number: int) -> None:
-        """Have the model's own losses take part in a backward; those of the last stage follow the loss itself."""
+        """Include the model's auxiliary losses in a backward. On the last stage, they follow the loss itself."""
         engine = self.engine
         if engine._auxiliary:
             engine._auxiliary.recall(self._seen.pop((stage, number)))
@@ -200,11 +201,11 @@ class _Step:
 
 
 def _computed_again(blocks: Iterable[nn.Module]) -> bool:
-    """Whether the backward computes the activations of all blocks anew."""
+    """Return whether the backward recomputes the activations of all blocks."""
     return all(checkpointed_forward(block) is not None for block in blocks)
 
 
 def _shapes(batch: Any) -> Hashable:
-    """The shapes of a batch's tensors, which those of its hidden states follow from."""
+    """Return the shapes of a batch's tensors. They determine the shapes of its hidden states."""
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -1,4 +1,4 @@
-"""The rules of layouts that tensor, context and pipeline parallelism share."""
+"""Rules of layouts that tensor, context and pipeline parallelism share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _parallel(request: Request) -> tuple[str, ...]:
 
 
 def _smaller(name: str, size: int, fits: Callable[[int], bool]) -> tuple[Change, ...]:
-    """The greatest size above one and below ``size`` that fits, if there is one."""
+    """Suggest the largest size above one and below ``size`` that fits, if there is one."""
     best = next((n for n in range(size - 1, 1, -1) if fits(n)), None)
     return (replace({name: best}),) if best else ()
 
@@ -67,7 +67,7 @@ def _model_divides(request: Request) -> list[Finding]:
 def _blocks_divide(request: Request) -> list[Finding]:
     layers, sizes = request.model.num_layers, request.sizes
     if layers is None or sizes.pipeline == 1 or request.config.get("pipeline_stages") is not None:
-        return []  # stages that are asked for may differ; a rule of their own looks at them
+        return []  # another rule checks stages that the user specifies, which may differ
     if sizes.pipeline < layers and layers % sizes.pipeline == 0:
         return []
     divides = sizes.divides

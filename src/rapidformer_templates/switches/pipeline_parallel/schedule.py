@@ -1,9 +1,9 @@
-"""The schedule of forwards, backwards and transfers on each worker of a pipeline. Pure.
+"""The schedule of forwards, backwards and transfers on each worker of a pipeline. These functions are pure.
 
-1F1B and its interleaved form are those of Narayanan et al., 2021. torch.distributed.pipelining has them, too,
-but for micro batches of one shape, and not for every number of them: fewer than stages, or one that the
-rounds of the interleaved form do not divide. Here any number has a schedule, and the test compares with
-torch's where torch has one.
+1F1B and its interleaved form are those of Narayanan et al., 2021. torch.distributed.pipelining has them, too, but only
+for micro batches of one shape. It also does not support every number of micro batches: fewer than stages, or a number
+that is not divisible by the rounds of the interleaved form. Here, every number has a schedule. The test compares with
+torch's schedule where torch has one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import cache
 from typing import NamedTuple
 
 LEAVING = 2
-"""Transfers in each direction that may be on their way, for each stage of a worker."""
+"""Maximum number of pending transfers in each direction, per stage of a worker."""
 
 
 class Kind(enum.Enum):
-    """What is done."""
+    """The kind of an action."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -29,13 +29,13 @@ class Kind(enum.Enum):
 
 
 class Action(NamedTuple):
-    """One thing that a worker does.
+    """One action of a worker.
 
     Attributes:
-        kind: what.
-        stage: of the model, from 0; worker ``stage % workers`` has it. A transfer has its sender's stage
-            when it is sent and its receiver's when it is received.
-        microbatch: of the step, from 0.
+        kind: the kind of action.
+        stage: index of the stage in the model, from 0. Worker ``stage % workers`` has it. A send has the stage of the
+            sender, and a receive that of the receiver.
+        microbatch: index of the micro batch in the step, from 0.
     """
 
     kind: Kind
@@ -44,13 +44,13 @@ class Action(NamedTuple):
 
 
 def compute_schedule(workers: int, rank: int, per_worker: int, microbatches: int) -> list[Action]:
-    """Forwards and backwards of one worker in their order.
+    """Return the forwards and backwards of one worker in order.
 
     Args:
-        workers: of the pipeline.
-        rank: of this worker in it.
-        per_worker: stages that each worker has; 1 is plain 1F1B, more are interleaved.
-        microbatches: of the step.
+        workers: number of workers in the pipeline.
+        rank: rank of this worker in the pipeline.
+        per_worker: number of stages on each worker. 1 is plain 1F1B, more are interleaved.
+        microbatches: number of micro batches in the step.
     """
     rounds = list(_rounds(workers, microbatches))
     forwards = [
@@ -62,8 +62,8 @@ def compute_schedule(workers: int, rank: int, per_worker: int, microbatches: int
         for local in reversed(range(per_worker))
         for m in part
     ]
-    # Forwards before the first backward can come back; interleaved workers look twice as far ahead, so that
-    # transfers have a forward or a backward to hide behind.
+    # Run the forwards that are needed before the first backward can arrive. Interleaved workers run twice as far ahead,
+    # so that transfers overlap with a forward or a backward.
     ahead = workers - 1 - rank
     warmup = ahead if per_worker == 1 else (per_worker - 1) * len(rounds[0]) + 2 * ahead
     warmup = min(warmup, len(forwards))
@@ -74,7 +74,10 @@ def compute_schedule(workers: int, rank: int, per_worker: int, microbatches: int
 
 
 def _rounds(workers: int, microbatches: int) -> Iterator[range]:
-    """The micro batches in rounds of about equal size, each of as many as there are workers or more."""
+    """Yield the micro batches in rounds of about equal size.
+
+    Each round has at least one per worker, if there are enough.
+    """
     count = max(1, microbatches // workers)
     begin = 0
     for i in range(count):
@@ -85,11 +88,10 @@ def _rounds(workers: int, microbatches: int) -> Iterator[range]:
 
 @cache
 def with_transfers(workers: int, per_worker: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """What each worker does, transfers included.
+    """Return the actions of each worker, including transfers.
 
-    The schedules are played through: a result is sent when it is there, and its receiver takes it at that place
-    of its own list. So any two workers name their transfers in the same order, and nobody waits for
-    something that comes only after what the other waits for.
+    This simulates the schedules. A result is sent as soon as it is ready, and the receive is added to the receiver's
+    actions at the same time. So any two workers list their transfers in the same order, and there is no deadlock.
     """
     waiting = [compute_schedule(workers, rank, per_worker, microbatches) for rank in range(workers)]
     done: list[list[Action]] = [[] for _ in range(workers)]
@@ -109,7 +111,7 @@ def with_transfers(workers: int, per_worker: int, microbatches: int) -> tuple[tu
 
 
 def _needs(action: Action, last: int) -> set[Action]:
-    """What must have been done before, by whichever worker."""
+    """Return the actions that must be done before, on any worker."""
     kind, stage, microbatch = action
     if kind is Kind.FORWARD:
         return {Action(kind, stage - 1, microbatch)} if stage else set()

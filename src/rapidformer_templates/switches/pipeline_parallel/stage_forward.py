@@ -1,4 +1,4 @@
-"""The traffic through the blocks that a worker has: how a hidden state comes in and goes out again."""
+"""How a hidden state enters and leaves the blocks of a worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from rapidformer_templates.switches.pipeline_parallel.tracing import hidden_of, 
 
 
 class LeaveStage(BaseException):
-    """Ends a model's forward after the last block of a stage; not an error, so no ``except Exception`` takes it."""
+    """Ends a model's forward after the last block of a stage.
+
+    It is not an error, so ``except Exception`` ignores it.
+    """
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__("the forward goes on in the next stage")
@@ -24,11 +27,11 @@ class LeaveStage(BaseException):
 
 
 class Passage:
-    """Runs the user's loss through one local part of the model at a time.
+    """Runs the user's loss function through one local part of the model at a time.
 
-    The first block of the part takes the hidden state that came from the stage before it. After the last
-    block the forward ends, unless the part has the end of the model: then the model's head and the loss follow.
-    Everything around the blocks (masks, tables of positions) the model's own code makes anew on each stage.
+    The first block of the part gets the hidden state of the previous stage. After the last block, the forward ends,
+    unless the part has the end of the model: then the model's head and the loss follow. The model's own code recomputes
+    everything around the blocks (masks, position tables) on each stage.
 
     Args:
         model: cut by ``cut_into_stages``.
@@ -48,7 +51,7 @@ class Passage:
         self._entered = 0
         self._missing = placement.blocks_in_all - len(self.parts[-1])
         if len(self.parts) > 1:
-            _capture_outputs(model)  # while all blocks can be seen
+            _capture_outputs(model)  # while the model still has all blocks
         for block in placement.blocks.values():
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
             block.register_forward_hook(self._leave)
@@ -56,15 +59,15 @@ class Passage:
             model.register_forward_hook(self._fill)
 
     def run(self, part: int, hidden: torch.Tensor | None, body: Callable[[], Any]) -> Any:
-        """What ``body`` returns, or the hidden state that it leaves the part with.
+        """Return what ``body`` returns, or the hidden state with which it leaves the part.
 
         Args:
-            part: of this worker, from 0.
-            hidden: what came from the stage before; None at the beginning of the model.
+            part: index of the local part, from 0.
+            hidden: the output of the previous stage. None at the beginning of the model.
             body: calls the model once.
 
         Raises:
-            RapidformerError: the body did not call the model, or did so twice.
+            RapidformerError: the body did not call the model, or called it twice.
         """
         with self._open(part, hidden):
             try:
@@ -77,7 +80,7 @@ class Passage:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Around a forward through all local blocks, on zeros where another stage's output would be."""
+        """Run a forward through all local blocks inside the context, with zeros in place of another stage's output."""
         self._stands_in = not self._begins and torch.is_grad_enabled()
         with self._open(None, None):
             try:
@@ -113,7 +116,8 @@ class Passage:
             raise twice()
         given = hidden_of(args, kwargs)
         if self._hidden is None:
-            # What stands for another stage's output has a gradient, as the real one: a graph is made for either.
+            # Like the real output of another stage, its replacement requires a gradient, so that a graph is built for
+            # both.
             return with_hidden(args, kwargs, given.detach().requires_grad_()) if self._stands_in else None
         if given.shape != self._hidden.shape:
             raise RapidformerError(
@@ -128,7 +132,7 @@ class Passage:
             raise LeaveStage(output[0] if isinstance(output, tuple) else output)
 
     def _fill(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Let hidden states and attentions have the places that they have in the whole model; others' are None."""
+        """Put hidden states and attentions at their places in the whole model. The entries of other stages are None."""
         for name in ("hidden_states", "attentions"):
             states = getattr(output, name, None)
             if self._first is not None and isinstance(states, tuple) and states:
@@ -137,11 +141,11 @@ class Passage:
 
 
 def _capture_outputs(model: nn.Module) -> None:
-    """Let transformers install its hooks for hidden states now; later it would miss the blocks that are hidden."""
+    """Let transformers install its hooks for hidden states now. Later, it would miss the hidden blocks."""
     try:
         from transformers import PreTrainedModel
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
-    except ImportError:  # versions that collect hidden states in the model's own forward
+    except ImportError:  # these versions collect hidden states in the model's own forward
         return
     for module in model.modules():
         if isinstance(module, PreTrainedModel):

@@ -1,4 +1,4 @@
-"""Hidden states and their gradients between neighbouring stages of a pipeline."""
+"""Transfers of hidden states and their gradients between neighboring stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HEADER = 10  # numbers: type, dimensions, and up to eight lengths
 
 
 class Parcel(NamedTuple):
-    """A tensor that is on its way here."""
+    """A tensor that is being received or sent."""
 
     tensor: torch.Tensor
     work: Any
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, once it is there."""
+        """Wait for the transfer and return the tensor."""
         self.work.wait()
         return self.tensor
 
@@ -32,16 +32,16 @@ class Parcel(NamedTuple):
 class Links:
     """Sends to and receives from the stages before and after each stage of this worker.
 
-    Both ends of a link work on the same micro batches, so shape and type of a hidden state travel only when
+    Both ends of a link process the same micro batches. So they exchange the shape and type of a hidden state only if
     the shapes of a batch are new to the link.
 
-    What was sent must be kept until it has arrived, and not every backend tells when that is. So a new transfer
-    waits for one that left some time before it in the same direction. By then the neighbour has taken that one in,
-    but for the first and last transfers of a step (``tests/…/test_stages.py`` plays it through).
+    A tensor must be kept alive until it has arrived, and not every backend reports that. So a new transfer first waits
+    for an earlier one in the same direction. By then, the neighbor has received that one, except for the first and last
+    transfers of a step (``tests/…/test_stages.py`` simulates this).
 
     Args:
-        workers: this process among its peers.
-        leaving: transfers in each direction that may be on their way.
+        workers: this process and its peers.
+        leaving: maximum number of pending transfers in each direction.
     """
 
     def __init__(self, workers: Workers, leaving: int = LEAVING) -> None:
@@ -68,15 +68,15 @@ class Links:
         return Parcel(tensor, dist.irecv(tensor, src=self._rank_of(stage), group=self.group))
 
     def send_forward(self, stage: int, key: Hashable, hidden: torch.Tensor) -> None:
-        """Send what ``stage`` put out to the next one.
+        """Send the output of ``stage`` to the next stage.
 
         Args:
-            stage: of the whole model.
+            stage: index in the whole model.
             key: the shapes of the micro batch.
-            hidden: of any shape.
+            hidden: a tensor of any shape.
 
         Raises:
-            RapidformerError: a batch of these shapes had a hidden state of another shape before.
+            RapidformerError: a batch of the same shapes had a hidden state of another shape before.
         """
         hidden = hidden.detach().contiguous()
         form = (hidden.dtype, tuple(hidden.shape))
@@ -93,7 +93,7 @@ class Links:
         self._send(hidden, stage, 1)
 
     def receive_forward(self, stage: int, key: Hashable) -> Parcel:
-        """The hidden state that ``stage`` takes in."""
+        """Receive the hidden state that ``stage`` needs as its input."""
         if (stage - 1, key) not in self._known:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.workers.device)
             kind, ndim, *lengths = self._receive(header, stage - 1).unpack().tolist()
@@ -101,20 +101,20 @@ class Links:
         return self._receive(self._empty(stage - 1, key), stage - 1)
 
     def send_backward(self, stage: int, gradient: torch.Tensor) -> None:
-        """Send the gradient of what ``stage`` took in to the stage before."""
+        """Send the gradient of the input of ``stage`` to the previous stage."""
         self._send(gradient.contiguous(), stage, -1)
 
     def receive_backward(self, stage: int, key: Hashable) -> Parcel:
-        """The gradient of what ``stage`` put out for a batch of these shapes."""
+        """Receive the gradient of the output of ``stage`` for a batch of these shapes."""
         return self._receive(self._empty(stage, key), stage + 1)
 
     def _empty(self, stage: int, key: Hashable) -> torch.Tensor:
-        """For what ``stage`` puts out, or for its gradient."""
+        """Allocate memory for the output of ``stage``, or for its gradient."""
         dtype, shape = self._known[stage, key]
         return torch.empty(shape, dtype=dtype, device=self.workers.device)
 
     def flush(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until everything has been sent."""
         for before in self._on_their_way.values():
             while before:
                 before.popleft().unpack()

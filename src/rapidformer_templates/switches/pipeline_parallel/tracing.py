@@ -1,7 +1,7 @@
-"""How a model's forward runs through its blocks: what is called before them, after them, and beside them.
+"""Trace how a model's forward uses its blocks: what runs before them, after them, and around them.
 
-The user's loss is computed once, for one sample, with every block but the first left out. So the answer holds
-for any model and any hook, and costs little beside a step.
+The user's loss is computed once, for one sample, with every block except the first left out. So the result is valid for
+any model and any hook, and costs little compared with a step.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ BEFORE, WITHIN, AFTER = "before", "within", "after"
 
 @dataclass
 class Flow:
-    """What one forward has shown.
+    """The result of tracing one forward.
 
     Attributes:
-        called: for each module outside of the blocks that has parameters of its own, by name: in which phases
-            it was called. One that was never called, or that holds the blocks, is not listed.
-        absent: what can stand for such a module where only the shape of its output matters.
-        beside: identities of the parameters that reach a block otherwise than by its input.
-        beyond: identities of the parameters outside of the blocks that the loss reaches otherwise than through
-            the blocks.
-        form: entries of the tuple that a block returns; None if it returns a tensor.
+        called: the phases in which each module outside of the blocks was called, by name. Only modules that directly
+            have parameters are listed. Modules that were never called or that contain the blocks are not listed.
+        absent: a replacement for each such module, for stages where only the shape of its output matters.
+        beside: ids of the parameters that affect a block other than through its hidden state.
+        beyond: ids of the parameters outside of the blocks that the loss reaches other than through the blocks.
+        form: number of entries in the tuple that a block returns. None if it returns a tensor.
     """
 
     called: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -45,11 +44,11 @@ class Flow:
 
 
 def trace(model: nn.Module, blocks: Mapping[str, nn.Module], compute_loss: Callable[[nn.Module], Any]) -> Flow:
-    """Run ``compute_loss(model)`` once and watch.
+    """Run ``compute_loss(model)`` once and record how it uses the blocks.
 
     Raises:
-        ModelError: the model cannot be cut between its blocks: they do not come once each in their order, something
-            is computed between them, or the loss uses what they keep aside.
+        ModelError: the model cannot be cut between its blocks. They do not run once each in their order, something is
+            computed between them, or the loss uses their side outputs.
         RapidformerError: the hook calls the model more than once, or not at all.
     """
     watch = _Watch(blocks)
@@ -67,7 +66,7 @@ def trace(model: nn.Module, blocks: Mapping[str, nn.Module], compute_loss: Calla
                 stack.callback(module.register_forward_hook(watch.outside(name)).remove)
         (first_name, first), *others = blocks.items()
         stack.callback(first.register_forward_pre_hook(watch.enter, with_kwargs=True, prepend=True).remove)
-        # Before transformers' own hooks, which may look at what the loss is told of hidden states.
+        # Before transformers' own hooks, which may read the hidden states that the loss receives.
         stack.callback(first.register_forward_hook(watch.leave_first, prepend=True).remove)
         stack.callback(model.register_forward_hook(watch.fill).remove)
         stack.enter_context(_without_new_hooks(model))
@@ -90,7 +89,7 @@ def trace(model: nn.Module, blocks: Mapping[str, nn.Module], compute_loss: Calla
 
 @contextmanager
 def _trained(frozen: list[nn.Parameter]) -> Iterator[None]:
-    """Let a graph show where frozen parameters go, too."""
+    """Make frozen parameters require gradients, so that the graph shows where they are used."""
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:
@@ -102,7 +101,7 @@ def _trained(frozen: list[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _without_new_hooks(model: nn.Module) -> Iterator[None]:
-    """Take away the hooks that transformers puts on what it sees when hidden states are first asked for."""
+    """Remove the hooks that transformers installs when hidden states are first requested."""
     marks = [module for module in model.modules() if not getattr(module, _MARK, False)]
     before = {module: list(module._forward_hooks) for module in model.modules()}
     try:
@@ -120,20 +119,20 @@ _MARK = "_output_capturing_hooks_installed"
 
 
 def holders(model: nn.Module, blocks: Mapping[str, nn.Module]) -> set[str]:
-    """The names of the modules that the blocks are in."""
+    """Return the names of the modules that contain the blocks."""
     parts = [name.split(".") for name in blocks]
     return {".".join(name[:depth]) for name in parts for depth in range(len(name))}
 
 
 class _Watch:
-    """What is seen in the one forward."""
+    """Records one forward."""
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self.flow = Flow()
         self.names = list(blocks)
-        self.done = 0  # blocks that have been called
-        self.hidden: torch.Tensor | None = None  # what the last of them has passed on
-        self.kept: list[torch.Tensor] = []  # what the first one has returned besides
+        self.done = 0  # number of blocks that have been called
+        self.hidden: torch.Tensor | None = None  # the output of the last called block
+        self.kept: list[torch.Tensor] = []  # the side outputs of the first block
 
     @property
     def phase(self) -> str:
@@ -154,7 +153,7 @@ class _Watch:
             raise twice()
         self.done = 1
         self._see_beside(args[1:], kwargs)
-        # Cut off here, so that the loss shows only what goes around the blocks.
+        # Detach it, so that the loss shows only what bypasses the blocks.
         return with_hidden(args, kwargs, hidden_of(args, kwargs).detach().requires_grad_())
 
     def leave_first(self, block: nn.Module, args: Any, output: Any) -> Any:
@@ -185,7 +184,7 @@ class _Watch:
         )
 
     def fill(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Give the hook as many hidden states as the whole model has."""
+        """Return as many hidden states to the hook as the whole model has."""
         for name, extra in (("hidden_states", 1), ("attentions", 0)):
             states = getattr(output, name, None)
             if isinstance(states, tuple) and states:
@@ -211,7 +210,7 @@ class _Watch:
 
 
 class _Skipping(nn.Module):
-    """Stands for a block in the one forward."""
+    """Replaces a block while the forward is traced."""
 
     def __init__(self, watch: _Watch, name: str, block: nn.Module) -> None:
         super().__init__()
@@ -223,11 +222,11 @@ class _Skipping(nn.Module):
 
 
 HIDDEN = "hidden_states"
-"""What transformers calls a block's input where it is not the first positional argument."""
+"""transformers' name for a block's input if it is not the first positional argument."""
 
 
 def hidden_of(args: Any, kwargs: Any) -> torch.Tensor:
-    """The hidden state among a block's arguments."""
+    """Return the hidden state among a block's arguments."""
     hidden = args[0] if args else kwargs.get(HIDDEN)
     if not isinstance(hidden, torch.Tensor):
         raise ModelError(
@@ -237,17 +236,17 @@ def hidden_of(args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def with_hidden(args: Any, kwargs: Any, hidden: torch.Tensor) -> tuple[Any, Any]:
-    """The arguments with another hidden state."""
+    """Return the arguments with another hidden state."""
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, HIDDEN: hidden})
 
 
 def in_form(hidden: torch.Tensor, form: int | None) -> Any:
-    """A block's output that passes ``hidden`` on."""
+    """Return the output of a block that only passes on ``hidden``."""
     return hidden if form is None else (hidden, *[None] * (form - 1))
 
 
 def not_called() -> RapidformerError:
-    """The error of a hook that leaves the model out."""
+    """Return the error for a hook that does not call the model."""
     return RapidformerError(
         "compute_loss did not call the model",
         where="compute_loss(model, batch)",
@@ -256,7 +255,7 @@ def not_called() -> RapidformerError:
 
 
 def twice() -> RapidformerError:
-    """The error of a hook that calls the model again."""
+    """Return the error for a hook that calls the model again."""
     return RapidformerError(
         "compute_loss called the model twice",
         where="compute_loss(model, batch)",

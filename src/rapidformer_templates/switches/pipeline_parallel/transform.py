@@ -1,4 +1,4 @@
-"""The transform that leaves a worker its stages of a model."""
+"""The transform that reduces a model to the stages of this worker."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rapidformer_templates.switches.pipeline_parallel.tracing import AFTER, BEFO
 
 
 def cut_into_stages(model: nn.Module, building: Building) -> nn.Module:
-    """Leave this worker its blocks and what goes with them; other workers have the rest.
+    """Keep the blocks of this worker and the modules around them. Other workers have the rest.
 
-    The model keeps its own forward, and what stays keeps its name. In the place of what goes stand modules
-    without parameters: they pass a block's input on, or give zeros of the right shape where the embedding was.
+    The model keeps its own forward, and remaining modules keep their names. Removed modules are replaced with modules
+    without parameters. These pass on a block's input, or return zeros of the right shape in place of the embedding.
 
     Raises:
         ModelError: the model has no repeated blocks, too few of them, or cannot be cut between them.
@@ -39,12 +39,12 @@ def cut_into_stages(model: nn.Module, building: Building) -> nn.Module:
 class PipelineCut:
     """A model, and which pipeline ranks need which of its modules outside of the blocks.
 
-    A module that is called before the blocks belongs to the first rank, one that is called after them to the last.
-    One that is never called, that computes something beside the blocks, or whose parameters reach the loss on
-    another way is left on every rank that it may matter on; the gradients of its copies are added up.
+    A module that is called before the blocks belongs to the first rank, one that is called after them to the last. Some
+    modules are never called, compute another input of the blocks, or have parameters that reach the loss without the
+    blocks. They stay on every rank where they may matter, and the gradients of their copies are summed.
 
     Attributes:
-        module_ranks: the pipeline ranks of each such module, by name; the others are everywhere.
+        module_ranks: the pipeline ranks of each such module, by name. All other modules are on every rank.
     """
 
     def __init__(self, model: nn.Module, building: Building) -> None:
@@ -73,7 +73,7 @@ class PipelineCut:
             if own & self.flow.beside or (BEFORE in phases and self.flow.absent[name].kind is None):
                 ranks = everywhere
             module_ranks[name] = ranks
-        # Never called: nobody knows where it matters.
+        # It is unknown where modules that are never called matter.
         around = holders(self.model, self.blocks)
         for name, module in self.model.named_modules():
             known = name in module_ranks or name in around or self._block_of(name) is not None
@@ -92,7 +92,7 @@ class PipelineCut:
         return next((outer for outer in (*_ancestors(name), name) if outer in self.blocks), None)
 
     def sizes(self, stages: int, asked: str | None) -> list[int]:
-        """Blocks of each stage: as asked, or by cost, which is the number of parameters."""
+        """Return the number of blocks of each stage: as requested, or balanced by the number of parameters."""
         count = len(self.blocks)
         if asked:
             sizes = [int(size) for size in asked.split(",")]
@@ -120,7 +120,7 @@ class PipelineCut:
         return float(sum(math.prod(shape_of(p)) for m in modules for p in m.parameters(recurse=False)))
 
     def leave(self, sizes: list[int], rank: int) -> Placement:
-        """Take away what another pipeline rank has; what is left, in the names of the whole model."""
+        """Remove the modules of other pipeline ranks. Return the placement of the rest, by names of the whole model."""
         stage_of = dict(zip(self.blocks, (s for s, size in enumerate(sizes) for _ in range(size)), strict=True))
         first_names = {id(tensor): name for name, tensor in named_tensors(self.model).items()}
         ranks: dict[str, set[int]] = defaultdict(set)
@@ -155,7 +155,7 @@ class PipelineCut:
         return Elsewhere(self.flow.absent.get(name, Absent()))
 
     def _ranks_of(self, name: str, stage_of: dict[str, int]) -> frozenset[int]:
-        """The pipeline ranks that have a module or tensor."""
+        """Return the pipeline ranks that have a module or tensor."""
         block = self._block_of(name)
         if block is not None:
             return frozenset({stage_of[block] % self.pipeline})
@@ -165,7 +165,7 @@ class PipelineCut:
         return ranks
 
     def _part_of(self, name: str, stage_of: dict[str, int], stages: int) -> int | None:
-        """The local part whose backward reaches a tensor, if there is but one."""
+        """Return the local part whose backward reaches a tensor, or None if there are several."""
         block = self._block_of(name)
         if block is not None:
             return stage_of[block] // self.pipeline
@@ -174,13 +174,13 @@ class PipelineCut:
 
 
 def _ancestors(name: str) -> list[str]:
-    """``a.b`` → ``["", "a"]``, for what is around it."""
+    """Return the names of the modules around a module: ``a.b`` → ``["", "a"]``."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(len(parts))] if name else []
 
 
 def _all_names(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers under every name that they have."""
+    """Return parameters and buffers under all of their names."""
     return [
         (canonical_name(name), tensor)
         for name, tensor in (
@@ -191,7 +191,7 @@ def _all_names(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _is_there(model: nn.Module, name: str) -> bool:
-    """Whether a module has not gone with one that it was in."""
+    """Return whether a module still exists. It may have been removed together with its parent."""
     try:
         model.get_submodule(name)
     except AttributeError:

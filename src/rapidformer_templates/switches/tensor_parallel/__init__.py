@@ -1,1 +1,1 @@
-"""Tensor, sequence and pipeline parallelism: one model over several workers."""
+"""Tensor and sequence parallelism: one model over several workers."""

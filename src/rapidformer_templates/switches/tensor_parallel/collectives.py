@@ -1,8 +1,8 @@
-"""Exchanges between the workers of a tensor-parallel group that autograd knows the reverse of.
+"""Differentiable collectives between the workers of a tensor-parallel group.
 
-A tensor is *whole* where each worker has the same values, *divided* where each has a share of a dimension, and
-*partial* where the values are their sum over the workers. Gradients of whole tensors are whole, with one
-exception that is named: what goes into a divided layer gets a partial gradient from it.
+A tensor is *whole* if each worker has the same values. It is *divided* if each worker has a share of a dimension. It is
+*partial* if the real values are the sum over the workers. Gradients of whole tensors are whole, with one exception that
+is marked: a tensor that enters a divided layer gets a partial gradient from it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Peers:
 
     Attributes:
         group: their process group.
-        size: how many they are.
-        rank: this one's place among them.
+        size: the number of workers.
+        rank: the rank of this worker in the group.
     """
 
     group: Any
@@ -33,24 +33,27 @@ class Peers:
     rank: int
 
     def share(self, length: int, rank: int | None = None) -> tuple[int, int]:
-        """(begin, end) of a worker's share of ``length``, as ``torch.chunk`` cuts: the last ones may have less."""
+        """Return (begin, end) of a worker's share of ``length``.
+
+        Like in ``torch.chunk``, the last shares may be smaller.
+        """
         step = -(-length // self.size)
         rank = self.rank if rank is None else rank
         return min(rank * step, length), min((rank + 1) * step, length)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the workers, in the memory of ``tensor`` if that is contiguous."""
+        """Sum over the workers. A contiguous ``tensor`` is overwritten with the result."""
         tensor = tensor.contiguous()
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The greatest value over the workers, in the memory of ``tensor``."""
+        """Return the maximum over the workers. ``tensor`` is overwritten with it."""
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def gather(self, shard: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        """The whole tensor of ``length`` along ``dim`` from each worker's share of it."""
+        """Gather the shares of all workers to the whole tensor, which has ``length`` along ``dim``."""
         step = -(-length // self.size)
         shard = _padded(shard, dim, step).movedim(dim, 0).contiguous()
         whole = shard.new_empty(step * self.size, *shard.shape[1:])
@@ -58,17 +61,17 @@ class Peers:
         return whole[:length].movedim(0, dim).contiguous()
 
     def sum_share(self, partial: torch.Tensor, dim: int, step: int) -> torch.Tensor:
-        """This worker's share, of length ``step`` (zeros after the end), of the sum over the workers."""
+        """Reduce-scatter: return this worker's share of the sum, padded with zeros to the length ``step``."""
         kind = partial.dtype
         if partial.is_cpu and kind in (torch.float16, torch.bfloat16):
-            partial = partial.float()  # gloo scatters sums of 32 and 64 bits only
+            partial = partial.float()  # gloo reduce-scatters 32 and 64 bits only
         partial = _padded(partial, dim, step * self.size).movedim(dim, 0).contiguous()
         share = partial.new_empty(step, *partial.shape[1:])
         reduce_scatter(share, partial, group=self.group)
         return share.to(kind).movedim(0, dim).contiguous()
 
     def own_share(self, whole: torch.Tensor, dim: int, step: int | None = None) -> torch.Tensor:
-        """This worker's share of a whole tensor, filled up with zeros to the length ``step`` if that is given."""
+        """Return this worker's share of a whole tensor, padded with zeros to the length ``step`` if that is given."""
         begin, end = self.share(whole.shape[dim])
         share = whole.narrow(dim, begin, end - begin)
         return (share if step is None else _padded(share, dim, step)).contiguous()
@@ -91,7 +94,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        # Others may hold the gradient that is given: it is not summed in place.
+        # Other nodes may hold this gradient, so it is not summed in place.
         return ctx.peers.sum(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
@@ -162,31 +165,34 @@ class _OwnShare(torch.autograd.Function):
 
 
 def enter(x: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """A whole tensor as it goes into divided layers: their partial gradients are summed in the backward pass."""
+    """Pass a whole tensor into divided layers. The backward pass sums the partial gradients that come from them."""
     result: torch.Tensor = _Enter.apply(x, peers)
     return result
 
 
 def enter_all(tensors: Sequence[torch.Tensor], peers: Peers) -> tuple[torch.Tensor, ...]:
-    """As :func:`enter`, for several tensors of one type with one exchange."""
+    """Do the same as :func:`enter` for several tensors of one type, with a single all-reduce."""
     results: tuple[torch.Tensor, ...] = _EnterAll.apply(peers, *tensors)
     return results
 
 
 def sum_partial(x: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """The whole tensor that a partial one stands for, in the memory of ``x``, unless a backward reads that again."""
+    """All-reduce a partial tensor to the whole one.
+
+    The result overwrites ``x``, unless a backward reads ``x`` again.
+    """
     result: torch.Tensor = _Sum.apply(x, peers)
     return result
 
 
 def gather(x: torch.Tensor, peers: Peers, dim: int, length: int, *, partial: bool) -> torch.Tensor:
-    """The whole of a tensor that is divided along ``dim``.
+    """Gather a tensor that is divided along ``dim``.
 
     Args:
         x: this worker's share.
-        peers: the workers that have the others.
-        dim: from 0, or from the end.
-        length: of the whole; what shares have beyond it is padding.
+        peers: the workers that have the other shares.
+        dim: the divided dimension. Negative values count from the end.
+        length: the length of the whole tensor. Anything beyond it in the shares is padding.
         partial: whether the result goes into divided layers, so that its gradient is partial.
     """
     result: torch.Tensor = _Gather.apply(x, peers, dim % x.ndim, length, partial)
@@ -194,12 +200,15 @@ def gather(x: torch.Tensor, peers: Peers, dim: int, length: int, *, partial: boo
 
 
 def sum_share(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
-    """This worker's share along ``dim`` of what a partial tensor stands for; all shares have one length."""
+    """Reduce-scatter a partial tensor along ``dim``. All shares have the same length."""
     result: torch.Tensor = _SumShare.apply(x, peers, dim)
     return result
 
 
 def own_share(x: torch.Tensor, peers: Peers, dim: int, *, even: bool) -> torch.Tensor:
-    """This worker's share along ``dim`` of a whole tensor; ``even``: filled up to the length of the longest."""
+    """Return this worker's share of a whole tensor along ``dim``.
+
+    ``even`` pads it to the length of the longest share.
+    """
     result: torch.Tensor = _OwnShare.apply(x, peers, dim % x.ndim, even)
     return result

@@ -34,7 +34,7 @@ def _has_tensor_plan(request: Request) -> list[Finding]:
         return []
     styles = styles_in_transformers(kind)
     if styles is None:
-        return []  # an architecture of the model's own code: the model itself is asked once it is built
+        return []  # the architecture comes from the model's own code, so the model is checked once it is built
     unknown = sorted(styles - KNOWN)
     if styles and not unknown:
         return []

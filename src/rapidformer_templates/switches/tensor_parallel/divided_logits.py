@@ -1,8 +1,8 @@
-"""Logits that stay divided over the vocabulary, and the cross-entropy that needs no more of them.
+"""Logits that stay divided over the vocabulary, and a cross-entropy that does not gather them.
 
-:class:`DividedLogits` stands for the whole tensor of logits: a model's own loss and a user's code see the whole shape
-and call ``float``, ``view``, slices and ``torch.nn.functional.cross_entropy`` on it as on any tensor. Only what needs
-the columns of other workers for itself gathers them.
+:class:`DividedLogits` acts as the whole tensor of logits. A model's own loss and a user's code see the whole shape and
+call ``float``, ``view``, slices and ``torch.nn.functional.cross_entropy`` on it as on any tensor. The columns are
+gathered only for operations that need those of other workers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rapidformer_templates.switches.tensor_parallel.collectives import Peers, ga
 
 
 class DividedLogits(DividedTensor):
-    """Logits of which each worker has a share of the last dimension. Shape, type and device are those of the whole.
+    """Logits with the last dimension divided over workers. Shape, type and device are those of the whole tensor.
 
     Attributes:
-        local: this worker's columns, with the graph.
-        peers: the workers that have the others.
+        local: this worker's columns, with the autograd graph.
+        peers: the workers that have the other columns.
     """
 
     handlers: ClassVar[dict[Any, Handler]] = {}
@@ -40,14 +40,14 @@ class DividedLogits(DividedTensor):
         return self
 
     def __init__(self, local: torch.Tensor, peers: Peers, vocabulary: int) -> None:
-        """``local``: (…, this worker's tokens); ``vocabulary``: all tokens."""
+        """``local`` has the shape (…, this worker's tokens). ``vocabulary`` is the number of all tokens."""
 
     def whole(self) -> torch.Tensor:
-        """The logits of all tokens as a plain tensor; every worker of the group must ask for it."""
+        """Gather the logits of all tokens into a plain tensor. Call it on every worker of the group."""
         return gather(self.local, self.peers, -1, self.shape[-1], partial=False)
 
     def with_local(self, local: torch.Tensor) -> DividedLogits:
-        """Other values for the same tokens."""
+        """Return other values for the same tokens."""
         return DividedLogits(local, self.peers, self.shape[-1])
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -99,7 +99,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``torch.nn.functional.cross_entropy`` of logits (samples, tokens) or (tokens,) and the indices of targets."""
+    """``torch.nn.functional.cross_entropy`` of logits (samples, tokens) or (tokens,) with class indices as targets."""
     by_index = isinstance(input, DividedLogits) and is_by_index(input, target, size_average, reduce)
     if weight is not None or not by_index:
         return NotImplemented
@@ -117,7 +117,7 @@ def _cross_entropy(
 
 
 class DividedWords(Words):
-    """The words whose logits one of some workers has."""
+    """The range of the vocabulary whose logits are on this worker."""
 
     def __init__(self, peers: Peers, count: int) -> None:
         super().__init__(count)
@@ -138,13 +138,13 @@ class DividedWords(Words):
 
 
 def check_inside(inside: torch.Tensor, vocabulary: int, what: str) -> None:
-    """Refuse tokens beyond the vocabulary, which no worker has; the host does not wait for a GPU's answer.
+    """Refuse tokens beyond the vocabulary, which no worker has. The host does not wait for a GPU.
 
-    A GPU asserts it by itself, as for an index that torch looks up whole, and ends the process.
+    On a GPU, torch's assertion fails and ends the process, as for any index out of range.
 
     Args:
-        inside: which are of the vocabulary.
-        what: they are.
+        inside: which tokens are in the vocabulary.
+        what: the name of these tokens in the message.
 
     Raises:
         DataError: on a CPU.
@@ -163,7 +163,7 @@ def check_inside(inside: torch.Tensor, vocabulary: int, what: str) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of each row, in fp32 or fp64."""
+    """The cross-entropy of each row, in fp32 or fp64."""
 
     @staticmethod
     def forward(
@@ -177,5 +177,5 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         slope, counts = ctx.saved_tensors
-        gradient = gradient.masked_fill(~counts, 0.0).unsqueeze(-1)  # of a mean over no target it is not finite
+        gradient = gradient.masked_fill(~counts, 0.0).unsqueeze(-1)  # not finite for a mean over no targets
         return (slope * gradient).to(ctx.kind), None, None, None, None

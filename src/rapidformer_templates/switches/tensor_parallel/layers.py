@@ -1,7 +1,7 @@
-"""The forwards of divided layers. Each takes the place of a module's ``forward``; parameters keep their names.
+"""The forwards of divided layers. Each replaces a module's ``forward``. Parameters keep their names.
 
-Parameters are DTensors; the layers compute with what this worker holds of them, and exchange activations where a
-region of divided layers begins and ends. So everything between layers is a plain tensor, as the model's code expects.
+Parameters are DTensors. The layers compute with their local parts, and exchange activations where a region of divided
+layers begins and ends. So everything between layers is a plain tensor, as the model's code expects.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from rapidformer_templates.switches.tensor_parallel.sequence import DIM, Sequenc
 Forward = Callable[..., Any]
 
 OTHER_SEQUENCES = ("key_value_states", "encoder_hidden_states")
-"""Arguments by which attention is given what an encoder put out; it is whole, also under sequence parallelism."""
+"""Arguments with the output of an encoder, which attention reads. It is whole, also under sequence parallelism."""
 
 
 @dataclass(frozen=True)
 class Regions:
-    """What happens at the borders of divided regions.
+    """The operations where divided regions begin and end.
 
     Attributes:
         peers: the workers that share the model.
-        streams: of random numbers.
-        shards: of the sequence; None without sequence parallelism.
+        streams: the streams of random numbers.
+        shards: the shards of the sequence. None without sequence parallelism.
     """
 
     peers: Peers
@@ -51,18 +51,18 @@ class Regions:
 
     @property
     def length(self) -> int | None:
-        """Tokens of the sequence that is divided here, if one is."""
+        """Number of tokens of the sequence that is currently divided, or None."""
         return self.shards.length if self.shards else None
 
     def begin(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole of what goes into divided layers."""
+        """Return the whole input of divided layers."""
         if self.length is None:
             self.streams.diverge()
             return enter(x, self.peers)
         return gather(x, self.peers, DIM, self.length, partial=True)
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
-        """From the partial results of divided layers to what follows them."""
+        """Combine the partial results of divided layers for the layers that follow."""
         if self.length is None:
             self.streams.rejoin()
             return sum_partial(x, self.peers)
@@ -70,12 +70,12 @@ class Regions:
 
 
 class OnLocalParameters:
-    """A module's own forward; while it runs, the module's parameters are what this worker holds of them.
+    """The forward of a module. While it runs, the module's parameters are this worker's local parts.
 
     Args:
-        module: has parameters of its own.
+        module: has parameters directly, not only in its children.
         forward: its forward.
-        partial: keys of whole parameters of which each worker computes a part of the gradient.
+        partial: keys of whole parameters for which each worker computes a part of the gradient.
         peers: those workers.
     """
 
@@ -87,12 +87,12 @@ class OnLocalParameters:
         self.peers = peers
 
     def held(self) -> dict[str, torch.Tensor | None]:
-        """What this worker holds of each parameter."""
+        """Return the local part of each parameter."""
         parameters = self.module._parameters.items()
         return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in parameters}
 
     def parts(self) -> dict[str, torch.Tensor | None]:
-        """What this worker holds of each parameter, with a graph through which gradients come back whole."""
+        """Return the local part of each parameter. Through autograd, whole parameters get whole gradients."""
         held = self.held()
         if self.partial and torch.is_grad_enabled():
             whole = enter_all([part for key in self.partial if (part := held[key]) is not None], self.peers)
@@ -110,7 +110,7 @@ class OnLocalParameters:
 
 
 def divided_within(part: nn.Module) -> list[OnLocalParameters]:
-    """Those in a part of a model, also inside of what takes their places."""
+    """Return all :class:`OnLocalParameters` forwards in a part of a model, also inside other wrapped forwards."""
     found = []
     for module in part.modules():
         forward: Any = vars(module).get("forward")
@@ -122,7 +122,7 @@ def divided_within(part: nn.Module) -> list[OnLocalParameters]:
 
 @contextmanager
 def held_locally(layers: Sequence[OnLocalParameters]) -> Iterator[None]:
-    """While it is open their modules have this worker's parts of parameters, so that a graph sees plain tensors."""
+    """Give modules their local parameters inside the context, so that a graph sees plain tensors."""
     before = [layer.module._parameters for layer in layers]
     try:
         for layer in layers:
@@ -134,7 +134,7 @@ def held_locally(layers: Sequence[OnLocalParameters]) -> Iterator[None]:
 
 
 class Divided:
-    """A forward in the place of a module's own, at the border of a divided region or within it."""
+    """A forward that replaces a module's own, at the edge of a divided region or inside it."""
 
     def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
         functools.update_wrapper(self, forward)
@@ -163,7 +163,7 @@ class Region(Divided):
 
 
 class EnteringColumn(Divided):
-    """A column-parallel layer of a module of which nothing is known: a region begins at the layer itself."""
+    """A column-parallel layer in a module with a user's plan. A divided region begins at the layer itself."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.regions.streams.apart:
@@ -172,7 +172,7 @@ class EnteringColumn(Divided):
 
 
 class AroundColumns(Divided):
-    """A module that contains such layers: it begins on the shared stream of random numbers."""
+    """A module that contains :class:`EnteringColumn` layers. It begins on the shared stream of random numbers."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.regions.streams.forget()
@@ -180,9 +180,9 @@ class AroundColumns(Divided):
 
 
 class Experts(Divided):
-    """Experts of which each worker has a share of every one's features: inputs and weights are whole.
+    """Experts whose features are divided over the workers. Inputs and routing weights are whole.
 
-    What experts add behind their rows is added by one worker, as ``bias_factor`` of the module says.
+    Only one worker adds the biases after the experts' rows. The module's ``bias_factor`` controls that.
     """
 
     def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
@@ -197,7 +197,10 @@ class Experts(Divided):
 
 
 class Row(Divided):
-    """A layer of which each worker has a share of the input features. It ends a region; its bias follows the sum."""
+    """A row-parallel layer: each worker has a share of the input features.
+
+    It ends a region and adds its bias to the sum.
+    """
 
     def __init__(self, module: nn.Module, forward: OnLocalParameters, regions: Regions) -> None:
         super().__init__(module, forward, regions)
@@ -213,14 +216,14 @@ class Row(Divided):
 
 
 class SplitRow(Row):
-    """A row-parallel layer that is given whole activations."""
+    """A row-parallel layer with whole activations as its input."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(own_share(x, self.regions.peers, -1, even=False))
 
 
 class GatheredColumn(Divided):
-    """A column-parallel layer that gives whole activations."""
+    """A column-parallel layer with whole activations as its output."""
 
     def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
         super().__init__(module, forward, regions)
@@ -231,7 +234,7 @@ class GatheredColumn(Divided):
 
 
 class VocabularyEmbedding(Divided):
-    """An embedding of which each worker has the rows of some tokens."""
+    """An embedding in which each worker has the rows of some tokens."""
 
     def __init__(self, module: nn.Embedding, forward: Forward, regions: Regions) -> None:
         super().__init__(module, forward, regions)
@@ -250,13 +253,13 @@ class VocabularyEmbedding(Divided):
 
 
 class VocabularyHead(Divided):
-    """The layer of the logits, of which each worker has the columns of some tokens.
+    """The output layer for logits, in which each worker has the columns of some tokens.
 
-    In training its output stays divided; see :class:`DividedLogits`. In evaluation it is whole. A head that takes the
-    loss itself is told which words it has, and gives the loss over all of them.
+    In training, its output stays divided: see :class:`DividedLogits`. In evaluation, it is whole. A head that computes
+    the loss itself gets the range of its vocabulary and returns the loss over the whole vocabulary.
 
     Attributes:
-        columns: (held on this worker, in all) of the latest logits.
+        columns: (on this worker, in total) of the latest logits.
     """
 
     def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:

@@ -1,10 +1,10 @@
 """Random numbers under tensor parallelism.
 
-All workers of a tensor-parallel group draw from equal generators: what each of them computes whole (residual
-dropout, for instance) gets one mask. Inside a divided region each worker draws from a generator of its own, which
-starts from a number that all of them draw at the region's beginning. So nothing is kept between regions: a
-checkpoint of the equal generators is enough to resume, and a block that is computed again, from the generator's
-state before it, draws its masks again.
+All workers of a tensor-parallel group draw from equal generators. So everything that each of them computes whole, such
+as residual dropout, gets the same mask. Inside a divided region, each worker draws from a separate generator. Its seed
+is a number that all of them draw when the region begins. So nothing has to be kept between regions: a checkpoint of the
+equal generators is enough to resume. A block that is recomputed from the state of the generator before it draws the
+same masks again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from rapidformer_templates.system import accelerator
 
 OUTSIDE = "random numbers of divided layers come from a stream of this worker's own, which no graph can change to"
-"""Why graphs break where something is drawn."""
+"""The reason for a graph break where random numbers are drawn."""
 
 
 def draws_random_numbers(model: nn.Module) -> bool:
-    """Whether a forward in training may draw: a dropout layer, or a rate in the configuration, above zero."""
+    """Return whether a forward in training may draw: a dropout layer, or a rate above zero in the configuration."""
     if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
         return True
     settings: Any = getattr(model, "config", None)
@@ -31,23 +31,23 @@ def draws_random_numbers(model: nn.Module) -> bool:
 
 
 def _is_rate(name: str) -> bool:
-    return ("drop" in name and not name.startswith("summary_")) or "jitter" in name  # a summary's is a layer
+    return ("drop" in name and not name.startswith("summary_")) or "jitter" in name  # summary dropout is a layer
 
 
 class Streams:
-    """Switches torch's generators between the stream that a group shares and one of this worker's own."""
+    """Switches torch's generators between the stream that a group shares and one for this worker alone."""
 
     def __init__(self, rank: int, *, active: bool) -> None:
-        """``rank``: in the group. ``active``: False where nothing is drawn, so that switching costs nothing."""
+        """``rank`` is the rank in the group. If ``active`` is False, nothing is drawn and switching costs nothing."""
         self.rank = rank
         self.active = active
         self._shared: tuple[torch.Tensor, tuple[torch.device, torch.Tensor] | None] | None = None
 
     def diverge(self) -> None:
-        """Go on with a stream of this worker's own.
+        """Switch to this worker's separate stream.
 
-        It may follow another one without :meth:`rejoin`: a computation that is repeated for the backward pass ends
-        as soon as all that is needed is there, and torch puts its generators back then.
+        It may be called again without :meth:`rejoin`. A forward that is recomputed for the backward pass stops as soon
+        as it has computed everything needed, and torch then restores its generators.
         """
         if self.active:
             self._leave()
@@ -61,15 +61,15 @@ class Streams:
 
     @property
     def apart(self) -> bool:
-        """Whether this worker goes on with a stream of its own."""
+        """Whether this worker currently draws from its separate stream."""
         return self._shared is not None
 
     def forget(self) -> None:
-        """Take the generators as they are for the shared stream, whatever a computation that was cut short has left."""
+        """Use the current generators as the shared stream, even if an interrupted forward has not rejoined it."""
         self._shared = None
 
     def rejoin(self) -> None:
-        """Go back to the shared stream, where :meth:`diverge` left it."""
+        """Return to the shared stream, in the state where :meth:`diverge` left it."""
         if self.active:
             self._return()
 

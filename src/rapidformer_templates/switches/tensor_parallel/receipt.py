@@ -1,4 +1,4 @@
-"""What shows that a model is divided."""
+"""Measurements that show that a model is divided."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from rapidformer_templates.switches.tensor_parallel.transform import TensorParal
 
 
 class Division(Receipt):
-    """``tensor_parallel_size``; ``logits_columns`` and ``sequence_tokens``: [held on this worker, in all].
+    """Reports ``tensor_parallel_size``, ``logits_columns`` and ``sequence_tokens``.
 
-    Both are of the latest forward, and None where this worker has no head or divides no sequence.
+    The last two are [on this worker, in total] in the latest forward. They are None if this worker has no head or does
+    not divide sequences.
     """
 
     def after_step(self, engine: Engine) -> dict[str, Any]:

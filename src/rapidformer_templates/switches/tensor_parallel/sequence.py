@@ -1,8 +1,8 @@
-"""Sequence parallelism: between divided regions each worker has a stretch of the sequence (Korthikanti et al., 2022).
+"""Sequence parallelism: between divided regions, each worker has a part of the sequence (Korthikanti et al., 2022).
 
-Norms, dropout and residual sums inside the blocks run on the stretch. It is gathered where a divided region begins,
-and the region's partial results are summed and scattered at once where it ends, which moves as many bytes as the
-sum of plain tensor parallelism. What lies outside the blocks has the whole sequence.
+Norms, dropout and residual sums inside the blocks run on this part. It is gathered where a divided region begins. Where
+the region ends, its partial results are reduce-scattered. This moves as many bytes as the all-reduce of plain tensor
+parallelism. Outside the blocks, each worker has the whole sequence.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rapidformer_templates.switches.tensor_parallel.collectives import Peers, ga
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
 
 DIM = 1
-"""Of the sequence: hidden states are (samples, tokens, features)."""
+"""The dimension of the sequence: hidden states are (samples, tokens, features)."""
 
 
 class SequenceShards:
-    """Which sequence is divided at the moment, if any.
+    """Tracks the sequence that is currently divided, if there is one.
 
     Attributes:
-        comes_first: whether it divides before what else divides the sequence.
-        key: tells a block the whole length; it travels as an argument, so that a block that is computed again has it.
-        length: tokens of the whole sequence inside a block, None elsewhere.
-        held: (tokens on this worker, tokens in all) of the latest sequence.
+        comes_first: whether it divides the sequence before other hooks that divide it.
+        key: the argument that passes the whole length to a block. Recomputed blocks get it, too.
+        length: number of tokens of the whole sequence inside a block. None elsewhere.
+        held: (tokens on this worker, tokens in total) of the latest sequence.
     """
 
     key = "_sequence_length"
@@ -42,26 +42,26 @@ class SequenceShards:
         self.held: tuple[int, int] | None = None
 
     def divide(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This worker's stretch of whole hidden states; all stretches have one length."""
+        """Return this worker's part of whole hidden states. All parts have the same length."""
         return own_share(hidden, self.peers, DIM, even=True)
 
     def arguments(self, arguments: dict[str, Any], length: int) -> dict[str, Any]:
-        """What a block is given beside hidden states, for a stretch."""
+        """Return the keyword arguments of a block that runs on a part of the sequence."""
         return {**arguments, self.key: length}
 
     def unite(self, stretch: torch.Tensor, length: int, *, ends: bool) -> torch.Tensor:
-        """The whole hidden states of what the last block of a list has put out; ``ends``: of the last list."""
+        """Return the whole hidden states after the last block of a list. ``ends`` marks the last list."""
         return self.gather(stretch, length)
 
     def gather(self, stretch: torch.Tensor, length: int) -> torch.Tensor:
-        """Whole hidden states of stretches."""
+        """Gather the parts of all workers to whole hidden states."""
         return gather(stretch, self.peers, DIM, length, partial=False)
 
     def install(self, model: nn.Module, lists: Sequence[Sequence[nn.Module]]) -> None:
         """Divide the sequence from the first block of each list to its last.
 
         Args:
-            model: gives back whole hidden states, those of its blocks among them.
+            model: returns whole hidden states, also the recorded ones of its blocks.
             lists: the blocks in the order in which they run.
         """
         for blocks in lists:
@@ -74,7 +74,7 @@ class SequenceShards:
         model.register_forward_hook(self._unite_recorded)
 
     def _unite_recorded(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Gather the hidden states of blocks that transformers recorded; the last of them is whole already."""
+        """Gather the hidden states of blocks that transformers recorded. The last one is already whole."""
         for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
             recorded = getattr(output, name, None)
             if isinstance(recorded, tuple) and len(recorded) > 1:
@@ -86,7 +86,7 @@ class SequenceShards:
 
 
 class _Passage:
-    """One run through a list of blocks: what is divided before the first is united after the last."""
+    """One run through a list of blocks. It divides the sequence before the first and gathers it after the last."""
 
     def __init__(self, shards: SequenceShards, *, ends: bool) -> None:
         self.shards = shards
@@ -111,7 +111,7 @@ class _Passage:
 
 
 class _OnShard:
-    """The forward of a block that is given a stretch of the sequence."""
+    """The forward of a block whose input is a part of the sequence."""
 
     def __init__(self, forward: Callable[..., Any], shards: SequenceShards) -> None:
         functools.update_wrapper(self, forward)
@@ -120,7 +120,7 @@ class _OnShard:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.shards.length = kwargs.pop(self.shards.key)
-        self.shards.streams.diverge()  # each stretch has masks of its own
+        self.shards.streams.diverge()  # each part of the sequence has different masks
         try:
             return self.forward(*args, **kwargs)
         finally:
@@ -129,7 +129,7 @@ class _OnShard:
 
 
 class OnWholeSequence:
-    """The forward of a module inside a block that must see all tokens, a router of experts for instance."""
+    """The forward of a module inside a block that must see all tokens, such as a router of experts."""
 
     def __init__(self, forward: Callable[..., Any], shards: SequenceShards) -> None:
         functools.update_wrapper(self, forward)
@@ -156,5 +156,5 @@ class OnWholeSequence:
 
 
 def first_argument(forward: Callable[..., Any]) -> str:
-    """The name of the first argument of a module's forward."""
+    """Return the name of the first argument of a module's forward."""
     return next(iter(inspect.signature(forward).parameters), "")

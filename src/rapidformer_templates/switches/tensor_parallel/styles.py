@@ -1,4 +1,4 @@
-"""The styles of layers under tensor parallelism, and which architectures have a plan. Imports no torch."""
+"""The styles of layers under tensor parallelism, and the architectures that have a plan. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from importlib.util import find_spec
 from pathlib import Path
 
 EMBEDDING, VOCABULARY_HEAD = "embedding_rowwise", "vocabulary_head"
-"""Each worker has some tokens' rows; the head's logits stay divided."""
+"""Each worker has the rows of some tokens. The head's logits stay divided."""
 COLUMN = frozenset({"colwise", "fused_qkv", "packed_colwise", "embedding_colwise"})
-"""Styles whose output is divided and goes on to a row-parallel layer of the same region."""
+"""Styles with a divided output that goes into a row-parallel layer of the same region."""
 ROW = frozenset({"rowwise"})
 GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
-"""Layers that take and give whole activations: what lies between them runs whole on each worker."""
+"""Layers with whole inputs and outputs. Everything between them runs whole on each worker."""
 PARTIAL = "replicated_with_grad_allreduce"
-"""Whole parameters inside a region: each worker has a part of their gradient."""
+"""Whole parameters inside a region. Each worker has a part of their gradient."""
 EXPERTS = "moe_tp_experts"
 EXPERTS_COLUMN, EXPERTS_ROW = "experts_colwise", "experts_rowwise"
-"""Parameters of experts that are kept as (experts, input features, output features)."""
+"""Parameters of experts that are stored as (experts, input features, output features)."""
 REPLICATED = "replicate"
-"""Whole parameters beside divided layers, with whole gradients: what comes before the columns or after the rows."""
+"""Whole parameters of adapters with whole gradients, before the columns or after the rows of divided layers."""
 
 PARTS = {"fused_qkv": 3, "packed_colwise": 2}
-"""How many equal matrices lie side by side in one; each is divided by itself."""
+"""Number of equal matrices that are packed into one. Each is divided separately."""
 
 KNOWN = (
     COLUMN | ROW | {EMBEDDING, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, EXPERTS, EXPERTS_COLUMN, EXPERTS_ROW, REPLICATED}
@@ -76,20 +76,20 @@ PLANS: Mapping[str, Mapping[str, str]] = {
     "t5": _T5,
     "mt5": _T5,
 }
-"""Plans of our own, for architectures to which transformers gives none; ``*`` is a number."""
+"""Plans for architectures that have none in transformers. ``*`` is a number."""
 
 LOCAL_SIZES = {"gpt2": ("split_size",), "t5": ("n_heads",), "mt5": ("n_heads",)}
-"""Attributes of their attention in which those architectures keep a size that is divided."""
+"""Attributes in which the attention of those architectures stores a size that is divided."""
 
 
 @cache
 def styles_in_transformers(model_type: str) -> frozenset[str] | None:
-    """The styles in the plan that transformers has for an architecture, read off its source.
+    """Return the styles in transformers' plan for an architecture, read from its source.
 
-    Importing transformers would import torch, which takes longer than the whole answer of a plan.
+    Importing transformers would import torch, which takes longer than making the whole plan.
 
     Returns:
-        No styles where it has no plan; None where the architecture's source is not found.
+        An empty set if it has no plan. None if the source of the architecture is not found.
     """
     found = find_spec("transformers")
     folders = found.submodule_search_locations if found else None

@@ -1,9 +1,9 @@
-"""Which dimension of each parameter is divided under tensor parallelism. Pure: it works on the meta device.
+"""Which dimension of each parameter is divided under tensor parallelism. These functions also work on the meta device.
 
-A plan gives modules their styles. It comes from the model itself (``tensor_plan``, or the ``_tp_plan`` that
-transformers puts together from a model's configuration) or, for architectures without one, from here.
-Column parallel divides the output features of a layer, row parallel its input features, so that a pair of them
-needs one sum over the workers (Shoeybi et al., 2019, section 3).
+A plan assigns styles to modules. It comes from the model itself (``tensor_plan``, or the ``_tp_plan`` that transformers
+builds from a model's configuration). For architectures without one, it comes from this package. Column parallelism
+divides the output features of a layer, row parallelism its input features. So a pair of them needs one sum over the
+workers (Shoeybi et al., 2019, section 3).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rapidformer_templates.switches.tensor_parallel.styles import (
 
 @dataclass(frozen=True)
 class Division:
-    """How a parameter is divided: along ``dim``, each of ``parts`` equal parts of that dimension by itself."""
+    """How a parameter is divided: along ``dim``, which contains ``parts`` equal parts that are divided separately."""
 
     dim: int
     parts: int = 1
@@ -56,15 +56,16 @@ class Division:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What tensor parallelism does to a model.
+    """The changes that tensor parallelism makes to a model.
 
     Attributes:
-        styles: of modules, by name; modules that are not named keep whole parameters.
-        divisions: by parameter name, every name of a tied parameter among them; whole parameters are not named.
-        partial: names of whole parameters of which each worker computes a part of the gradient.
-        local_sizes: attributes of regions that are to be divided.
-        given: it is the model's own ``tensor_plan``, which promises nothing of what stands beside divided layers.
-        adapted: the layer that a styled part belongs to, by the name of the part, of layers with adapters.
+        styles: styles by module name. Modules without one keep whole parameters.
+        divisions: divisions by parameter name, with every name of a tied parameter. Whole parameters have no entry.
+        partial: names of whole parameters for which each worker computes a part of the gradient.
+        local_sizes: attributes of regions that must be divided, too.
+        given: whether this is the user's ``tensor_plan``. It guarantees nothing about the parameters around divided
+            layers.
+        adapted: in layers with adapters, the layer that a styled part belongs to, by the name of the part.
     """
 
     styles: Mapping[str, str]
@@ -75,13 +76,13 @@ class TensorPlan:
     adapted: Mapping[str, str] = field(default_factory=dict)
 
     def parents(self, styles: frozenset[str]) -> list[str]:
-        """Names of the modules that contain a layer with such a style."""
+        """Return the names of the modules that contain a layer with one of these styles."""
         layers = (self.adapted.get(name, name) for name, style in self.styles.items() if style in styles)
         return sorted({layer.rpartition(".")[0] for layer in layers})
 
 
 def shard_dims(model: nn.Module) -> dict[str, int | None]:
-    """The dimension along which each parameter of ``named_parameters`` is divided; None is whole on each worker.
+    """Return the dimension along which each parameter of ``named_parameters`` is divided, or None if it is whole.
 
     Raises:
         ModelError: see :func:`tensor_plan_of`.
@@ -91,11 +92,11 @@ def shard_dims(model: nn.Module) -> dict[str, int | None]:
 
 
 def tensor_plan_of(model: nn.Module) -> TensorPlan:
-    """The plan of a model.
+    """Return the plan of a model.
 
     Raises:
-        ModelError: it has none, or one that cannot be followed: a style or a layer that is not known here, or a
-            parameter that is shared by layers which divide it differently.
+        ModelError: the model has no plan, or the plan is not supported. It may name an unknown style or layer, or
+            layers may share a parameter and divide it differently.
     """
     styles, adapted = _beside_adapters(model, _styles_of(model))
     given = bool(getattr(model, "tensor_plan", None))
@@ -131,9 +132,9 @@ def _type_of(model: nn.Module) -> str:
 
 
 def check_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
-    """Raise a :class:`ModelError` when ``size`` workers cannot share the heads or the parts of fused matrices.
+    """Raise a :class:`ModelError` if ``size`` workers cannot divide the heads or the parts of fused matrices.
 
-    Vocabulary and feed-forward width need not divide: the last worker's share is smaller.
+    The vocabulary and the feed-forward width need not be multiples: the last worker's share is smaller.
     """
     settings: Any = getattr(model, "config", None)
     for key, words in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
@@ -160,11 +161,11 @@ BESIDE_STACKS = {
     **dict.fromkeys(("colwise", EXPERTS_COLUMN), (PARTIAL, "colwise")),
     **dict.fromkeys((*ROW, EXPERTS_ROW), ("rowwise", PARTIAL)),
 }
-"""The styles of both matrices of an adapter, by the style of the stack of experts' matrices that it stands beside."""
+"""The styles of the two matrices of an adapter on a stack of experts, by the style of the stack."""
 
 
 def _styles_of(model: nn.Module) -> dict[str, str]:
-    """Styles of modules and of parameters that a plan names themselves."""
+    """Return the styles of modules, and of parameters that a plan names directly."""
     patterns = _patterns_of(model)
     unknown = sorted({style for style in patterns.values() if style not in KNOWN})
     if unknown:
@@ -174,12 +175,12 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
             hint=f"known are {', '.join(sorted(KNOWN))}",
         )
     expressions = [(re.compile(_expression(pattern)), style) for pattern, style in patterns.items()]
-    # What another pipeline stage has is not divided here, nor is a layer that a mixture has taken the place of.
+    # Modules of other pipeline stages are not divided here, nor layers that a mixture has replaced.
     names = {name for name, module in model.named_modules() if not isinstance(module, (Elsewhere, nn.Identity))}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     styles: dict[str, str] = {}
     copies = trained_whole(model)
-    for name in sorted((names | parameters) - set(copies.values())):  # peft calls the copy only
+    for name in sorted((names | parameters) - set(copies.values())):  # peft calls only the copy
         named = plain_name(name) if name in parameters else name
         for copy, original in copies.items():
             named = original + named.removeprefix(copy) if f"{named}.".startswith(f"{copy}.") else named
@@ -192,11 +193,12 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
 
 
 def _beside_adapters(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The styles with those of the parts of adapted layers in their place, and the layer of each such part.
+    """Replace the styles of adapted layers with the styles of their parts. Also return the layer of each part.
 
-    Beside columns the first matrix is whole, and each worker has a part of its gradient; the second is divided as the
-    layer is. Beside rows the first is divided as the layer is, and their sum goes through a whole second one; beside
-    the rows of experts there is no sum before the experts' own, and each worker has a part of the second's gradient.
+    For a column-parallel layer, the first matrix is whole, and each worker has a part of its gradient. The second is
+    divided as the layer is. For a row-parallel layer, the first matrix is divided as the layer is. Its summed output
+    goes through a whole second matrix. For the rows of experts, there is no sum before that of the experts themselves.
+    So each worker has a part of the second matrix's gradient.
     """
     styles_with_adapters, layers = dict(styles), {}
     stacks = {plain_name(name): style for name, style in styles.items()}
@@ -220,7 +222,7 @@ def _beside_adapters(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[
 
 
 def _patterns_of(model: nn.Module) -> Mapping[str, str]:
-    """The plan that the model carries, or ours for its architecture."""
+    """Return the plan that the model has itself, or this package's plan for its architecture."""
     plans = (getattr(model, "tensor_plan", None), getattr(model, "_tp_plan", None), PLANS.get(_type_of(model)))
     plan: Any = next((plan for plan in plans if plan), None)
     if plan is None:
@@ -239,12 +241,12 @@ def _no_tensor_plan(model: nn.Module) -> ModelError:
 
 
 def _expression(pattern: str) -> str:
-    """A plan's pattern as a regular expression: ``*`` is a number; the name may have a prefix."""
+    """Convert a plan's pattern to a regular expression. ``*`` is a number, and the name may have a prefix."""
     return r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+")
 
 
 def _brought(model: nn.Module) -> dict[str, str]:
-    """Styles that modules bring themselves, as ``tensor_styles``: those that have taken the place of planned ones."""
+    """Return the styles that modules define as ``tensor_styles``. These modules have replaced planned ones."""
     return {
         f"{name}.{key}" if key else name: style
         for name, module in model.named_modules()
@@ -254,7 +256,7 @@ def _brought(model: nn.Module) -> dict[str, str]:
 
 
 def _vocabulary(model: nn.Module) -> dict[str, str]:
-    """The embeddings of tokens, and the head that gives their logits."""
+    """Return the styles of the token embeddings and of the output heads."""
     styles: dict[str, str] = {}
     names = {module: name for name, module in model.named_modules()}
     for part in model.modules():
@@ -271,13 +273,13 @@ def _vocabulary(model: nn.Module) -> dict[str, str]:
 def _asked(question: Any) -> nn.Module | None:
     try:
         answer: nn.Module | None = question()
-    except (AttributeError, NotImplementedError):  # how transformers says that there is none, or none in this stage
+    except (AttributeError, NotImplementedError):  # the model or this stage has no such module
         return None
     return answer
 
 
 def _divided(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Division | None]]:
-    """The parameters that a styled name stands for, each with its division; None is whole."""
+    """Yield the parameters of a styled name, each with its division, or None if it is whole."""
     if style == REPLICATED:
         return
     owner, _, key = name.rpartition(".")
@@ -285,7 +287,7 @@ def _divided(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Param
     if parameter is not None:
         yield parameter, _division_of_parameter(name, parameter, style)
         return
-    if style == EXPERTS:  # a region; the plan names its parameters one by one
+    if style == EXPERTS:  # a region: the plan lists its parameters separately
         return
     module = model.get_submodule(name)
     for key, parameter in module._parameters.items():
@@ -298,9 +300,9 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _division_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Division | None:
-    """Of a parameter by itself: experts keep theirs as (experts, output features, input features).
+    """Return the division of a single parameter. Experts store (experts, output features, input features).
 
-    Adapters beside them are (output, input) features, some for each expert.
+    Their adapters are (output, input) features, with several features for each expert.
     """
     if style == PARTIAL:
         return None
@@ -323,7 +325,7 @@ def _division_in_layer(name: str, layer: nn.Module, key: str, style: str) -> Div
     if isinstance(layer, nn.Embedding) and style in (EMBEDDING, "embedding_colwise"):
         return Division(0 if style == EMBEDDING else 1)
     if isinstance(layer, (nn.Linear, Conv1D)):
-        # Linear keeps (output, input) features, Conv1D (input, output).
+        # Linear stores (output, input) features, Conv1D (input, output).
         output, input_ = (0, 1) if isinstance(layer, nn.Linear) else (1, 0)
         divides_output = style in (*COLUMN, GATHERED_COLUMN, VOCABULARY_HEAD)
         if style in (*ROW, SPLIT_ROW):

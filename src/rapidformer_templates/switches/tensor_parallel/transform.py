@@ -44,17 +44,17 @@ LAYERS: dict[str, Callable[..., Any]] = {
     tensor_styles.VOCABULARY_HEAD: VocabularyHead,
     tensor_styles.EXPERTS: Experts,
 }
-"""What takes the place of a styled module's forward; column-parallel layers keep theirs."""
+"""The forward that replaces that of a styled module. Column-parallel layers keep theirs."""
 
 
 @dataclass
 class TensorParallel:
-    """What the transform leaves at the model, as its attribute ``tensor_parallel``.
+    """The state that the transform stores in the model, as its attribute ``tensor_parallel``.
 
     Attributes:
         peers: the workers that share the model.
-        head: the layer of the logits, if the model has one.
-        shards: of the sequence; None without sequence parallelism.
+        head: the output layer for logits, if the model has one.
+        shards: the shards of the sequence. None without sequence parallelism.
     """
 
     peers: Peers
@@ -63,16 +63,16 @@ class TensorParallel:
 
 
 def apply(model: nn.Module, building: Building) -> nn.Module:
-    """Divide a model over the workers of its tensor-parallel group; with sequence parallelism if the plan has it.
+    """Divide a model over the workers of its tensor-parallel group, with sequence parallelism if the plan has it.
 
-    Afterwards each parameter is a DTensor on ``mesh["tensor"]`` under its old name (tied ones are still one object),
-    and the model computes what it did before. A backward leaves the gradient of its shard in a divided parameter, and
-    in a whole one the whole gradient, equal on all workers of the group: the workers sum what they have of it in the
-    backward itself, so that an engine may take gradients as they come. In training the logits are
-    :class:`~.vocabulary.DividedLogits`.
+    Afterwards, each parameter is a DTensor on ``mesh["tensor"]`` under its old name, and the model computes the same as
+    before. Tied parameters are still one object. A backward leaves the gradient of the local shard in a divided
+    parameter. In a whole parameter, it leaves the whole gradient, equal on all workers of the group: the workers sum
+    their parts in the backward itself, so that an engine may use gradients as soon as they are ready. In training, the
+    logits are :class:`~.divided_logits.DividedLogits`.
 
     Raises:
-        ModelError: the model has no tensor plan, or one that cannot be followed.
+        ModelError: the model has no tensor plan, or the plan is not supported.
     """
     assert building.workers.mesh is not None
     mesh = building.workers.mesh["tensor"]
@@ -98,7 +98,7 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
 
 
 def lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
-    """The blocks of this model, list by list; of a pipeline's stages, stage by stage."""
+    """Return the lists of blocks of this model. In a pipeline, there is one list per stage on this worker."""
     parts = placement_of(model).parts
     if parts is not None:
         return [list(part.values()) for part in parts]
@@ -111,7 +111,7 @@ def lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: frozenset[str]) -> VocabularyHead | None:
-    """Replace the forwards of all modules that have parameters or border on a region."""
+    """Replace the forwards of all modules that have parameters or are at the edge of a region."""
     for name, module in model.named_modules():
         keys = [key for key, parameter in module._parameters.items() if parameter is not None]
         if keys:
@@ -127,7 +127,7 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
 
 
 def _install_layers(modules: dict[str, nn.Module], plan: TensorPlan, regions: Regions) -> VocabularyHead | None:
-    """Replace the forwards of the layers that have a style; the head, if it is among them."""
+    """Replace the forwards of the layers that have a style. Return the head, if it is one of them."""
     head: VocabularyHead | None = None
     for name, style in plan.styles.items():
         if name in modules and style in LAYERS:
@@ -144,7 +144,7 @@ def _install_layers(modules: dict[str, nn.Module], plan: TensorPlan, regions: Re
 
 
 def _install_regions(model: nn.Module, modules: dict[str, nn.Module], plan: TensorPlan, regions: Regions) -> None:
-    """Replace the forwards of the modules around column-parallel layers, and make their sizes those of a part."""
+    """Replace the forwards of the modules around column-parallel layers, and divide their size attributes."""
     for name in _regions_of(plan, modules):
         region = modules[name]
         _check_region(model, plan, name, region)
@@ -155,18 +155,18 @@ def _install_regions(model: nn.Module, modules: dict[str, nn.Module], plan: Tens
 
 
 def _regions_of(plan: TensorPlan, modules: dict[str, nn.Module]) -> list[str]:
-    """Names of the modules whose inputs go into column-parallel layers."""
+    """Return the names of the modules whose inputs go into column-parallel layers."""
     columns = {name for name, style in plan.styles.items() if name in modules and style in tensor_styles.COLUMN}
     return sorted({plan.adapted.get(name, name).rpartition(".")[0] for name in columns})
 
 
 def _run_whole(plan: TensorPlan) -> list[str]:
-    """Names of the modules inside blocks whose layers take and give whole activations."""
+    """Return the names of the modules in blocks whose layers have whole inputs and outputs."""
     return plan.parents(frozenset({tensor_styles.GATHERED_COLUMN, tensor_styles.EXPERTS}))
 
 
 def _check_region(model: nn.Module, plan: TensorPlan, name: str, region: nn.Module) -> None:
-    """Every parameter inside a region must be of the plan: of others, each worker would have a partial gradient."""
+    """Check that the plan covers every parameter in a region. Others would get a partial gradient on each worker."""
     inside = [f"{name}.{key}" for key, _ in region.named_parameters()]
     others = [
         p
@@ -182,11 +182,11 @@ def _check_region(model: nn.Module, plan: TensorPlan, name: str, region: nn.Modu
 
 
 def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequence[nn.Module]]) -> frozenset[str]:
-    """Names of whole parameters that see a stretch of the sequence: those of the blocks, but for what runs whole.
+    """Return the names of whole parameters that see a part of the sequence: all in the blocks that do not run whole.
 
     Raises:
-        ModelError: there is a matrix among them. What is not divided in a block must take each token by itself, as
-            norms and biases do; attention without a plan would not.
+        ModelError: one of them is a matrix. Parts of a block that are not divided must process each token separately,
+            as norms and biases do. Attention without a plan does not.
     """
     whole = {id(p) for name in _run_whole(plan) for p in model.get_submodule(name).parameters()}
     inside = {id(p) for blocks in lists for block in blocks for p in block.parameters()} - whole
@@ -203,7 +203,7 @@ def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequ
 
 
 def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peers: Peers) -> None:
-    """Put DTensors in the place of all parameters; the first worker's values count."""
+    """Replace all parameters with DTensors. The values come from the first worker."""
     sharded: dict[int, nn.Parameter] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     for buffer in model.buffers():

@@ -1,1 +1,1 @@
-"""torch.compile: the blocks compiled, and a report of what the compiler did."""
+"""torch.compile: compiles the blocks and reports what the compiler did."""

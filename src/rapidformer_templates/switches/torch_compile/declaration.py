@@ -1,4 +1,4 @@
-"""torch.compile: the model's graphs compiled by one of torch's backends."""
+"""torch.compile: compile the model's graphs with one of torch's backends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes
 DEFAULT = "inductor"
 WHOLE = ("mixture-of-experts", "checkpoint-activations")
 FREEZING = ("lora", "frozen-parameters")
-# Backends that torch lists, but that are packages of their own: the module, and what to install.
+# Backends that torch lists but that are separate packages: the module, and what to install.
 PACKAGES = {
     "tvm": ("tvm", "pip install apache-tvm"),
     "openxla": ("torch_xla", "pip install torch_xla"),
@@ -45,7 +45,7 @@ class TorchCompileFlags:
 
 
 def _shapes(request: Request) -> int:
-    """Most shapes of a training batch; 0 is not known."""
+    """Highest number of shapes of a training batch. 0 means unknown."""
     active = "dynamic-shape" in request.active
     return max_shapes(request.config.switches["dynamic-shape"]) if active else 0
 
@@ -62,7 +62,7 @@ def _notes(request: Request) -> Sequence[str]:
 
 def _known_backend(request: Request) -> list[Finding]:
     name = request.config.get("torch_compile")
-    known = None if name == DEFAULT else compile_backends()  # else torch need not be imported
+    known = None if name == DEFAULT else compile_backends()  # for inductor, torch need not be imported
     if known is None or name in known:
         return []
     near = alike(name, known)

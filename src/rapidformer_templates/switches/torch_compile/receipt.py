@@ -1,4 +1,4 @@
-"""What torch.compile did in a run: graphs, seconds, where graphs broke and why blocks were compiled again."""
+"""Receipt of torch.compile: graphs, seconds, where graphs broke, and why blocks were compiled again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ RECORDS = 4096  # torch keeps the last 64 by default, fewer than a large model m
 
 
 class CompileRecords:
-    """Reads torch's own records, from the moment that it is made.
+    """Reads torch's own records, starting from its creation.
 
     Args:
         backend: name of the compiler.
-        regions: modules that are compiled each by itself.
-        limit: most graphs of one piece of code.
+        regions: number of modules that are compiled separately.
+        limit: highest number of graphs for one piece of code.
     """
 
     def __init__(self, backend: str, *, regions: int, limit: int) -> None:
@@ -30,12 +30,12 @@ class CompileRecords:
         self._graphs = counters["stats"]["unique_graphs"]
 
     def measured(self) -> dict[str, Any]:
-        """For ``summary.json``.
+        """Return the entry for ``summary.json``.
 
         Returns:
-            ``graphs``: how many were compiled; ``seconds`` that took; ``graph_breaks`` and
-            ``recompilations``: how often each reason was met; ``not_compiled``: why code that was met
-            runs as it is, such as the ``limit`` of graphs of one piece of code.
+            ``graphs``: number of compiled graphs. ``seconds``: time that this took. ``graph_breaks`` and
+            ``recompilations``: how often each reason occurred. ``not_compiled``: why some code runs
+            uncompiled, such as the ``limit`` of graphs for one piece of code.
         """
         records = [record for record in get_compilation_metrics() if id(record) not in self._earlier]
         return {
@@ -49,7 +49,10 @@ class CompileRecords:
 
 
 class Compilation(Receipt):
-    """``compile``: what the records of the model's blocks say, of each number and reason the most on any worker."""
+    """Reports ``compile``: the records of the model's blocks.
+
+    Each number and reason has its maximum over all workers.
+    """
 
     compiles = True
 
@@ -59,14 +62,17 @@ class Compilation(Receipt):
 
 
 def _most(of_workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The greatest value of each entry: stages have blocks of their own, and copies of a block break alike."""
+    """Return the highest value of each entry.
+
+    Stages have different blocks, and copies of a block break in the same way.
+    """
     keys = dict.fromkeys(key for measured in of_workers for key in measured)
     values = {key: [measured[key] for measured in of_workers if key in measured] for key in keys}
     return {key: _most(each) if isinstance(each[0], dict) else max(each) for key, each in values.items()}
 
 
 def _counted(reasons: Counter[Any]) -> dict[str, int]:
-    """How often each reason was met, in a line; None is no reason."""
+    """Count each reason, shortened to a line. None does not count."""
     counts: Counter[str] = Counter()
     for reason, count in reasons.items():
         if reason:
@@ -75,7 +81,7 @@ def _counted(reasons: Counter[Any]) -> dict[str, int]:
 
 
 def _short(reason: str) -> str:
-    """The first line of a reason, without the number of the graph that did not fit."""
+    """Return the first line of a reason, without the number of the graph that did not fit."""
     line = reason.strip().split("\n")[0]
     number, _, rest = line.partition(": ")
     return rest.split("  # ")[0].strip() if rest and number.replace("/", "").isdigit() else line

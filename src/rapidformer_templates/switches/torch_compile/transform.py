@@ -1,4 +1,4 @@
-"""Compile the blocks of a model, each by itself: blocks of one kind share their graphs."""
+"""Compile each block of a model separately. Blocks of one kind share their graphs."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from rapidformer_templates.switches.tensor_parallel.random_streams import draws_
 from rapidformer_templates.switches.torch_compile.receipt import CompileRecords
 
 EVALUATION = 4
-"""Graphs of a kind of block without gradients: one shape, any shape, and each of them with a single row."""
+"""Graphs per kind of block without gradients: one shape, any shape, and both of these with a single row."""
 AUTOMATIC = 4 + EVALUATION
-"""Graphs of a kind of block whose shapes are not known beforehand: the same in training."""
+"""Graphs per kind of block if shapes are not known in advance: as many again for training."""
 
 
 def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     """Compile the ``forward`` of each block with the backend of ``--torch-compile``.
 
     It is replaced on the instance: parameters keep their names, and the hooks of a sharding engine
-    stay outside of the graphs. Graphs belong to the code of a ``forward``, not to a module, so that
+    stay outside of the graphs. Graphs belong to the code of a ``forward``, not to a module, so
     all blocks of a kind run the same ones. A model without blocks is compiled whole.
 
-    The compiler starts empty, and makes at most ``EVALUATION`` + one graph a shape, or ``AUTOMATIC``
-    graphs, of a kind of block; what it meets beyond that runs as it is, and the report tells.
+    The compiler starts empty. Per kind of block, it makes at most ``EVALUATION`` + one graph per shape, or
+    ``AUTOMATIC`` graphs. Calls beyond that limit run uncompiled, and the report shows them.
 
     Raises:
-        ModelError: products are to be kept of blocks that do not become one graph.
+        ModelError: products must be saved, and blocks do not become one graph.
     """
     plan = building.plan
     shapes = plan.engine_options["compile_shapes"]
-    here = set(model.modules())  # the others are on other stages
+    here = set(model.modules())  # the other blocks are on other stages
     parts = [block for block in building.blocks.values() if block in here] or [model]
     kinds = len({type(part) for part in parts})
     torch.compiler.reset()
-    # Blocks are small enough: DDP need not cut their graphs where its buckets end, which no checkpointed one survives.
+    # Blocks are small, so DDP need not split their graphs at its bucket ends. Checkpointed graphs fail if split.
     torch._dynamo.config.optimize_ddp = False
-    # Divided layers have their parts of parameters while they run, and leave no trace that a repetition would need.
+    # Divided layers have their local parameters while they run. They leave no side effect that a recomputation needs.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    # Checkpointed blocks of all kinds run one piece of code, and share its limit.
+    # Checkpointed blocks of all kinds run one piece of code and share its limit.
     torch._dynamo.config.recompile_limit = limit = kinds * (shapes + EVALUATION if shapes else AUTOMATIC)
     backend = building.options.torch_compile
     if "zero-3" in plan.switches:
@@ -66,7 +66,7 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
 
 
 def _gather_whole(parts: Sequence[nn.Module], model: nn.Module) -> None:
-    """Have DeepSpeed gather and free all parameters of a block in hooks on the block, outside of its graph.
+    """Make DeepSpeed gather and free all parameters of a block in hooks on the block, outside of its graph.
 
     Raises:
         ModelError: there are no blocks, so that it would gather the whole model, or blocks are partly frozen.
@@ -90,24 +90,24 @@ def _gather_whole(parts: Sequence[nn.Module], model: nn.Module) -> None:
 
 
 def _breaks(model: nn.Module, *, divided: bool) -> bool:
-    """Whether each block of a model has a part that no graph can hold: other random numbers, or a ring."""
+    """Whether each block of a model has a part that no graph can contain: separate random streams, or a ring."""
     shards: ContextShards | None = vars(model).get("context_shards")
     rings = shards is not None and shards.kind == "ring"
     return rings or ((divided or shards is not None) and draws_random_numbers(model))
 
 
 def _owner(part: nn.Module, *, breaks: bool) -> Any:
-    """What gets a compiled ``forward``: a block, or the innermost of what was put around the forward of one.
+    """Return the object whose ``forward`` is compiled: a block, or the innermost forward that wrappers enclose.
 
-    That is for blocks that are known not to become one graph: of a recomputation, and of what tidies up behind a
-    forward, torch compiles nothing where there is a break within.
+    The innermost forward is for blocks that are known not to become one graph. If there is a graph break inside a
+    recomputation, or inside code that cleans up after a forward, torch compiles none of it.
 
     Args:
         part: the block.
-        breaks: whether every block of its model has something that no graph can hold.
+        breaks: whether every block of its model has a part that no graph can contain.
 
     Raises:
-        ModelError: products are to be kept, which torch does of whole graphs only.
+        ModelError: products must be saved, which torch supports only for whole graphs.
     """
     if not breaks and not any(isinstance(module, SparseFeedForward) for module in part.modules()):
         return part
@@ -125,9 +125,9 @@ def _owner(part: nn.Module, *, breaks: bool) -> Any:
 
 
 def _share_code(part: nn.Module) -> None:
-    """Let blocks share graphs whose modules were given other forwards, such as those of divided layers.
+    """Let blocks share graphs even if their modules have replaced forwards, such as those of divided layers.
 
-    Of an object in the place of a ``forward`` a graph remembers which one it is, of a bound method only its code.
+    A graph depends on the identity of an object in place of a ``forward``, but only on the code of a bound method.
     """
     for module in part.modules():
         forward = vars(module).get("forward")
@@ -136,13 +136,13 @@ def _share_code(part: nn.Module) -> None:
 
 
 class Compiled:
-    """A forward that runs as compiled graphs; ``forward`` is what was compiled.
+    """A forward that runs as compiled graphs. ``forward`` is the original.
 
     Args:
-        forward: a bound method, or an object that stands for one.
+        forward: a bound method, or an object in place of one.
         backend: name of the compiler.
-        static: a graph for each shape in training; otherwise one for all of them, from the second on.
-        layers: those of its layers that have parts of parameters.
+        static: whether training has one graph per shape. Otherwise, from the second shape on, one graph has all shapes.
+        layers: layers inside it that have local parts of parameters.
     """
 
     def __init__(self, forward: Any, backend: str, *, static: bool, layers: Sequence[OnLocalParameters]) -> None:
@@ -150,7 +150,7 @@ class Compiled:
         self.forward = forward
         self._layers = layers
         self._training = torch.compile(forward, backend=backend, dynamic=False if static else None)
-        # Evaluations pad as they like, whatever the shapes of training are.
+        # Evaluations pad in their own way, independently of the shapes of training.
         self._evaluating = torch.compile(forward, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,13 +161,14 @@ class Compiled:
 
 @contextmanager
 def _readable_collector() -> Iterator[None]:
-    """While a graph is made or run, what transformers collects outputs in is a plain variable.
+    """Make transformers' output collector a plain variable while a graph is compiled or run.
 
-    Its hooks on parts of a block look for it in a ContextVar, which no graph can hold, unless the whole model is
-    compiled. They are there once hidden states were asked for, and in a pipeline with several stages a worker.
+    transformers' hooks on parts of a block look for it in a ContextVar, which no graph can contain, unless the whole
+    model is compiled. The hooks exist once hidden states were requested, and in a pipeline with several stages per
+    worker.
     """
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    if getattr(collector, "compiling", True):  # compiled whole, or a version without
+    if getattr(collector, "compiling", True):  # compiled whole, or a version without a collector
         yield
         return
     assert collector is not None

@@ -1,1 +1,1 @@
-"""ZeRO by DeepSpeed, and DeepSpeed files."""
+"""ZeRO through DeepSpeed, and DeepSpeed files."""

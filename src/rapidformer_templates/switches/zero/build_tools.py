@@ -1,4 +1,4 @@
-"""What DeepSpeed's parts are compiled with, and what to install where something of it is missing."""
+"""The tools that compile DeepSpeed's parts, and what to install if one is missing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ INSTALL = "pip install 'rapidformer_templates[deepspeed]'"
 
 
 def find_ninja() -> str | None:
-    """That of this Python environment, active or not: another version would compile anew what this one has built."""
+    """Return the path of ninja in this Python environment, even if it is not active. Otherwise search PATH.
+
+    Another version of ninja would recompile what this one has built.
+    """
     return shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
 
 
 def problems(part: str, device: str = "cpu") -> str | None:
-    """Why a part cannot be built here and what to do about it, or None. Takes no more than 0.1 s."""
+    """Return why a part cannot be built here and what to do about it, or None. Takes at most 0.1 s."""
     missing = missing_tool() or missing_library(part, device)
     return f"{missing[0]}: {missing[1]}" if missing else None
 
 
 def missing_tool() -> tuple[str, str] | None:
-    """(what is missing, what to do): tools that torch asks for even to load a part that is built."""
+    """Return (what is missing, what to do) for the tools that torch needs even to load a part that is already built."""
     if importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed", INSTALL
     if shutil.which(_compiler()) is None:
@@ -36,7 +39,7 @@ def missing_tool() -> tuple[str, str] | None:
 
 
 def missing_library(part: str, device: str) -> tuple[str, str] | None:
-    """(what is missing, what to do): headers and libraries that a part is compiled against."""
+    """Return (what is missing, what to do) for the headers and libraries that a part is compiled against."""
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return "Python's C headers (Python.h) are missing", "apt-get install python3-dev"
     if part != "async_io":
@@ -50,12 +53,12 @@ def missing_library(part: str, device: str) -> tuple[str, str] | None:
 
 
 def _compiler() -> str:
-    """The program that torch compiles with."""
+    """Return the compiler that torch uses."""
     return shlex.split(os.environ.get("CXX") or "c++")[0]
 
 
 def _has_libaio() -> bool:
-    """Whether a program that uses libaio links, wherever the compiler looks for it."""
+    """Return whether a program that uses libaio links, with the search paths of the compiler."""
     command = [_compiler(), "-x", "c++", "-", "-laio", "-o", os.devnull]
     program = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }\n"
     return subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode == 0

@@ -1,8 +1,11 @@
-"""DeepSpeed's compiled parts: built ahead of the workers, in a folder of our own, and never waited for in vain.
+"""DeepSpeed's compiled parts.
 
-DeepSpeed compiles a part when a worker first uses it; a compile that is killed leaves a file ``lock``, on which torch's
-loader waits for ever. So a run's parts are built before its workers start, each in a child process, under a lock that
-the kernel takes from a dead process. Imports neither torch nor deepspeed.
+They are built before the workers start, in a separate folder, with waits that always end.
+
+DeepSpeed compiles a part when a worker first uses it. A compile that is killed leaves a file ``lock``, and torch's
+loader waits for that file forever. So the parts of a run are built before its workers start, each in a child process.
+They are built under a lock that the kernel releases when its process dies. This module imports neither torch nor
+deepspeed.
 """
 
 from __future__ import annotations
@@ -36,22 +39,22 @@ FOLDER = "TORCH_EXTENSIONS_DIR"  # where torch looks for compiled parts
 ACCELERATOR = "DS_ACCELERATOR"  # DeepSpeed's device, which also decides how a part is compiled
 
 BUILD_SECONDS = 1800
-"""After this long a build has failed; also the longest that anything here waits for another process."""
+"""The time limit of a build in seconds. Nothing in this module waits longer for another process."""
 GRACE_SECONDS = 3.0
-"""How long a lock in our folder may belong to nobody who can be seen; to load a part takes less than a second."""
+"""How many seconds a lock in our folder may have no visible owner. Loading a part takes less than one second."""
 DOUBT_SECONDS = 900.0
-"""The same in a folder of the user's, where the builder may sit on another machine; a build takes less than this."""
+"""The same limit for a user's folder, where the builder may run on another machine. A build takes less than this."""
 
 Say = Callable[[str], None]
 
 
 class PartError(RapidformerError):
-    """A compiled part that a run needs and that cannot be built or loaded here."""
+    """A run needs a compiled part that cannot be built or loaded on this machine."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A compiled part: DeepSpeed's builder, sub-folders that it fills, switches that need it, time taken (2 cores)."""
+    """A compiled part: DeepSpeed's builder, its subfolders, the switches that need it, its build time on 2 cores."""
 
     builder: str
     folders: tuple[str, ...]
@@ -59,7 +62,7 @@ class Part:
     takes: str
 
 
-# DeepSpeed's shm_comm is not among them: see :func:`leave_out_shm_comm`.
+# DeepSpeed's shm_comm is missing here on purpose: see :func:`leave_out_shm_comm`.
 PARTS = {
     "cpu_adam": Part("CPUAdamBuilder", ("cpu_adam",), ("cpu-offload", "nvme-offload"), "about a minute"),
     "async_io": Part("AsyncIOBuilder", ("async_io", "pin_memory"), ("nvme-offload",), "about five minutes"),
@@ -67,9 +70,9 @@ PARTS = {
 
 
 def prepare(plan: Plan) -> None:
-    """Before workers start, and again in each worker: build what the plan needs, and tell DeepSpeed where it lies.
+    """Build the parts that the plan needs, and set DeepSpeed's environment variables. Children inherit the variables.
 
-    Sets environment variables, which children inherit. Where all is built it takes some milliseconds.
+    Call it before the workers start, and again in each worker. If everything is built, it takes a few milliseconds.
 
     Raises:
         PartError: a part is needed and cannot be built.
@@ -80,9 +83,9 @@ def prepare(plan: Plan) -> None:
 
 
 def needed_parts(offload: str | None) -> tuple[str, ...]:
-    """The parts that a run needs, for ``offload`` None, ``cpu`` or ``nvme:DIR``; the same on a CPU and a GPU.
+    """Return the parts that a run needs. ``offload`` is None, ``cpu`` or ``nvme:DIR``. CPU and GPU need the same parts.
 
-    ZeRO without offload needs none: the optimizer is torch's.
+    ZeRO without offload needs no parts, because the optimizer is torch's.
     """
     if offload is None:
         return ()
@@ -90,10 +93,10 @@ def needed_parts(offload: str | None) -> tuple[str, ...]:
 
 
 def leave_out_shm_comm() -> None:
-    """In a worker on a CPU, before DeepSpeed's communication starts: no shared-memory all-reduce.
+    """Disable DeepSpeed's shared-memory all-reduce. Call it in CPU workers before DeepSpeed's communication starts.
 
-    DeepSpeed would compile it on first use (half a minute). Only its tensor-parallel layers call it; training goes
-    through gloo with it and without it.
+    DeepSpeed would compile it on first use, which takes half a minute. Only its tensor-parallel layers call it.
+    Training always uses gloo.
     """
     import deepspeed
 
@@ -101,7 +104,10 @@ def leave_out_shm_comm() -> None:
 
 
 def ask_processor_once() -> None:
-    """In a worker: DeepSpeed asks py-cpuinfo for the processor up to three times, a second of processor time each."""
+    """Cache the processor information in a worker.
+
+    DeepSpeed queries py-cpuinfo up to three times, one CPU second each.
+    """
     with suppress(ImportError):
         import cpuinfo
 
@@ -114,27 +120,30 @@ def _ask_once(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def export(device: str) -> Path:
-    """Tell this process and its children where the parts lie; returns that folder.
+    """Set the environment variables that point this process and its children to the parts. Return the folder.
 
-    A folder or accelerator that the user has set is left as it is.
+    A folder or accelerator that the user has set stays.
     """
     root = folder(device)
     os.environ[FOLDER] = str(root)
     os.environ.setdefault(ACCELERATOR, device)
     ninja = build_tools.find_ninja()
-    if ninja and ninja != shutil.which("ninja"):  # torch looks for it on PATH only
+    if ninja and ninja != shutil.which("ninja"):  # torch searches PATH only
         os.environ["PATH"] = os.pathsep.join([str(Path(ninja).parent), os.environ.get("PATH", os.defpath)])
     return root
 
 
 def folder(device: str) -> Path:
-    """``TORCH_EXTENSIONS_DIR`` if the user has set it, else our own; PartError without DeepSpeed or torch."""
+    """Return the folder of the parts: the user's ``TORCH_EXTENSIONS_DIR``, or ours.
+
+    Raises a :class:`PartError` if DeepSpeed or torch is not installed.
+    """
     given = os.environ.get(FOLDER)
     return Path(given) if given and not is_ours(Path(given)) else _our_root() / _key(device)
 
 
 def is_ours(root: Path) -> bool:
-    """Whether a folder of parts is one that we made, and not the user's."""
+    """Return whether this package created the folder of parts, and not the user."""
     return root.parent == _our_root()
 
 
@@ -143,7 +152,7 @@ def _our_root() -> Path:
 
 
 def _key(device: str) -> str:
-    """Changes with all that a compiled part depends on: versions, device, headers' places, the processor."""
+    """Return a key that depends on everything that affects a compiled part: versions, device, paths, processor."""
     try:
         versions = [version(name) for name in ("deepspeed", "torch")]
     except PackageNotFoundError as error:
@@ -160,13 +169,13 @@ def _source(name: str) -> Path:
 
 
 def _processor() -> str:
-    """Its instruction sets: parts are compiled for this very processor, and homes may be shared."""
+    """Return the instruction sets of the processor. Parts are compiled for it, and machines may share home folders."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def is_built(part: str, root: Path) -> bool:
-    """Whether a part was built and loaded, and nothing of it has changed since."""
+    """Return whether a part was built and loaded, and has not changed since."""
     try:
         told = json.loads((root / f"{part}.built").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -175,7 +184,7 @@ def is_built(part: str, root: Path) -> bool:
 
 
 def _facts(part: str, root: Path) -> dict[str, Any]:
-    """What the stamp of a built part holds: ninja compiles anew when one of these changes."""
+    """Return the content of the stamp of a built part. If any of it changes, ninja compiles again."""
     libraries = [library for name in PARTS[part].folders for library in sorted((root / name).glob("*.so"))]
     ninja = build_tools.find_ninja()
     return {
@@ -190,18 +199,18 @@ def _stat(path: Path) -> list[int]:
 
 
 def say_once(line: str) -> None:
-    """A line on standard error, from one worker of each machine."""
+    """Print a line on standard error, from one worker per machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)
 
 
 def build(parts: Sequence[str], device: str, say: Say = say_once) -> None:
-    """Build what is missing of these parts for ``cpu`` or ``cuda``; ``say`` takes the lines for people.
+    """Build the missing ones of these parts for ``cpu`` or ``cuda``. ``say`` prints progress for the user.
 
-    Processes on one machine may call this at once: one builds, the others wait for it.
+    Several processes on one machine may call this at the same time. One builds, and the others wait for it.
 
     Raises:
-        PartError: a part cannot be built, or a lock is in the way that only the user can judge.
+        PartError: a part cannot be built, or there is a lock that only the user can judge.
     """
     if not parts:
         return
@@ -220,7 +229,7 @@ def build(parts: Sequence[str], device: str, say: Say = say_once) -> None:
             for lock in locks(parts, root):
                 _clear(lock, is_ours(root), say)
             for part in missing:
-                if not is_built(part, root):  # a process that was here before us may have built it
+                if not is_built(part, root):  # another process may have built it while this one waited
                     _build_one(part, device, root, descriptor, say)
     except OSError as error:
         hint = f"check the folder, or set {FOLDER} to another one"
@@ -229,25 +238,28 @@ def build(parts: Sequence[str], device: str, say: Say = say_once) -> None:
 
 @contextmanager
 def _alone(root: Path, say: Say) -> Iterator[int]:
-    """Alone among builders; gives the descriptor of the lock, which ends with all processes that inherit it."""
+    """Make this process the only builder. Yield the descriptor of the lock.
+
+    The lock is released when all processes that inherit the descriptor have ended.
+    """
     with (root / "rapidformer.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("another process is building DeepSpeed's parts; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)  # it ends after BUILD_SECONDS at the latest
+            fcntl.flock(file, fcntl.LOCK_EX)  # the other build ends within BUILD_SECONDS
         yield file.fileno()
 
 
 def _build_one(part: str, device: str, root: Path, descriptor: int, say: Say) -> None:
-    """Build a part in a child process, and leave no lock behind, however the child or we end."""
-    for name in PARTS[part].folders if is_ours(root) else ():  # left by a build that was killed, or of other sources
+    """Build a part in a child process. No lock remains, even if the child or this process is interrupted."""
+    for name in PARTS[part].folders if is_ours(root) else ():  # remains of a killed build or of other sources
         shutil.rmtree(root / name, ignore_errors=True)
     say(f"building DeepSpeed's {part} ({PARTS[part].takes}, once for this version) …")
     started = time.monotonic()
     log = root / f"{part}.log"
     command = [sys.executable, "-P", "-m", __name__, part, device, str(root)]
-    path = os.pathsep.join(entry for entry in sys.path if entry)  # the packages that this process would import
+    path = os.pathsep.join(entry for entry in sys.path if entry)  # the import path of this process
     with log.open("wb") as output:
         child = subprocess.Popen(
             command,
@@ -255,8 +267,8 @@ def _build_one(part: str, device: str, root: Path, descriptor: int, say: Say) ->
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, FOLDER: str(root), ACCELERATOR: device, "PYTHONPATH": path},
-            pass_fds=(descriptor,),  # if we die, the child builds on, and nobody builds beside it
-            start_new_session=True,  # a Ctrl-C reaches us alone, and we end the compilers, too
+            pass_fds=(descriptor,),  # if this process dies, the child keeps the lock and continues
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the compilers
         )
         try:
             status = child.wait()
@@ -264,7 +276,7 @@ def _build_one(part: str, device: str, root: Path, descriptor: int, say: Say) ->
             _end(child.pid)
             child.wait()
             for lock in (root / name / "lock" for name in PARTS[part].folders):
-                if holder(lock) is None:  # ours, and we have just ended its builder
+                if holder(lock) is None:  # our own lock, and its builder has just ended
                     lock.unlink(missing_ok=True)
     if status != 0:
         raise _failure(part, status, log)
@@ -272,16 +284,16 @@ def _build_one(part: str, device: str, root: Path, descriptor: int, say: Say) ->
 
 
 def _end(session: int) -> None:
-    """End a child and all that it started; ninja gives each compiler a process group of its own."""
+    """Kill all processes of a session. ninja puts each compiler into a separate process group."""
     while members := [pid for pid in _processes() if _session(pid) == session]:
         for pid in members:
-            with suppress(ProcessLookupError):  # it has ended by itself
+            with suppress(ProcessLookupError):  # already ended
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
 def _session(pid: int) -> int | None:
-    """The session of a process, None if it has ended or is only not yet reaped."""
+    """Return the session of a process, or None if it has ended or is a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
         return None if state == "Z" else os.getsid(pid)
@@ -308,19 +320,19 @@ def _failure(part: str, status: int, log: Path) -> PartError:
 
 
 def locks(parts: Iterable[str], root: Path) -> list[Path]:
-    """Torch's locks in our folder, or of these parts in a folder of the user's."""
+    """Return torch's locks: all of them in our folder, only those of these parts in a user's folder."""
     names = [path.name for path in root.glob("*")] if is_ours(root) else [n for p in parts for n in PARTS[p].folders]
     return [root / name / "lock" for name in sorted(names) if (root / name / "lock").exists()]
 
 
 def holder(lock: Path) -> int | None:
-    """The process that holds a lock of torch: it keeps the file open until it has built."""
+    """Return the process that holds a lock of torch. It keeps the file open until the build ends."""
     try:
         wanted = lock.stat()
     except FileNotFoundError:
         return None
     for pid in _processes():
-        with suppress(OSError):  # the process has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             for opened in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):  # closed in the meantime
                     if os.path.samestat(opened.stat(), wanted):
@@ -329,12 +341,15 @@ def holder(lock: Path) -> int | None:
 
 
 def _clear(lock: Path, ours: bool, say: Say) -> None:
-    """Wait until a lock of torch is gone; one that nobody holds is removed from our folder, and refused elsewhere."""
+    """Wait until a lock of torch is gone.
+
+    If no process holds it, remove it from our folder, or raise for a user's folder.
+    """
     began, held, told = time.monotonic(), time.monotonic(), False  # ``held``: when a holder was last seen
     while lock.exists():
         builder, now = holder(lock), time.monotonic()
         held = now if builder is not None else held
-        # Not at once: a builder closes the file a moment before it removes it.
+        # Do not remove it at once: a builder closes the file a moment before it removes it.
         if ours and now - held > GRACE_SECONDS:
             say(f"removed a lock that a killed build of DeepSpeed's {lock.parent.name} left: {lock}")
             lock.unlink(missing_ok=True)
@@ -349,13 +364,13 @@ def _clear(lock: Path, ours: bool, say: Say) -> None:
 
 
 def _age(file: Path) -> float:
-    """Seconds since a file was made; 0 for one that is gone."""
+    """Return the seconds since a file was last modified, or 0 if it no longer exists."""
     return time.time() - file.stat().st_mtime if file.exists() else 0.0
 
 
 def _child(part: str, device: str, root: Path) -> None:
-    """In a process of its own: build a part, load it, and leave a stamp that says so."""
-    signal.alarm(BUILD_SECONDS)  # also when our parent is gone
+    """Build a part, load it, and write its stamp. Runs in a child process."""
+    signal.alarm(BUILD_SECONDS)  # ends the build even if the parent process is gone
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().create_op_builder(PARTS[part].builder).load(verbose=False)

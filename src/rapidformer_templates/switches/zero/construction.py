@@ -1,4 +1,4 @@
-"""A model larger than one worker's memory: each module is partitioned over the workers as soon as it is built."""
+"""Build a model that is larger than a worker's memory. Each module is partitioned as soon as it is built."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ HARMLESS = frozenset(
         _T.__hash__,
     }
 )
-"""What says nothing of a parameter's values."""
+"""Operations that do not read the values of a parameter."""
 
 
 @contextmanager
 def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
-    """What a model is built in under ZeRO-3.
+    """Build a model under ZeRO-3 inside this context.
 
-    Parameters are built as they always are and partitioned after their module's ``__init__``. What is done to
-    them later (an initialization of the whole model, ties, weights that are loaded) sees them whole again.
+    Parameters are built as usual, and partitioned after the ``__init__`` of their module. Later operations on them see
+    the whole parameters again: an initialization of the whole model, weight tying, or loading weights.
 
     Args:
-        config: DeepSpeed's.
+        config: DeepSpeed's configuration.
     """
     from deepspeed.runtime.zero.partition_parameters import Init
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
@@ -67,10 +67,10 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
 
     building = dict(config)
     if "nvme_path" not in config["zero_optimization"].get("offload_param", {}):
-        # In fp32, so that the masters are exact; the swapper of parameters on a disk knows one type only.
+        # Build in fp32, so that the masters are exact. The swapper of parameters on a disk supports one type only.
         building |= {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
-    # Its from_pretrained then loads a tensor at a time; set_zero3_state keeps it from partitioning parameters itself,
-    # and from drawing other random numbers than without ZeRO.
+    # With this, transformers' from_pretrained loads one tensor at a time. set_zero3_state prevents it from partitioning
+    # parameters itself, and from drawing other random numbers than without ZeRO.
     known_to_transformers = HfDeepSpeedConfig(building)
     try:
         with Partitioned(config_dict_or_path=building), _left_to_others(whole), set_zero3_state(), whole:
@@ -88,9 +88,10 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _is_decorated(kind: type) -> bool:
-    """Whether a decorator has put something around the ``__init__`` that DeepSpeed has put around a class's own.
+    """Return whether a decorator wraps the ``__init__`` that DeepSpeed has put around the class's own.
 
-    A module that is imported meanwhile has such classes. DeepSpeed gives them their own back, without the decorator's.
+    A module that is imported inside the context may have such classes. DeepSpeed restores their own ``__init__`` and
+    loses the decorator's.
     """
     init = vars(kind).get("__init__")
     own = vars(kind).get("_old_init")
@@ -99,9 +100,10 @@ def _is_decorated(kind: type) -> bool:
 
 @contextmanager
 def _left_to_others(whole: _WholeAgain) -> Iterator[None]:
-    """Where somebody gathers parameters himself, as transformers does on its first worker alone, keep away.
+    """Pause our gathering while other code gathers parameters itself, as transformers does on its first worker alone.
 
-    What is whole is partitioned first: else two would hold a parameter, and the first to let go would do it for both.
+    Partition all whole parameters first. Otherwise two owners would hold a parameter, and the first to release it would
+    release it for both.
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
@@ -126,10 +128,10 @@ def _left_to_others(whole: _WholeAgain) -> Iterator[None]:
 
 
 class _WholeAgain(TorchFunctionMode):
-    """Gathers parameters that are partitioned when a torch function touches them.
+    """Gathers partitioned parameters when a torch function uses them.
 
-    A parameter stays whole until others are touched and nothing looks into it any more: the row that
-    ``weight[0]`` gives may be written to a line later.
+    A parameter stays whole until other parameters are used and no view of it is alive. For example, the row that
+    ``weight[0]`` returns may be written one line later.
     """
 
     def __init__(self) -> None:
@@ -148,11 +150,11 @@ class _WholeAgain(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if error[0] is None:  # after an error the other workers may be elsewhere
+        if error[0] is None:  # after an error, the other workers may be at another point
             self.partition_again()
 
     def partition_again(self) -> None:
-        """Partition every parameter that is whole."""
+        """Partition all whole parameters."""
         with self.paused():
             self._partition_again(keep=set(), even_with_views=True)
 
@@ -191,12 +193,12 @@ class _WholeAgain(TorchFunctionMode):
                 continue
             del self._whole[key]
             self._views.pop(key, None)
-            if not _is_partitioned(parameter):  # else somebody who gathered it, too, was faster
+            if not _is_partitioned(parameter):  # otherwise other code gathered it, too, and has already partitioned it
                 dist.broadcast(parameter.data, src=0)
                 parameter.partition([parameter], has_been_updated=True)
 
     def _is_looked_into(self, key: int) -> bool:
-        """Whether a view is alive on any worker; garbage may be collected at other times elsewhere."""
+        """Return whether a view is alive on any worker. Garbage collection may run at different times on each."""
         alive = torch.tensor(int(any(view() is not None for view in self._views[key])))
         dist.all_reduce(alive, op=dist.ReduceOp.MAX)
         return bool(alive)

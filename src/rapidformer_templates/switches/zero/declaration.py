@@ -78,12 +78,12 @@ ONLY_IN_TRAINER = Rule(
 
 
 KINDS = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu")
-"""The kinds of devices that DeepSpeed has an accelerator class for, by torch's names."""
+"""Device types, in torch's names, for which DeepSpeed has an accelerator class."""
 
 
 def _knows_device(request: Request) -> list[Finding]:
     device = request.environment.device
-    # The engine of 3D layouts has ZeRO of its own.
+    # The engine of 3D layouts has its own ZeRO.
     asked = tuple(name for name, switch in request.active.items() if name.startswith("zero-") and switch.engine)
     if device in KINDS or not asked:
         return []
@@ -143,7 +143,7 @@ PREDICTION = Prediction(
 
 
 def _partitioned(measured: Measured) -> str | None:
-    """ZeRO-3 partitions what is above its threshold; a model may have nothing so large."""
+    """Check that parameters are partitioned, if the model has one above ZeRO-3's threshold."""
     settings = measured["zero_optimization"] or {}
     threshold = settings.get("param_persistence_threshold", 0)
     return divides_parameters(measured) if (measured["largest_parameter"] or 0) > threshold else None
@@ -153,10 +153,13 @@ _STATES = shared_out(updated_elements="optimizer state")
 
 
 def _gradients(measured: Measured) -> str | None:
-    """An offloaded share of the gradients has a copy in host memory, so that twice a share is no whole."""
+    """Check the gradients' shares, except with offload.
+
+    An offloaded share has a copy in host memory, so twice a share does not mean whole gradients.
+    """
     if {"cpu-offload", "nvme-offload"} & set(measured.plan.switches):
         return None
-    # ZeRO-3 partitions each parameter; ZeRO-2 all of them in a row.
+    # ZeRO-3 partitions each parameter. ZeRO-2 partitions all of them as one row.
     shares = shared_out(whole_at_borders="zero-2" in measured.plan.switches, gradient_elements="gradients")
     return shares(measured)
 
@@ -190,7 +193,8 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
             "zero_optimization",
         ),
         acted=_ACTED[level],
-        # Kept, ZeRO-2 has taken 2,049 MB for 1,661. ZeRO-3 has taken 1,368 MB, and as usual 1,846 where DDP took 1,400.
+        # With freed memory "kept", ZeRO-2 took 2,049 MB instead of 1,661 MB. ZeRO-3 took 1,368 MB with it "given back"
+        # and 1,846 MB "as usual", where DDP took 1,400 MB.
         freed_memory="given back" if level == 3 else "as usual",
         under_3d=own.get(level, {}),
         divides_copies=level in own,

@@ -36,14 +36,14 @@ from rapidformer_templates.system.workers import Workers, close_group_by, open_g
 
 
 class DeepSpeedEngine(SingleEngine):
-    """Accumulation, clipping, precision and schedule are ours in meaning and DeepSpeed's in execution.
+    """Trains with DeepSpeed. Accumulation, clipping, precision and schedule mean the same as in the other engines.
 
-    DeepSpeed keeps the model in the type that it computes in, and fp32 masters of its share beside it.
+    DeepSpeed keeps the model in the compute type, and fp32 masters of this worker's share of it.
     """
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
-        self.loss_scale = None  # DeepSpeed's own, with the same rule
+        self.loss_scale = None  # DeepSpeed has its own, with the same rule
         self.config: dict[str, Any] = dict(plan.engine_options["deepspeed"])
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
         prepare(plan)
@@ -56,10 +56,10 @@ class DeepSpeedEngine(SingleEngine):
             return contextlib.nullcontext()
         from rapidformer_templates.switches.zero.construction import partitioned_construction
 
-        return partitioned_construction(self._config_for(width=1))  # no bucket is there while a model is built
+        return partitioned_construction(self._config_for(width=1))  # no buckets exist while a model is built
 
     def _config_for(self, width: int) -> dict[str, Any]:
-        """DeepSpeed's configuration for a model of this width."""
+        """Return DeepSpeed's configuration for a model of this width."""
         return {**self.config, "zero_optimization": filled(self.config["zero_optimization"], width)}
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
@@ -71,7 +71,7 @@ class DeepSpeedEngine(SingleEngine):
         self._parameters = [p for _, p in named]
         masters = None
         if self.compute_type is not None:
-            if any(p.dtype != self.compute_type for _, p in named):  # on a disk they are of that type already
+            if any(p.dtype != self.compute_type for _, p in named):  # parameters on a disk already have this type
                 masters = Masters(model, self.compute_type, self.workers)
             _compute_in(model, self.compute_type)
         for buffer in model.buffers():
@@ -83,7 +83,7 @@ class DeepSpeedEngine(SingleEngine):
         self.model, self.optimizer = model.train(), self._deepspeed.basic_optimizer
         kind = zero_state.PartitionedParameters if self.zero_stage == 3 else zero_state.FlatGroups
         self._state = kind(self._deepspeed.optimizer, model, self.workers)
-        if self.compute_type == torch.float16:  # at its smallest the scale stays, as everywhere here
+        if self.compute_type == torch.float16:  # at its minimum the loss scale stays, as in the other engines
             self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
         if masters is not None:
             masters.restore(self._state)
@@ -93,13 +93,13 @@ class DeepSpeedEngine(SingleEngine):
         self.receipts["zero_optimization"] = _numbers(self._deepspeed._config.zero_config.model_dump())
 
     def frozen(self, model: nn.Module) -> nn.Module:
-        """As the trained model, without an optimizer: in parts in stage 3, in the type that it computes in."""
+        """Prepare a frozen model like the trained one: in the compute type, partitioned in stage 3, no optimizer."""
         import deepspeed
 
         model.requires_grad_(False).eval()
         if self.compute_type is not None:
             for parameter in model.parameters():
-                if hasattr(parameter, "ds_tensor"):  # built in parts
+                if hasattr(parameter, "ds_tensor"):  # partitioned while it was built
                     parameter.ds_tensor.data = parameter.ds_tensor.data.to(self.compute_type)
                 parameter.data = parameter.data.to(self.compute_type)
             _compute_in(model, self.compute_type)
@@ -117,7 +117,7 @@ class DeepSpeedEngine(SingleEngine):
         return wrapped
 
     def _runs_ahead(self) -> bool:
-        return False  # DeepSpeed reads the norm
+        return False  # DeepSpeed reads the norm on the host
 
     def _finish_step(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool | torch.Tensor]:
         fp16 = self.compute_type == torch.float16
@@ -131,7 +131,7 @@ class DeepSpeedEngine(SingleEngine):
         return norm, overflow
 
     def _drop_gradients(self) -> None:
-        """DeepSpeed has done so in its step."""
+        """Do nothing: DeepSpeed frees the gradients in its step."""
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         self._deepspeed.set_gradient_accumulation_boundary(last)
@@ -165,10 +165,10 @@ class DeepSpeedEngine(SingleEngine):
         return [names[id(parameter)] for parameter in parameters]
 
     def _missed_everywhere(self, indices: Sequence[int]) -> None:
-        """ZeRO updates all parameters of a partition; one without a gradient would only decay.
+        """Refuse parameters without a gradient on any worker, because ZeRO would still apply weight decay to them.
 
         Raises:
-            RapidformerError: no worker's loss reaches a parameter that is to be trained.
+            RapidformerError: the loss of no worker reaches a trainable parameter.
         """
         unreached = self._names(self._parameters[index] for index in indices)
         if unreached:
@@ -195,7 +195,7 @@ class DeepSpeedEngine(SingleEngine):
 
     @property
     def swapped_bytes(self) -> int:
-        """Bytes of optimizer state that this rank has in files."""
+        """Number of bytes of optimizer state that this rank stores in files."""
         swapper = getattr(self._deepspeed.optimizer, "optimizer_swapper", None)
         infos = swapper.swap_params_info.values() if swapper else ()
         files = [Path(path) for info in infos for path in info.get_swap_paths()]
@@ -222,21 +222,21 @@ class DeepSpeedEngine(SingleEngine):
 
 
 def _numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and switches among settings."""
+    """Return the settings that are numbers or booleans."""
     return {name: value for name, value in settings.items() if isinstance(value, (bool, int, float))}
 
 
 def _join(workers: Workers, *, loud: bool) -> None:
-    """Let DeepSpeed find the process group and the device; a worker alone gets a group of its own.
+    """Connect DeepSpeed to the process group and the device. A single worker gets a new group.
 
     Args:
-        loud: whether DeepSpeed is to print what its file asks for.
+        loud: whether DeepSpeed prints what its file requests.
     """
     os.environ.setdefault("LOCAL_RANK", str(workers.local_rank))
-    # It calls collectives by the names that torch is about to retire.
+    # DeepSpeed calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\..*is deprecated", category=FutureWarning)
     logger = logging.getLogger("DeepSpeed")
-    logger.setLevel(logging.ERROR)  # what it says while it is imported is of no use to a run
+    logger.setLevel(logging.ERROR)  # messages during the import do not matter to a run
     import deepspeed
 
     level = logging.INFO if loud else logging.WARNING
@@ -244,7 +244,7 @@ def _join(workers: Workers, *, loud: bool) -> None:
     ask_processor_once()
     if workers.device.type == "cpu":
         leave_out_shm_comm()
-        # It asks for fast kernels; torch computes in fp16 on any CPU.
+        # DeepSpeed requires fast kernels, but torch computes in fp16 on any CPU.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     open_group_alone(workers.device)
     if not deepspeed.comm.is_initialized():
@@ -253,9 +253,9 @@ def _join(workers: Workers, *, loud: bool) -> None:
 
 
 class Masters:
-    """The fp32 values of the model as it was built, which DeepSpeed would round before it copies them.
+    """The fp32 values of the model as it was built. DeepSpeed would round them before it copies them.
 
-    The parameters are cast here; :meth:`restore` puts the exact values into the masters.
+    The constructor casts the parameters. :meth:`restore` copies the exact values into the masters.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, workers: Workers) -> None:
@@ -263,9 +263,9 @@ class Masters:
         self._partitioned: set[str] = set()
         for name, parameter in model.named_parameters():
             if lies_in_codes(parameter):
-                continue  # they are of no type that is computed in
+                continue  # codes have no compute type
             here = canonical_name(name)
-            if hasattr(parameter, "ds_tensor"):  # built in parts
+            if hasattr(parameter, "ds_tensor"):  # partitioned while it was built
                 self._partitioned.add(here)
                 self._values[here] = parameter.ds_tensor.detach().clone()
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
@@ -285,14 +285,14 @@ class Masters:
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have the forward choose types as autocast does, also inside DeepSpeed, which turns it off there.
+    """Run the forward under autocast, also inside DeepSpeed, which disables autocast there.
 
-    The parameters are of the narrow type already; norms, softmax and losses are still computed in
-    fp32, as in every other engine.
+    The parameters already have the 16-bit type. Norms, softmax and losses are still computed in fp32, as in all other
+    engines.
     """
     forward = model.forward
 
-    @functools.wraps(forward)  # who asks what a model takes sees what it took before
+    @functools.wraps(forward)  # keep the signature of the model's forward
     def in_type(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(next(model.parameters()).device.type, dtype=dtype):
             return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A DeepSpeed file of the user's own, with ``"auto"`` values filled from the flags."""
+"""The deepspeed-config switch: your DeepSpeed file, with its ``"auto"`` values filled from the flags."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _act(request: Request) -> list[Finding]:
 
 
 def _findings(request: Request, problems: Iterable[deepspeed_keys.Problem]) -> list[Finding]:
-    """Each with the line that it is about."""
+    """Return one finding per problem, with the line of the file that it is about."""
     file = deepspeed_file.read_for(request)
     asked = request.asked_for("deepspeed-config")
     return [
@@ -121,7 +121,7 @@ PLANNED = {
     "stage3_max_reuse_distance", "offload_optimizer", "offload_param",
     "memory_efficient_linear", "override_module_apply",
 }  # fmt: skip
-"""Keys of ``zero_optimization`` that the planner follows, or that move no bytes that it counts."""
+"""Keys of ``zero_optimization`` that the planner supports, or that do not change the bytes it counts."""
 
 
 def _what_no_flag_knows(request: Request) -> Reasons:
@@ -130,7 +130,7 @@ def _what_no_flag_knows(request: Request) -> Reasons:
 
 
 def _acted(measured: Measured) -> str | None:
-    """What the file says of ZeRO is what DeepSpeed runs with, unless another engine stands for it."""
+    """Check that DeepSpeed runs with the ZeRO settings of the file, unless another engine replaces DeepSpeed."""
     asked = deepspeed_file.read(measured.config.get("deepspeed_config")).content.get("zero_optimization") or {}
     runs_with = measured["zero_optimization"]
     if measured.plan.engine != ENGINE:
@@ -138,7 +138,7 @@ def _acted(measured: Measured) -> str | None:
     if runs_with is None:
         return "a step by DeepSpeed was expected; something else made it"
     given = {name: value for name, value in asked.items() if isinstance(value, (bool, int, float))}
-    # DeepSpeed calls stage3_max_live_parameters max_live_parameters, once it has read it.
+    # After reading it, DeepSpeed renames stage3_max_live_parameters to max_live_parameters.
     in_effect = {name: runs_with.get(name, runs_with.get(name.removeprefix("stage3_"))) for name in given}
     differing = [name for name, value in given.items() if in_effect[name] not in (value, None)]
     if not differing:

@@ -1,4 +1,4 @@
-"""The loss scale that DeepSpeed keeps under fp16, fixed or dynamic, in the words of a checkpoint."""
+"""DeepSpeed's fixed or dynamic loss scale under fp16, in the format of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def state_of(scaler: Any) -> dict[str, Any]:
-    """What must be kept of it."""
+    """Return the state that a checkpoint must store."""
     state = {"scale": float(scaler.cur_scale), "good_steps": 0}
     if scaler.dynamic:
         state["good_steps"] = scaler.cur_iter - scaler.last_overflow_iter - 1
@@ -16,7 +16,7 @@ def state_of(scaler: Any) -> dict[str, Any]:
 
 
 def restore(scaler: Any, saved: Mapping[str, Any]) -> None:
-    """Go on with what another run has kept; a fixed scale stays as it is."""
+    """Restore the state of a checkpoint. A fixed scale does not change."""
     if not scaler.dynamic:
         return
     scaler.cur_scale = float(saved["scale"])

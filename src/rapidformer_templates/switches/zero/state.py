@@ -1,4 +1,4 @@
-"""Weights and optimizer state as ZeRO holds them: runs of flattened parameters in flat partitions of fp32 masters."""
+"""Weights and optimizer state under ZeRO: fragments of flattened parameters in flat partitions of fp32 masters."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rapidformer_templates.system.workers import Workers
 
 @dataclass(frozen=True)
 class Fragment:
-    """What this rank holds of a parameter.
+    """This rank's part of a parameter.
 
     Attributes:
         name: canonical name of the parameter.
-        shape: of the whole parameter.
-        start: first element, in the flattened parameter.
-        count: elements.
-        offset: where they begin in the flat partition.
+        shape: shape of the whole parameter.
+        start: index of its first element in the flattened parameter.
+        count: number of elements.
+        offset: index of its first element in the flat partition.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Fragment:
 
 
 def as_built(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the whole shape, without data, for whoever looks at the shape only."""
+    """Return a parameter of the whole shape without data, for code that reads only the shape."""
     empty = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 class ZeroState(ABC):
-    """What the ZeRO stages share. 1 and 2 partition a flattened group of parameters, 3 each parameter.
+    """The common part of the ZeRO stages. Stages 1 and 2 partition a flattened group of parameters, 3 each parameter.
 
     Attributes:
-        fragments: of each flat partition, in its order.
+        fragments: the fragments of each flat partition, in its order.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
@@ -64,56 +64,56 @@ class ZeroState(ABC):
         self.names = {id(p): canonical_name(n) for n, p in model.named_parameters()}
         self.fragments: list[list[Fragment]] = []
 
-    # What differs between the stages.
+    # Methods that differ between the stages.
 
     @abstractmethod
     def partition(self, index: int, *, write: bool) -> AbstractContextManager[torch.Tensor]:
-        """A flat partition of masters, with its optimizer state, in memory; ``write`` keeps what is done to it."""
+        """Bring a flat partition of masters and its optimizer state into memory. ``write`` stores changes to it."""
 
     @abstractmethod
     def _group(self, index: int) -> int:
-        """The optimizer's group that a partition belongs to."""
+        """Return the index of the optimizer's parameter group that a partition belongs to."""
 
     @abstractmethod
     def _publish(self) -> None:
-        """Give the model the values of the masters."""
+        """Copy the values of the masters to the model."""
 
     @abstractmethod
     def _whole(self, parameter: Any) -> torch.Tensor:
-        """A parameter that is trained, whole and in fp32; a collective."""
+        """Gather a trained parameter in fp32. This is a collective operation."""
 
     @contextmanager
     def _gathered(self, tensor: torch.Tensor, *, write: bool = False) -> Iterator[torch.Tensor]:
-        """What is in no partition, whole: a frozen parameter or a buffer."""
+        """Gather a tensor that is in no partition: a frozen parameter or a buffer."""
         yield tensor
 
     @abstractmethod
     def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
-        """Have DeepSpeed's hooks tell ``came`` that a parameter's gradient is there, by its index in ``parameters``.
+        """Replace DeepSpeed's gradient hooks. They call ``came`` with the index of a parameter whose gradient is ready.
 
         Returns:
-            What DeepSpeed would have done then, for an index; with zeros, if no gradient came.
+            A function that runs DeepSpeed's original hook for an index, with a zero gradient if there is none.
         """
 
     def route(self) -> Route | None:
-        """What every micro batch must come by, if parameters are gathered on the way."""
+        """Return the module sequence that every micro batch must follow, or None if no parameters are gathered."""
         return None
 
     def forget_forward(self) -> None:  # noqa: B027 - only stage 3 remembers
-        """Undo what DeepSpeed has learned from a forward that no backward follows."""
+        """Discard what DeepSpeed has recorded in a forward without a backward."""
 
     @abstractmethod
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """What this rank holds; see :meth:`Engine.held`."""
+        """Return the tensors that this rank holds: see :meth:`Engine.held`."""
 
-    # What they share.
+    # Methods that all stages share.
 
     def _state_tensors(self) -> list[torch.Tensor]:
         entries = self.optimizer.optimizer.state.values()
         return [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Those of the model, those of the masters, and what has been reduced to this rank's share."""
+        """Return the gradients of the model and of the masters, and the gradients reduced to this rank's share."""
         shares = [part for part in self.optimizer.averaged_gradients.values() if part is not None]
         held = [t for p in self.model.parameters() for t in (p.grad, getattr(p, "grad_accum", None))]
         return [t for t in [*tree_leaves(shares), *held] if isinstance(t, torch.Tensor)]
@@ -123,7 +123,7 @@ class ZeroState(ABC):
         return [t for t in tree_leaves(buffers) if isinstance(t, torch.Tensor)]
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        """What this rank writes of ``weights`` or ``optimizer``."""
+        """Yield what this rank writes of ``weights`` or ``optimizer``."""
         for index, fragments in enumerate(self.fragments):
             with self.partition(index, write=False) as flat:
                 state = self._optimizer_state(flat)
@@ -144,8 +144,8 @@ class ZeroState(ABC):
             entry = f"{fragment.name}/{key}"
             if isinstance(value, torch.Tensor) and value.shape == flat.shape:
                 yield from pieces_of(entry, fragment.shape, fragment.start, fragment.of(value))
-            elif fragment.start == 0 and value is not None:  # a count of steps; whoever has the beginning writes it
-                # As torch's optimizers count; DeepSpeed's count in plain integers.
+            elif fragment.start == 0 and value is not None:  # a step count, written by the rank with the first element
+                # Store float32, as torch's optimizers do. DeepSpeed's count in plain integers.
                 exact = key.startswith(group_values.PREFIX)
                 yield Piece(entry, torch.as_tensor(value).to(None if exact else torch.float32, copy=True), (), ())
 
@@ -153,17 +153,17 @@ class ZeroState(ABC):
         return dict(self.optimizer.optimizer.state.get(flat, {}))
 
     def _rest(self) -> list[tuple[str, torch.Tensor]]:
-        """Frozen parameters and persistent buffers."""
+        """Return the frozen parameters and persistent buffers."""
         return [(n, t) for n, t in engine_state.named_tensors(self.model).items() if not t.requires_grad]
 
     def _trained(self) -> set[str]:
         return {self.names[id(p)] for p in self.model.parameters() if p.requires_grad}
 
     def load(self, reader: StateReader, *, optimizer_state: bool) -> None:
-        """Fill masters, model and, if asked, the optimizer from a checkpoint, each rank with what it holds.
+        """Load masters, model and optionally the optimizer from a checkpoint. Each rank reads only its part.
 
         Raises:
-            CheckpointError: it does not fit; nothing was changed.
+            CheckpointError: the checkpoint does not fit. Nothing was changed.
         """
         shapes = {name: shape_of(t) for name, t in engine_state.named_tensors(self.model).items()}
         engine_state.check_weights(shapes, reader.names("weights"))
@@ -182,7 +182,7 @@ class ZeroState(ABC):
         self._publish()
 
     def exchange_averages(self) -> None:
-        """The averages of the masters in their place, and the model with them."""
+        """Swap the averages with the masters, and update the model."""
         for index in range(len(self.fragments)):
             with self.partition(index, write=True) as flat:
                 weight_average.exchange(flat, self.optimizer.optimizer.state.get(flat, {}))
@@ -193,7 +193,7 @@ class ZeroState(ABC):
         optimizer.param_groups[index].update(group_values.read(optimizer, index, names, reader))
 
     def _read_state(self, flat: torch.Tensor, fragments: list[Fragment], reader: StateReader) -> dict[str, Any]:
-        """The optimizer state of a flat partition; what is there is filled in its place."""
+        """Read the optimizer state of a flat partition. Existing tensors are overwritten in place."""
         saved, state = reader.names("optimizer"), self._optimizer_state(flat)
         here = {f.name for f in fragments}
         keys = {key for name, _, key in (entry.rpartition("/") for entry in saved) if name in here}
@@ -211,7 +211,7 @@ class ZeroState(ABC):
         return state
 
     def _read_count(self, reader: StateReader, held: list[Fragment], key: str) -> Any:
-        """A number that each parameter has and that a flat partition has but once."""
+        """Read a value that each parameter has, but that a flat partition has only once."""
         counts = {f.name: reader.read("optimizer", f"{f.name}/{key}", (), ()) for f in held}
         values = {float(count) for count in counts.values()}
         if len(values) > 1:
@@ -225,7 +225,7 @@ class ZeroState(ABC):
         return int(count) if type(self.optimizer.optimizer).__module__.startswith("deepspeed") else count
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
-        """Whole weights on the host on rank 0, gathered one tensor at a time; None on the other ranks."""
+        """Gather whole weights on the host of rank 0, one tensor at a time. Return None on the other ranks."""
         weights = {}
         for name, tensor in engine_state.named_tensors(self.model).items():
             if tensor.requires_grad:
@@ -240,7 +240,7 @@ class ZeroState(ABC):
 
 
 class FlatGroups(ZeroState):
-    """ZeRO-1 and ZeRO-2: a group of parameters is flattened and divided into as many parts as there are workers."""
+    """ZeRO-1 and ZeRO-2: each group of parameters is flattened and divided into one part per worker."""
 
     def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
         super().__init__(optimizer, model, workers)
@@ -291,7 +291,7 @@ class FlatGroups(ZeroState):
 
 
 class PartitionedParameters(ZeroState):
-    """ZeRO-3: each flattened parameter is divided into as many parts as there are workers; a part may lie on a disk."""
+    """ZeRO-3: each flattened parameter is divided into one part per worker. A part may be stored on a disk."""
 
     def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
         super().__init__(optimizer, model, workers)
@@ -328,9 +328,9 @@ class PartitionedParameters(ZeroState):
         return int(self.optimizer.sub_group_to_group_id[index])
 
     def forget_forward(self) -> None:
-        # It records in which order a step uses parameters, and from the record when each can be let go. Of a
-        # forward alone it would conclude that none is needed again, keep that after the record is found to be
-        # wrong (the conclusions are cached by module and place), and gather every parameter twice from then on.
+        # DeepSpeed records in which order a step uses parameters, and derives when to release each. From a forward
+        # without a backward, it would derive that no parameter is needed again. It caches this by module and position,
+        # keeps it after the record proves wrong, and then gathers every parameter twice.
         coordinator = self.optimizer.parameter_offload.get_param_coordinator()
         if coordinator.is_record_trace():
             coordinator._invalidate_trace()
@@ -339,7 +339,7 @@ class PartitionedParameters(ZeroState):
         if not self.optimizer.swap_optimizer:
             yield from super().pieces(kind)
             return
-        for piece in super().pieces(kind):  # the memory of a partition on the disk is used for the next one
+        for piece in super().pieces(kind):  # the next partition from the disk reuses this memory
             yield Piece(piece.name, piece.tensor.clone(), piece.shape, piece.offset)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
@@ -355,7 +355,7 @@ class PartitionedParameters(ZeroState):
 
     def _publish(self) -> None:
         kept_whole = self.optimizer.persistent_parameters
-        self.optimizer.parameter_offload.partition_all_parameters()  # what a forward has left whole has other values
+        self.optimizer.parameter_offload.partition_all_parameters()  # a forward may have left old values whole
         if kept_whole:
             kept_whole[0].partition(kept_whole, has_been_updated=False)
             kept_whole[0].all_gather(kept_whole)
@@ -371,7 +371,7 @@ class PartitionedParameters(ZeroState):
                 process(parameter)
                 return
             share = parameter.data
-            parameter.data = share.new_zeros(parameter.ds_shape)  # a gradient must be as large as its parameter
+            parameter.data = share.new_zeros(parameter.ds_shape)  # a gradient must have the size of its parameter
             parameter.grad = parameter.data.clone()
             process(parameter)
             parameter.data = share

@@ -1,4 +1,4 @@
-"""What is tried of DeepSpeed before a worker starts: its compiled parts, and the values of a DeepSpeed file."""
+"""Checks of DeepSpeed before the workers start: its compiled parts, and the values of a DeepSpeed file."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from rapidformer_templates.switches.zero import compiled_parts
 
 
 def prepare(config: RunConfig, plan: Plan) -> None:
-    """Build the compiled parts that the run needs, and look at the file's values.
+    """Build the compiled parts that the run needs, and check the values of the file.
 
     Raises:
         PartError: a part cannot be built.
-        ConfigError: a value of the file cannot be used.
+        ConfigError: a value of the file is invalid.
     """
     compiled_parts.prepare(plan)
     check_values(config, plan)
 
 
 def check_values(config: RunConfig, plan: Plan) -> None:
-    """Give the sections of a run with a DeepSpeed file to DeepSpeed's models, which it says where its parts lie first.
+    """Validate the sections of a DeepSpeed file with DeepSpeed's own models. :func:`prepare` must have set its folder.
 
     Raises:
-        ConfigError: a value is of another kind, or out of its range.
+        ConfigError: a value has the wrong type, or is out of range.
     """
     text, told = config.get("deepspeed_config"), plan.engine_options.get("deepspeed")
     if text is None or told is None:
         return
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what it says while it is imported is of no use to a run
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # messages during the import do not matter to a run
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
