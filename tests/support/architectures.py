@@ -11,8 +11,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.models.architectures import dropout_rates, objective_of
 
+BLOCKS = ("num_hidden_layers", "decoder_layers", "encoder_layers")
 SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(BLOCKS, 2),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 2),
     **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings", "emb_dim"), 32),
@@ -30,13 +31,18 @@ MOST_PARAMETERS = 10_000_000
 IDS = torch.randint(3, 60, (3, 7), generator=torch.Generator().manual_seed(0))
 
 
-def tiny(name: str, factory: Any = transformers.AutoModelForCausalLM, *, may_skip: bool = True) -> PreTrainedModel:
+def tiny(
+    name: str, factory: Any = transformers.AutoModelForCausalLM, *, blocks: int = 2, may_skip: bool = True
+) -> PreTrainedModel:
     """A small model without noise; the test is skipped for those that have other sizes or need other packages."""
     kind: Any = CONFIG_MAPPING[name]
     torch.manual_seed(0)
     try:
         default = kind()
-        own = {dict(kind.attribute_map).get(size, size): value for size, value in SIZES.items()}
+        own = {
+            dict(kind.attribute_map).get(size, size): value
+            for size, value in (SIZES | dict.fromkeys(BLOCKS, blocks)).items()
+        }
         values = {size: value for size, value in own.items() if isinstance(getattr(default, size, None), int | None)}
         values = {size: value for size, value in values.items() if hasattr(default, size)}
         decodes = objective_of(name) == "masked" or (hasattr(default, "is_decoder") and not default.is_encoder_decoder)

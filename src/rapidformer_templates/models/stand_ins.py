@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer_templates.errors import ModelError
+
 
 @dataclass(frozen=True)
 class Absent:
@@ -47,7 +49,29 @@ class Absent:
         return given.new_zeros((*shape, self.width), dtype=self.dtype)
 
 
-class Elsewhere(nn.Module):
+class AbsentAttribute(ModelError, AttributeError):
+    """A forward reads an attribute of a module that another pipeline stage has. ``hasattr`` is false for it."""
+
+
+class Placeholder(nn.Module):
+    """Base of the modules that replace one of another pipeline stage."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up a parameter, buffer or submodule.
+
+        Raises:
+            AbsentAttribute: there is none of this name.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AbsentAttribute(
+                f"the model's forward reads {name!r} of a module that another pipeline stage has",
+                hint="train this model without pipeline parallelism",
+            ) from None
+
+
+class Elsewhere(Placeholder):
     """Placeholder for a module outside of the blocks. Its output values are never used, only their shape."""
 
     def __init__(self, absent: Absent | None) -> None:
@@ -59,7 +83,7 @@ class Elsewhere(nn.Module):
         return self._absent.output(given)
 
 
-class SkippedBlock(nn.Module):
+class SkippedBlock(Placeholder):
     """Placeholder for a block of another stage. It returns its input.
 
     Args:
@@ -78,8 +102,10 @@ class SkippedBlock(nn.Module):
 
 
 def facts_of(block: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of a module, such as the attention type of a block."""
-    public = {name: value for name, value in vars(block).items() if not name.startswith("_") and name != "training"}
+    """Return the plain attributes of a module and of its class, such as the attention type of a block."""
+    classes = [kind for kind in reversed(type(block).__mro__) if kind not in nn.Module.__mro__]
+    attributes = {name: value for place in (*classes, block) for name, value in vars(place).items()}
+    public = {name: value for name, value in attributes.items() if not name.startswith("_") and name != "training"}
     return {name: value for name, value in public.items() if value is None or isinstance(value, (str, int, float))}
 
 

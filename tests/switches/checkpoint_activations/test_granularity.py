@@ -1,4 +1,4 @@
-"""What is recomputed: bit for bit what a run without it computes, in every engine, and no more kept than is said."""
+"""Recomputation equals a run without it, bit for bit, in every engine, and keeps no more than the receipts say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.models.blocks import find_blocks
@@ -38,11 +38,11 @@ if "deepspeed" in installed_packages():
 if "fairscale" in installed_packages():
     ENGINES["sdp"] = "--micro-batch-size 4 --oss-sdp-memory-optimization"
 LONGER = {"ddp", "distributed", "tensor", "compiled", "sdp"}
-"""For ``make test-longer``: each has one of its kind among the others."""
+"""For ``make test-longer``. The other engines include one of each kind."""
 
 
 class Watched(DeepJob):
-    """Notes the shape of the first micro batch, and which blocks compute twice."""
+    """Records the shape of the first micro batch, and which blocks recompute."""
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self.tokens = getattr(self, "tokens", batch["input_ids"].numel())
@@ -57,7 +57,7 @@ class OneLengthJob(OneLength, Watched):
 
 
 class Dropping(Watched):
-    """Draws masks in every part of a block."""
+    """Has dropout in every part of a block."""
 
     def make(self) -> torch.nn.Module:
         sizes = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=self.layers, n_head=2)
@@ -80,7 +80,7 @@ def test_dropout_draws_the_same_masks(precision: str) -> None:
 
 @pytest.mark.slow
 def test_what_is_kept_beside_the_inputs_are_the_products_with_weights() -> None:
-    """Of a block of GPT-2: three widths of keys, queries and values, one, four of the feed-forward, and one."""
+    """Per block of GPT-2: three widths of keys, queries and values, one, four of the feed-forward, and one."""
     full, selective, some = (
         run(f"--micro-batch-size 8 {how}")
         for how in ("--recompute-granularity full", "--recompute-activations", f"{SELECTIVE} --recompute-num-layers 3")
@@ -97,7 +97,7 @@ def test_what_is_kept_beside_the_inputs_are_the_products_with_weights() -> None:
 
 
 class Overwriting(Watched):
-    """Writes into a product where torch does not see it, as a collective does."""
+    """Writes into a product without torch's knowledge, as a collective does."""
 
     def make(self) -> torch.nn.Module:
         model = super().make()
@@ -107,7 +107,7 @@ class Overwriting(Watched):
 
 @pytest.mark.parametrize("selective", [False, True])
 def test_copies_of_weights_by_autocast_go_with_their_block(selective: bool) -> None:
-    """The backward makes its own, of one block after the other. The head's copy stays."""
+    """The backward makes its own copies, block by block. The head's copy stays."""
     model = MODELS["llama"](5)
     blocks = find_blocks(model).values()
     for block in blocks:
@@ -130,7 +130,7 @@ def test_copies_of_weights_by_autocast_go_with_their_block(selective: bool) -> N
 @pytest.mark.slow
 def test_a_product_that_is_written_over_is_told() -> None:
     assert run("--micro-batch-size 8 --recompute-granularity full", Overwriting)
-    with pytest.raises(ModelError, match="a product that is kept for the backward is written over in GPT2Block"):
+    with pytest.raises(ModelError, match="a product that is kept for the backward is overwritten in GPT2Block"):
         run(f"--micro-batch-size 8 {SELECTIVE}", Overwriting)
 
 
@@ -139,7 +139,7 @@ def _engine(workers: Any, name: str) -> dict[str, Any]:
 
 
 def _kind(name: str) -> type[Watched]:
-    """Each shape of a batch costs the compiler seconds."""
+    """Return a job with one shape for the compiler, which needs seconds for each shape of a batch."""
     return OneLengthJob if name == "compiled" else Watched
 
 
@@ -152,12 +152,22 @@ def test_every_engine_trains_as_one_process_does(name: str) -> None:
     assert found["receipts"]["saved_tensor_bytes"] < found["receipts"]["saved_tensor_bytes_without"]
 
 
+def test_a_cache_of_keys_and_values_is_refused() -> None:
+    """xlm passes one to its layers in training, too. A recomputed forward would extend it again."""
+    block = Checkpointed(lambda hidden, cache=None: hidden * 2)
+    hidden = torch.ones(2, requires_grad=True)
+    with pytest.raises(ModelError, match="a second forward would extend again"):
+        block(hidden, cache=DynamicCache())
+    with torch.no_grad():
+        block(hidden, cache=DynamicCache())
+
+
 def test_how_to_recompute_says_that_there_is_recomputation() -> None:
     for flags in (SELECTIVE, "--recompute-num-layers 2", "--recompute-activations"):
         assert "checkpoint-activations" in Watched([*f"{STEPS} {flags}".split()]).plan.switches
     note = "checkpoint-activations: the first 2 blocks of a worker recomputes all but its products with weights"
     assert note in Watched([*f"{STEPS} {SELECTIVE} --recompute-num-layers 2".split()]).plan.notes
-    with pytest.raises(Refused, match="--recompute-granularity acts only together with --checkpoint-activations"):
+    with pytest.raises(Refused, match="--recompute-granularity has no effect without --checkpoint-activations"):
         _ = Watched([*f"{STEPS} --no-checkpoint-activations {SELECTIVE}".split()]).plan
 
 

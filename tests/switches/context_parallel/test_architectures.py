@@ -6,16 +6,14 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from transformers.models.auto import modeling_auto
 
-from rapidformer_templates import Data
 from rapidformer_templates.switches.context_parallel import transform
 from tests.support import parity
-from tests.support.architectures import SIZES, tiny
-from tests.support.jobs import CausalJob
+from tests.support.architecture_runs import train
+from tests.support.architectures import tiny
 from tests.support.selection import by_default
 from tests.support.worker_pool import Failure, outcomes_in_workers
 
@@ -29,40 +27,16 @@ REFUSALS = (
     "mixes the positions of a sequence without attention, or counts them in its layers",
     "cannot compute on a part of a sequence",
     "cannot be divided",
-    "which attention in a ring does not have",
-    "has an encoder and a decoder, whose sequences are two",
+    "which ring attention does not support",
+    "has an encoder and a decoder, with two sequences",
     "has no repeated blocks",
 )
-FLAGS = "--train-iters 3 --lr 1e-3 --weight-decay 0.1 --clip-grad 0.5 --no-export-model"
-
-
-class SmallJob(CausalJob):
-    name = ""
-    pads = True
-
-    def make(self) -> torch.nn.Module:
-        model: torch.nn.Module = tiny(self.name).train()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        return model
-
-    def build_data(self) -> Data:
-        data = super().build_data()
-        short = [sample for sample in data.train or () if len(sample["input_ids"]) <= 24]
-        for sample in short:
-            sample["input_ids"] = sample["input_ids"] % (SIZES["vocab_size"] - 3) + 3
-            sample["labels"] = np.where(sample["labels"] == -100, -100, sample["input_ids"])
-        if self.pads:
-            return Data(train=short, collate=data.collate)
-        alike = [{name: values[:8] for name, values in s.items() if name != "label"} for s in short]
-        return Data(train=[sample for sample in alike if len(sample["input_ids"]) == 8])
+ONE = "--micro-batch-size 8"
 
 
 def _train(workers: Any, name: str, flags: str, is_tried: bool = True) -> parity.Trained:
-    job = type("SmallJob", (SmallJob,), {"name": name, "pads": is_tried})
     with nullcontext() if is_tried else mock.patch.object(transform.Trial, "check"):
-        return parity.trained(job([*f"{FLAGS} --micro-batch-size 8 {flags}".split()]))
+        return train(workers, name, "causal", f"{ONE} {flags}", pads=is_tried)
 
 
 def follows_one_process(name: str, *, is_tried: bool = True) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import Cache
 
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
@@ -79,6 +80,12 @@ class Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.enabled or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            raise ModelError(
+                "a block gets a cache of keys and values, which a second forward would extend again",
+                where="--checkpoint-activations",
+                hint="set use_cache to False in the model's config, or leave the flag out",
+            )
         forward = _CountsOnce(self.forward, self.norms) if self.norms else self.forward
         output = checkpoint(forward, *args, use_reentrant=False, **self.keeps, **kwargs)
         if not torch.compiler.is_compiling():

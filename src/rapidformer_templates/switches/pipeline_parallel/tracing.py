@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.reached import reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
-from rapidformer_templates.models.stand_ins import Absent, facts_of, replaced
+from rapidformer_templates.models.stand_ins import Absent, Placeholder, facts_of, replaced
 
 BEFORE, WITHIN, AFTER = "before", "within", "after"
 
@@ -78,7 +78,7 @@ def trace(model: nn.Module, blocks: Mapping[str, nn.Module], compute_loss: Calla
     own = {id(p) for p in first.parameters()}
     if reached & own:
         raise ModelError(
-            f"the loss uses what the blocks keep aside, not only what they pass on ({first_name})",
+            f"the loss uses values that the blocks set aside, not only those that they pass on ({first_name})",
             where=type(model).__name__,
             hint="under a pipeline the last stage has its own blocks only: leave such a term out "
             "(the balancing loss of experts, attention weights), or --pipeline-model-parallel-size",
@@ -195,7 +195,7 @@ class _Watch:
         for leaf in tree_leaves((args, {k: v for k, v in kwargs.items() if k != HIDDEN})):
             if any(leaf is kept for kept in self.kept):
                 raise ModelError(
-                    "the first block makes more than the hidden state for the others",
+                    "the first block makes more than the hidden state for the other blocks",
                     where=self.names[0],
                     hint="a pipeline sends one tensor from block to block: leave --pipeline-model-parallel-size out",
                 )
@@ -209,7 +209,7 @@ class _Watch:
             raise ModelError(f"the forward uses {self.done} of {len(self.names)} blocks", where=self.names[self.done])
 
 
-class _Skipping(nn.Module):
+class _Skipping(Placeholder):
     """Replaces a block while the forward is traced."""
 
     def __init__(self, watch: _Watch, name: str, block: nn.Module) -> None:
@@ -259,6 +259,6 @@ def twice() -> RapidformerError:
     return RapidformerError(
         "compute_loss called the model twice",
         where="compute_loss(model, batch)",
-        hint="under a pipeline the model runs once a micro batch: put both inputs into one batch, or leave "
+        hint="under a pipeline the model runs once per micro batch: put both inputs into one batch, or leave "
         "--pipeline-model-parallel-size out",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -47,6 +48,10 @@ LAYERS: dict[str, Callable[..., Any]] = {
 """The forward that replaces that of a styled module. Column-parallel layers keep theirs."""
 
 
+MIXED = "got mixed torch.Tensor and DTensor"
+"""In torch's message for an operation between parameters that are replaced with DTensors and others."""
+
+
 @dataclass
 class TensorParallel:
     """The state that the transform stores in the model, as its attribute ``tensor_parallel``.
@@ -86,7 +91,7 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
         raise ModelError("sequence parallelism found no repeated blocks", where=type(model).__name__)
     if shards is not None and plan.given:
         hint = "leave out --sequence-parallel"
-        message = "sequence parallelism needs a plan of the architecture, and the model brings a tensor_plan of its own"
+        message = "sequence parallelism needs a plan of the architecture, but the model brings its own tensor_plan"
         raise ModelError(message, where="--sequence-parallel", hint=hint)
     partial = plan.partial | (_computed_on_shards(model, plan, blocks) if shards else frozenset())
     head = _install(model, plan, Regions(peers, streams, shards), partial)
@@ -94,7 +99,25 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
         shards.install(model, blocks)
     _shard_parameters(model, plan, mesh, peers)
     model.tensor_parallel = TensorParallel(peers, head, shards)  # type: ignore[assignment]
+    model.forward = _explained(model.forward, type(model).__name__)
     return model
+
+
+def _explained(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Explain torch's error for a module that computes with the parameters of another one, as some mixers do."""
+
+    @wraps(forward)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if MIXED not in str(error):
+                raise
+            message = f"a module of {name} computes with parameters of another module, which are divided"
+            hint = "leave it out for this model"
+            raise ModelError(message, where="--tensor-model-parallel-size", hint=hint) from error
+
+    return explained
 
 
 def lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
@@ -175,9 +198,9 @@ def _check_region(model: nn.Module, plan: TensorPlan, name: str, region: nn.Modu
     ]
     if others:
         raise ModelError(
-            f"the tensor plan divides layers of {name} and says nothing of {', '.join(others[:4])} among them",
+            f"the tensor plan divides layers of {name} but does not mention {', '.join(others[:4])} among them",
             where=type(model).__name__,
-            hint="give each parameter beside column-parallel layers a style",
+            hint="give each parameter next to column-parallel layers a style",
         )
 
 
