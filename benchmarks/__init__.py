@@ -1,1 +1,1 @@
-"""This library beside its peers: ``python -m benchmarks NAME``; what each measures stands in docs/benchmarks.md."""
+"""Compare this library with its peers: ``python -m benchmarks NAME``. docs/benchmarks.md explains each benchmark."""

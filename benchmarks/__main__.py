@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME``: evidence for docs/benchmarks.md, in the root of a checkout of the repository."""
+"""``python -m benchmarks NAME``: evidence for docs/benchmarks.md. Run it in the root of a repository checkout."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ QUESTIONS = {
     "optimizers": "state, loss and time of each optimizer",
     "fused-loss": "memory and time with and without logits",
 }
-"""Each is a module that declares ``FLAGS`` and has a function ``answer``."""
+"""Each question is a module that declares ``FLAGS`` and has a function ``answer``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer one question: print its table and goals, and write the files that are asked for.
+    """Answer one question: print its table and goals, and write the requested files.
 
     Returns:
-        The exit status: 0; 1 if ``faults`` found a run of this library that was not the uninterrupted one, ``graph``
-        another loss than eager's, or what the ``planner`` predicted does not hold; 2 for a mistake in the command.
-        A missed speed goal is a result, not an error.
+        The exit status. It is 0 on success, and 2 for a mistake in the command. It is 1 if ``faults`` found a run
+        of this library that differs from the uninterrupted one, if ``graph`` found a loss that differs from eager's,
+        or if a prediction of the ``planner`` does not hold. A missed speed goal is a result, not an error.
     """
     words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     options = build_parser(words).parse_args(words)
@@ -62,7 +62,7 @@ def _module(question: str) -> Any:
 
 
 def build_parser(asked: Collection[str] = tuple(QUESTIONS)) -> argparse.ArgumentParser:
-    """With the flags of the questions that are asked; others are not imported."""
+    """Build the parser with the flags of the selected questions. Other questions are not imported."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Lay this library beside its peers.")
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")

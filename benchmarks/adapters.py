@@ -1,7 +1,8 @@
-"""``benchmarks adapters``: adapters, also beside frozen weights in 8 and 4 bits, beside training the whole model.
+"""``benchmarks adapters``: adapters, also on frozen weights in 8 and 4 bits, compared with training the whole model.
 
-The demo's classifier of tweets, and a small llama, which first reads docstrings of one part of Python's library and
-then answers in a chat what the functions of the rest do. A turn is a whole run by the black box's own template.
+There are two jobs. One is the demo's classifier of tweets. The other is a small llama that first reads docstrings of
+one part of Python's library, and then explains in a chat what the functions of the other part do. A turn is a whole run
+with the black box's own template.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ WAYS = {
     "QLoRA, int4": f"{LORA} --quantize-base int4",
     "QLoRA, nf4": f"{LORA} --quantize-base nf4",
 }
-"""Flags of each; the rank is 16 wherever there is one."""
+"""Flags of each way. The rank of all adapters is 16."""
 NEEDS_BITSANDBYTES = "QLoRA, nf4"
 VOCABULARY, LENGTH, LONGEST = 2000, 128, 300
 SIZES = "--model-type llama --num-layers 4 --hidden-size 192 --num-attention-heads 6 --dropout 0"
@@ -63,10 +64,10 @@ class Job:
     """A model that is adapted.
 
     Attributes:
-        words: its flags, without the learning rate.
-        rates: the learning rate of the whole model, and that of adapters.
-        metric: what is held-out.
-        figures: of each run, by way.
+        words: Its flags, without the learning rate.
+        rates: Learning rates of the whole model and of adapters.
+        metric: The metric on held-out data.
+        figures: Results of each run, by way.
     """
 
     words: list[str]
@@ -75,7 +76,7 @@ class Job:
     figures: dict[str, list[Row]] = field(default_factory=dict)
 
     def turn(self, name: str) -> Callable[[], float]:
-        """A run of one way; the seconds of its steps."""
+        """Return a function that trains in one way and returns the seconds of its steps."""
         rate = self.rates[0 if name == WHOLE else 1]
 
         def run() -> float:
@@ -89,7 +90,10 @@ class Job:
 
 
 def train(words: list[str], folder: Path, metric: str, template: type = Finetuner) -> Row:
-    """Train, in silence; what it took and came to. Of time, the processor's: whole runs see busy and idle moments."""
+    """Train without output. Returns the results and the costs.
+
+    The time is processor time, because the machine may be busy during one run and idle during another.
+    """
 
     class Watched(template):
         def on_train_start(self) -> None:
@@ -114,12 +118,12 @@ def train(words: list[str], folder: Path, metric: str, template: type = Finetune
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the weights and states in a folder."""
+    """Return the bytes of the weights and states in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 
 
 def tweets(options: argparse.Namespace, folder: Path) -> Job:
-    """The demo's job."""
+    """Prepare the demo's job."""
     make_demo_data(folder, options.train, options.held_out)
     words = f"--task sequence_classification --pretrained-model-name-or-path {demo_model_folder()} --device cpu"
     more = f"--data-dir {folder} --data-name {DATA_NAME} --seq-length 64 --epochs 1 --micro-batch-size 16"
@@ -127,10 +131,10 @@ def tweets(options: argparse.Namespace, folder: Path) -> Job:
 
 
 def chat(options: argparse.Namespace, folder: Path) -> Job:
-    """A llama that has read documentation, and conversations about other functions."""
+    """Prepare a llama that has read documentation, and conversations about other functions."""
     asked, read = [], []
     for number, (name, text) in enumerate(documented()):
-        if number // 50 % 3 == 0:  # runs of them, so that neighbours in a file are on one side
+        if number // 50 % 3 == 0:  # split by blocks of 50, so that neighbours in a file are on the same side
             asked.append((name, text.partition("\n\n")[0][:LONGEST]))
         else:
             read.append(text)
@@ -161,7 +165,7 @@ def _write(file: Path, rows: Iterator[Mapping[str, Any]] | list[dict[str, Any]])
 
 
 def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte pairs of these texts."""
+    """Train a byte-pair tokenizer on these texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -174,7 +178,7 @@ def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def available() -> tuple[list[str], list[str]]:
-    """(ways that can run here, lines about the one that cannot)."""
+    """Return the ways that can run here, and lines about the one that cannot."""
     if importlib.util.find_spec("bitsandbytes") is not None:
         return list(WAYS), []
     why = f"{NEEDS_BITSANDBYTES} is absent: pip install bitsandbytes"
@@ -182,7 +186,7 @@ def available() -> tuple[list[str], list[str]]:
 
 
 def measure(job: Job, options: argparse.Namespace, names: list[str], advance: Advance) -> list[Row]:
-    """Every way, in turns; a row each."""
+    """Run every way in turns. Returns a row for each."""
     contest = Contest({name: job.turn(name) for name in names})
     contest.run(options.repeats, advance=advance)
     rows = []

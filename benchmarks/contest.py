@@ -1,7 +1,7 @@
-"""A contest: ways to do the same work, which take turns; and the answer that a question gives with it.
+"""Compare ways to do the same work by letting them take turns, and describe the answer to a benchmark question.
 
-What is compared is measured in turns, so that a busy moment of the machine hits all ways, and compared turn by turn.
-A way is a function that does its next piece of work; :mod:`benchmarks.turns` makes one of a whole training loop.
+The ways take turns so that a busy moment of the machine hits all of them, and they are compared turn by turn. A way is
+a function that does its next piece of work. :mod:`benchmarks.turns` turns a whole training loop into such a function.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Turn = Callable[[], float | None]
-"""A way's next piece of work; the seconds that it took, or None where those of the call count."""
+"""Do a way's next piece of work. Returns the seconds that it took, or None if the duration of the call counts."""
 
 Row = dict[str, Any]
-"""Figures of a way, as they stand in the JSON."""
+"""Results of a way, as written to the JSON file."""
 
 Columns = Mapping[str, str | Callable[[Any], str]]
-"""By heading, the cell of a row: a format string that names its figures, or a function of it."""
+"""Cells of a row by column heading: a format string with the row's keys, or a function of the row."""
 
 
 class Contest:
     """Ways to do the same work.
 
     Attributes:
-        ways: by name.
-        work: what each turn does: samples, tokens, bytes.
-        seconds: of the turns that counted, by way; those with one number were neighbours in time.
+        ways: The ways by name.
+        work: Amount of work in each turn, in samples, tokens or bytes.
+        seconds: Seconds of the measured turns by way. Turns with the same index ran one after the other.
     """
 
     def __init__(self, ways: Mapping[str, Turn], work: float = 1) -> None:
@@ -49,13 +49,13 @@ class Contest:
         self._orders = _orders(list(ways))
 
     def run(self, rounds: int, *, warmup: int = 0, advance: Advance = lambda text: None) -> None:
-        """One turn of each way a round; those of the first ``warmup`` rounds do not count."""
+        """Run one turn of each way per round. The first ``warmup`` rounds do not count."""
         for number in range(warmup + rounds):
             self.round(counts=number >= warmup)
             advance(f"round {number + 1}")
 
     def round(self, *, counts: bool = True) -> None:
-        """One turn of each, in another order than the last time."""
+        """Run one turn of each way, in a different order than last time."""
         for name in next(self._orders):
             began = time.perf_counter()
             own = self.ways[name]()
@@ -64,24 +64,24 @@ class Contest:
                 self.seconds[name].append(spent)
 
     def rates(self, name: str) -> list[float]:
-        """Work a second, turn by turn."""
+        """Return the work per second of each turn."""
         return [self.work / seconds for seconds in self.seconds[name]]
 
     def rate(self, name: str) -> float:
-        """Work a second of all turns together."""
+        """Return the work per second over all turns."""
         return self.work * len(self.seconds[name]) / sum(self.seconds[name])
 
     def ratios(self, name: str, over: str) -> list[float]:
-        """How many times as fast as another way, turn by turn."""
+        """Return the speed relative to another way, turn by turn."""
         return [theirs / own for own, theirs in zip(self.seconds[name], self.seconds[over], strict=True)]
 
     def ratio(self, name: str, over: str) -> float:
-        """The median of :meth:`ratios`."""
+        """Return the median of :meth:`ratios`."""
         return statistics.median(self.ratios(name, over))
 
 
 def _orders(names: list[str]) -> Iterator[list[str]]:
-    """Orders drawn at random; each is followed by its reverse, so that nobody is always behind the same one."""
+    """Yield random orders, each followed by its reverse, so that no way always runs after the same one."""
     draw = np.random.default_rng(0)
     while True:
         order = [names[i] for i in draw.permutation(len(names))]
@@ -90,11 +90,11 @@ def _orders(names: list[str]) -> Iterator[list[str]]:
 
 
 def bootstrap(statistic: Callable[..., np.ndarray], *paired: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of a statistic of turns, which are drawn anew for all ways alike.
+    """Return the 95 % bootstrap interval of a statistic of turns. All ways are resampled with the same indices.
 
     Args:
-        statistic: of arrays of shape (draws, turns, …), one value a draw.
-        paired: of shape (turns, …).
+        statistic: Maps arrays of shape (draws, turns, …) to one value per draw.
+        paired: Arrays of shape (turns, …).
     """
     turns = len(paired[0])
     draws = np.random.default_rng(0).integers(turns, size=(2000, turns))
@@ -103,28 +103,29 @@ def bootstrap(statistic: Callable[..., np.ndarray], *paired: np.ndarray) -> tupl
 
 
 def mean_sd(values: Sequence[float], form: str = ".2f") -> str:
-    """Mean ± standard deviation."""
+    """Format mean ± standard deviation."""
     return f"{statistics.mean(values):{form}} ± {spread(values):{form}}"
 
 
 def median_sd(values: Sequence[float], form: str = ".2f") -> str:
-    """Median ± standard deviation."""
+    """Format median ± standard deviation."""
     return f"{statistics.median(values):{form}} ± {spread(values):{form}}"
 
 
 def verdict(reached: bool) -> str:
-    """Of a goal."""
+    """Say whether a goal was reached."""
     return "reached" if reached else "missed"
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a question.
+    """A command-line flag of a question.
 
     Attributes:
-        default: its type says what the flag takes: a positive number, a word, on or off; None: a folder.
-        kind: reads its word, where that is not enough.
-        choices: the words that it takes.
+        default: Its type determines what the flag takes: a positive number, a word, or on and off. None means a
+        folder.
+        kind: Parses the value if the type of the default is not enough.
+        choices: The words that the flag accepts.
     """
 
     name: str
@@ -157,14 +158,14 @@ def _positive(kind: type) -> Callable[[str], Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a question gives.
+    """The answer to a question.
 
     Attributes:
-        figures: for the JSON.
-        table: for people.
-        notes: lines below it: goals reached or missed, and who is absent.
-        draw: draws the picture.
-        status: of the command.
+        figures: Results for the JSON file.
+        table: The table that is printed.
+        notes: Lines below the table: goals that were reached or missed, and solutions that are not installed.
+        draw: Draws the picture.
+        status: Exit status of the command.
     """
 
     figures: dict[str, Any]
@@ -175,11 +176,11 @@ class Answer:
 
 
 def table(title: str, rows: Iterable[Any], columns: Columns, left: int = 1) -> Table:
-    """A line for each row.
+    """Build a table with a line for each row.
 
     Args:
-        rows: figures by name; or whatever the columns are functions of.
-        left: columns of words, which begin at the left.
+        rows: Dictionaries of results, or any objects that the functions in ``columns`` accept.
+        left: Number of text columns, which are left-aligned.
     """
     made = Table(title=title, title_justify="left")
     for number, heading in enumerate(columns):
@@ -197,14 +198,14 @@ def bars(
     texts: Sequence[str] = (),
     more: Callable[[Axes], Any] = lambda axes: None,
 ) -> Callable[[Axes], None]:
-    """Draws a bar for each way, orange where it is ours.
+    """Return a function that draws a bar for each way, in orange for ours.
 
     Args:
-        label: of what the lengths are.
-        values: the length; of several values their mean, with their deviation.
-        errors: of the lengths, one each or (below, above).
-        texts: beside the bars.
-        more: what else is drawn.
+        label: Label of the axis.
+        values: Length of each bar. For several values, the bar shows their mean and standard deviation.
+        errors: Errors of the lengths: one value each, or (below, above).
+        texts: Labels next to the bars.
+        more: Draws more on the same axes.
     """
     several = {name: [value] if isinstance(value, (int, float)) else value for name, value in values.items()}
     lengths = [statistics.mean(some) for some in several.values()]

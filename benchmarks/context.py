@@ -1,6 +1,6 @@
-"""What a worker holds of long sequences with context parallelism, predicted and measured: docs/context-parallelism.md.
+"""Memory of a worker for long sequences with context parallelism, predicted and measured: docs/context-parallelism.md.
 
-Peaks of live storages on a CPU: bytes, and no times.
+It measures peaks of live storages on a CPU. So it measures bytes, but not times.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLAGS = (
 )
 
 GOAL = 0.10
-"""How far what lies beside the states may be from one Nth, as a share."""
+"""Goal: largest relative difference from 1/N of one worker's memory, without parameters and optimizer state."""
 
 COLUMNS: Columns = {
     "tokens": "{tokens:,}",
@@ -58,7 +58,7 @@ def answer(options: argparse.Namespace) -> Answer:
 
 
 def _beside(result: Result) -> float:
-    """Measured bytes beside parameters and optimizer state, which each worker has whole."""
+    """Return the measured bytes without parameters and optimizer state, which are complete on each worker."""
     return float(result.measured - result.predicted.parameters - result.predicted.optimizer)
 
 

@@ -1,8 +1,8 @@
-"""``benchmarks faults``: runs that are killed with ``kill -9`` at random moments and must go on as if nothing was.
+"""``benchmarks faults``: runs killed with ``kill -9`` at random moments, which must resume as if nothing happened.
 
-A run is started, killed, started again with ``--resume``, killed again, until it is complete or
-cannot go on; then the next run starts. A complete run must have left bit for bit what an
-uninterrupted one leaves: metrics without their timings, weights, optimizer, random states.
+A run is started, killed, restarted with ``--resume`` and killed again, until it is complete or cannot resume. Then the
+next run starts. A complete run must leave bit for bit the same as an uninterrupted run: metrics without their timings,
+weights, optimizer, random states.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ POLL_SECONDS = 0.0005
 
 
 class Kill(NamedTuple):
-    """A moment in a life.
+    """A moment in the life of a process at which to kill it.
 
     Attributes:
-        after: seconds after the process began.
-        into_save: wait on for the next save, and for so many seconds in it; None does not wait.
+        after: Seconds after the start of the process.
+        into_save: Wait for the next save, and kill this many seconds into it. None does not wait.
     """
 
     after: float
@@ -54,10 +54,10 @@ class Life(NamedTuple):
     """One process of a run.
 
     Attributes:
-        seconds: how long it lived.
-        killed_in: where the kill found it; None if it ended by itself.
-        status: its exit status if it ended by itself.
-        saves: seconds of each of its saves.
+        seconds: Lifetime of the process.
+        killed_in: State of the process when it was killed. None if it exited without a kill.
+        status: Exit status if the process exited without a kill.
+        saves: Duration of each save in seconds.
     """
 
     seconds: float
@@ -68,14 +68,14 @@ class Life(NamedTuple):
 
 @dataclass
 class FaultReport:
-    """What became of the runs of one library.
+    """Results of the runs of one library.
 
     Attributes:
-        name: of the library.
-        kills: by where they fell.
-        stuck: for each run that could not go on by itself, the last words of its last process.
-        different: for each complete run that was not the uninterrupted one, what differs.
-        complete: complete runs.
+        name: Name of the library.
+        kills: Number of kills by what the process was doing.
+        stuck: For each run that could not resume without help, the last line of its last process.
+        different: For each complete run that was not identical to the uninterrupted one, the first difference.
+        complete: Number of complete runs.
     """
 
     name: str
@@ -86,12 +86,12 @@ class FaultReport:
 
     @property
     def survived(self) -> int:
-        """Kills after which the run went on by itself."""
+        """Number of kills after which the run resumed without help."""
         return self.kills.total() - len(self.stuck)
 
     @property
     def identical(self) -> int:
-        """Complete runs that were bit for bit the uninterrupted one."""
+        """Number of complete runs that were bit for bit identical to the uninterrupted one."""
         return self.complete - len(self.different)
 
     @property
@@ -114,12 +114,12 @@ class FaultReport:
 def run_faults(
     kills: int, folder: Path, seed: int = 0, trainee: str = "ours", advance: Advance = lambda text: None
 ) -> FaultReport:
-    """Kill runs until ``kills`` kills have happened, half of them in a save, and let the last one come to its end.
+    """Kill runs until ``kills`` kills have happened, half of them during a save. Then let the last run finish.
 
-    A run that went wrong is left in the folder with its log.
+    The folder keeps each run that went wrong, with its log.
 
     Raises:
-        RapidformerError: two uninterrupted runs differ, or one fails: nothing could be learnt from killed ones.
+        RapidformerError: Two uninterrupted runs differ, or one fails, so killed runs could not prove anything.
     """
     folder.mkdir(parents=True, exist_ok=True)
     outcome = TRAINEES[trainee].outcome
@@ -142,7 +142,7 @@ def run_faults(
 
 
 def _references(trainee: str, folder: Path) -> Life:
-    """Two uninterrupted runs, to see that they agree; the second one's life (the first one warmed up)."""
+    """Check that two uninterrupted runs agree. Return the process of the second one (the first one warms up)."""
     runs = [folder / f"uninterrupted-{i}" for i in (1, 2)]
     for run in runs:
         life = spend_life(trainee, run)
@@ -155,7 +155,7 @@ def _references(trainee: str, folder: Path) -> Life:
 
 
 class Moments:
-    """Draws the moments of the kills: over a whole life, every second one in a save."""
+    """Draws the moments of the kills uniformly over a whole life. Every second one is during a save."""
 
     def __init__(self, seed: int, uninterrupted: Life) -> None:
         self._draw = random.Random(seed)
@@ -170,7 +170,7 @@ class Moments:
 
 
 def _live_through(trainee: str, run: Path, report: FaultReport, kills: int, moments: Moments, advance: Advance) -> bool:
-    """Kill and resume one run until it is complete; False if it could not go on."""
+    """Kill and resume one run until it is complete. Returns False if it could not resume."""
     while True:
         life = spend_life(trainee, run, moments.next() if report.kills.total() < kills else None)
         if life.killed_in is None:
@@ -180,10 +180,9 @@ def _live_through(trainee: str, run: Path, report: FaultReport, kills: int, mome
 
 
 def spend_life(trainee: str, run: Path, kill: Kill | None = None) -> Life:
-    """Start the run's process, or start it again, and kill it when its moment comes.
+    """Start or restart the process of a run, and kill it at the given moment.
 
-    The process is forked from a server that has imported everything, so that a life costs a second
-    and not ten.
+    The process is forked from a server that has imported everything, so it starts in one second instead of ten.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([live.__module__])
@@ -192,7 +191,7 @@ def spend_life(trainee: str, run: Path, kill: Kill | None = None) -> Life:
     process.start()
     began = time.perf_counter()
     saves: list[float] = []
-    entered: float | None = None  # when the save that is under way began
+    entered: float | None = None  # start of the current save
     while not multiprocessing.connection.wait([process.sentinel], POLL_SECONDS):
         now = time.perf_counter()
         if place.value == Place.SAVE:
@@ -212,13 +211,13 @@ def spend_life(trainee: str, run: Path, kill: Kill | None = None) -> Life:
 
 
 def _last_words(run: Path) -> str:
-    """The last line that the run's processes said, without its folder."""
+    """Return the last line of the run's log, without the path of its folder."""
     lines = Path(f"{run}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1].replace(f"{run}/", "") if lines else "it said nothing"
 
 
 def difference(expected: Outcome, actual: Outcome) -> str | None:
-    """The first thing in which two outcomes differ, in words."""
+    """Describe the first difference between two outcomes."""
     for part, value in expected.items():
         other = actual.get(part, [])
         if len(value) != len(other):

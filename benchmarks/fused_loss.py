@@ -1,7 +1,8 @@
-"""``benchmarks fused-loss``: peak of memory and time of a step with and without the logits of all tokens.
+"""``benchmarks fused-loss``: peak memory and time of a step with and without the logits of all tokens.
 
-One process trains two copies of a small GPT-2 with its whole vocabulary, in turns. The peak is that of the tensors
-alive, taken in steps of their own because watching takes time, and that of the process as the system counts it.
+One process trains two copies of a small GPT-2 with its full vocabulary, in turns. Two peaks are measured: that of the
+live tensors, and that of the process as the system counts it. They are measured in separate steps, because tracking
+tensors takes time.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ PLAIN, FUSED = "whole logits", "fused"
 
 
 class Contender:
-    """A model whose loss is taken in one way.
+    """A model that is trained with one implementation of the loss.
 
     Attributes:
-        loss: of the last step.
+        loss: Loss of the last step.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, device: torch.device) -> None:
@@ -66,7 +67,7 @@ class Contender:
         self.loss = float(loss.detach())
 
     def peak(self) -> tuple[float, float | None]:
-        """(peak of the tensors made in a step, growth of the process) in MB (10^6 bytes)."""
+        """Return the peak of the tensors made in a step, and the growth of the process, in MB (10^6 bytes)."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -80,9 +81,9 @@ class Contender:
 
 
 def _growth(body: Callable[[], None]) -> float | None:
-    """By how much the resident memory of this process was larger at most than before, MB; Linux alone tells."""
+    """Return by how many MB the resident memory of this process grew at most. Only Linux reports it."""
     try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is the present size
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the recorded peak to the current size
     except OSError:
         return None
     before = resident_mb()
@@ -91,7 +92,7 @@ def _growth(body: Callable[[], None]) -> float | None:
 
 
 def measure(options: argparse.Namespace, device: torch.device, advance: Advance = lambda text: None) -> list[Row]:
-    """Both ways, in turns: peaks of memory, the median of a step's time, and the loss of the last step."""
+    """Measure both ways in turns: peak memory, median time of a step, and loss of the last step."""
     contenders = {name: Contender(name, options, device) for name in (PLAIN, FUSED)}
     contest = Contest({name: contender.step for name, contender in contenders.items()})
     for contender in contenders.values():
@@ -114,7 +115,7 @@ def measure(options: argparse.Namespace, device: torch.device, advance: Advance 
 def answer(options: argparse.Namespace) -> Answer:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
-        give_freed_memory_back()  # else the process keeps what the other way has freed
+        give_freed_memory_back()  # otherwise the process keeps the memory that the other way has freed
     with progress("fused-loss", options.rounds) as advance:
         rows = measure(options, device, advance)
     tokens = options.rows * options.length

@@ -1,7 +1,7 @@
-"""``benchmarks graph``: BERT's fine-tuning step as torch runs it, and through graphs that ONNX Runtime or inductor run.
+"""``benchmarks graph``: BERT's fine-tuning step in eager torch, and through graphs that ONNX Runtime or inductor run.
 
-Every solution is a run of this library in a process of its own, so that its memory is its own. All take turns of a few
-steps. Dropout is on; on a CPU eager and ONNX Runtime draw the same masks, so both must come to the same losses.
+Every solution is a run of this library in a separate process, so that its memory can be measured. All take turns of a
+few steps. Dropout is on. On a CPU, eager and ONNX Runtime draw the same masks, so both must reach the same losses.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ FLAGS = (
     Flag("rounds", 8, "turns of each solution"),
     Flag("steps", 2, "optimizer steps a turn"),
     Flag("inductor", False, "beside it torch.compile's inductor: minutes more"),
-    Flag("all", False, "also what this device is slow at"),
+    Flag("all", False, "also measure what is slow on this device"),
     Flag("device", "auto", "where; auto: a GPU, if there is one", choices=("auto", "cpu", "cuda")),
 )
 
 WARMUP, SEED = 3, 0
-"""Steps of each run before the first that counts: graphs are made in them."""
+"""Warm-up steps of each run, in which graphs are built. They do not count."""
 
 GOAL = 1.10
-"""ONNX Runtime's samples a second over eager's, both in fp32."""
+"""Goal: samples per second of ONNX Runtime relative to eager, both in fp32."""
 
 SAME_LOSS = 1e-3
-"""How far the losses of the last step may be apart, as a share."""
+"""Largest relative difference between the losses of the last step."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What is trained: a BERT, samples of ``length`` tokens, ``batch`` of them a step."""
+    """Size of the job: a BERT, samples with ``length`` tokens, and ``batch`` samples per step."""
 
     layers: int
     hidden: int
@@ -75,9 +75,9 @@ class Solution:
     """A way to run the step.
 
     Attributes:
-        flags: that ask for it.
-        published: samples/s and peak MB on 4 GPUs of 32 GB [B].
-        own_masks: whether it draws other masks of dropout than eager, and comes to another loss.
+        flags: Flags that select it.
+        published: Samples/s and peak MB on 4 GPUs of 32 GB [B].
+        own_masks: Whether its dropout masks differ from eager's, so that the loss differs, too.
     """
 
     flags: str
@@ -98,7 +98,7 @@ INDUCTOR = "it compiles for minutes (--inductor measures it)"
 
 
 class Job(Trainer):
-    """Fine-tuning on samples of one length, which sleeps while others have their turn."""
+    """Fine-tuning on samples of one length. The job sleeps while others have their turn."""
 
     scale: Scale
     step_done: StepDone
@@ -136,10 +136,13 @@ def _collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def train(step_done: StepDone, flags: str, scale: Scale, total: int, device: str) -> Row:
-    """Train ``total`` steps: peak memory, the last loss, seconds in graphs after the warm-up, the receipt.
+    """Train ``total`` steps.
+
+    Returns:
+        Peak memory, the last loss, seconds in graphs after the warm-up, and the receipt.
 
     Raises:
-        RapidformerError: the flags are refused, or cannot be followed.
+        RapidformerError: The flags are refused, or cannot be applied.
     """
     sizes = f"--micro-batch-size {scale.batch} --train-iters {total} --device {device} --no-save"
     job = Job(f"{sizes} --lr 1e-5 --log-interval {total} --seed {SEED} {flags}".split())
@@ -156,7 +159,7 @@ def train(step_done: StepDone, flags: str, scale: Scale, total: int, device: str
 def measure(
     names: list[str], scale: Scale, rounds: int, steps: int, device: str, advance: Advance = lambda text: None
 ) -> tuple[list[Row], dict[str, str]]:
-    """Train in all ways, eager among them, in turns: the rows, and why others did not run."""
+    """Train in all ways, including eager, in turns. Returns the rows, and the reasons why other ways did not run."""
     absent: dict[str, str] = {}
     total = WARMUP + rounds * steps
     with ExitStack() as stack:
@@ -178,7 +181,7 @@ def measure(
 
 
 def _row(name: str, contest: Contest, ended: Row) -> Row:
-    """Speed over all turns and its deviation; over eager's, the median; the share of its time in ONNX Runtime."""
+    """Return speed and deviation over all turns, the median ratio to eager's, and the share of time in ONNX Runtime."""
     share = ended.pop("in_graphs") / sum(contest.seconds[name])
     return {
         "name": name,
@@ -235,7 +238,7 @@ def answer(options: argparse.Namespace) -> Answer:
 
 
 def _published(name: str) -> str:
-    """Samples/s, that over fp32's, and peak MB."""
+    """Format samples/s, the ratio to fp32, and peak MB."""
     base, own = SOLUTIONS[EAGER].published, SOLUTIONS[name].published
     return f"{own[0]:.2f}, {own[0] / base[0]:.3f} ×, {own[1]:,} MB" if base and own else ""
 
@@ -248,7 +251,7 @@ def _goal(rows: list[Row]) -> list[str]:
 
 
 def _strayed(rows: list[Row]) -> list[str]:
-    """Solutions in fp32 with eager's masks whose loss is not eager's."""
+    """List solutions in fp32 with eager's masks whose loss differs from eager's."""
     expected = next(row["loss"] for row in rows if row["name"] == EAGER)
     return [
         f"{row['name']}: the last loss is {row['loss']:.6f}, eager's is {expected:.6f}"

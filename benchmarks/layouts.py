@@ -1,8 +1,8 @@
-"""Runs of eighteen layouts beside one process: what a table of pytorch/torchtitan#3029 asks of another trainer.
+"""Compare runs of eighteen layouts with a single process. pytorch/torchtitan#3029 has such a table for another trainer.
 
-A gpt2 of 4 blocks, a global batch of 8 in micro batches of one sample, so that gradients are accumulated; each layout
-begins with the same weights, and takes the same samples in the same order. What that table shards by FSDP is sharded
-by ZeRO-2 where there is tensor or pipeline parallelism, which take no FSDP (RF004).
+The model is a gpt2 with 4 blocks. The global batch of 8 is split into micro batches of one sample, so gradients are
+accumulated. Each layout starts with the same weights and reads the same samples in the same order. That table shards by
+FSDP everywhere. Here, ZeRO-2 replaces FSDP under tensor or pipeline parallelism, which do not support FSDP (RF004).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ LAYOUTS: Sequence[Mapping[str, int]] = (
     {"fsdp": 4, "tp": 2},
     {"fsdp": 2, "cp": 4},
 )
-"""One process, each way with two workers, all pairs and triples of them, and three others of eight workers."""
+"""One process, each parallelism with two workers, all pairs and triples, and three layouts with eight workers."""
 
 WAYS = {"fp64": "", "fp32": "", "compiled": "--torch-compile"}
-"""How each layout is trained, with the flags for it; compiled in fp32."""
+"""Flags for each way to train a layout. The compiled runs are in fp32."""
 
 VOCABULARY, LENGTH, SAMPLES = 96, 32, 64
 
@@ -100,7 +100,7 @@ def _name(layout: Mapping[str, int]) -> str:
 
 
 def flags_of(layout: Mapping[str, int]) -> str:
-    """The flags of a layout."""
+    """Return the flags of a layout."""
     names = {"tp": "tensor-model-parallel", "pp": "pipeline-model-parallel", "cp": "context-parallel"}
     sizes = " ".join(f"--{names[name]}-size {size}" for name, size in layout.items() if name in names)
     divided = {"tp", "pp"} & layout.keys()
@@ -109,7 +109,7 @@ def flags_of(layout: Mapping[str, int]) -> str:
 
 
 def _rows(layout: Mapping[str, int], ways: Sequence[str], steps: int, alone: Sequence[Row]) -> list[Row]:
-    """A row for each way, laid beside that of one process."""
+    """Return a row for each way, compared with the run of one process."""
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
         file = Path(folder) / "curves.json"
         command = [sys.executable, "-m", __name__, str(file), str(steps), ",".join(ways), flags_of(layout)]
@@ -129,7 +129,7 @@ def _rows(layout: Mapping[str, int], ways: Sequence[str], steps: int, alone: Seq
 
 
 class Job(Trainer):
-    """Sequences that count up by steps of their own: there is something to learn."""
+    """Train on sequences that count up by different steps, so there is something to learn."""
 
     double: bool
 
@@ -152,7 +152,7 @@ class Job(Trainer):
         return model.double() if self.double else model
 
     def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        # That of transformers rounds logits to 32 bits.
+        # The loss of transformers rounds logits to 32 bits.
         logits, labels = model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
@@ -161,7 +161,7 @@ class Job(Trainer):
 
 
 def main() -> None:
-    """``python -m … FILE STEPS WAYS FLAGS``: one worker's runs of a layout."""
+    """``python -m … FILE STEPS WAYS FLAGS``: run one worker of a layout in each way."""
     file, steps, ways, flags = sys.argv[1:]
     settings = f"--device cpu --train-iters {steps} --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --no-save"
     found = {}

@@ -1,6 +1,6 @@
-"""One step of a sequence of 65,536 tokens in capped memory: on one worker, and shared by several.
+"""One step on a sequence of 65,536 tokens in limited memory: on one worker, and divided over several.
 
-Each process may take so many bytes of memory (``RLIMIT_DATA``) beside those that it has before there is a model.
+``RLIMIT_DATA`` limits the memory that each process may use in addition to what it has before the model is built.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _row(workers: int, options: argparse.Namespace) -> Row:
 
 
 class Job(Trainer):
-    """One sample of random tokens."""
+    """Train on one sample of random tokens."""
 
     tokens: int
     cap: int
@@ -79,7 +79,7 @@ class Job(Trainer):
 
 
 def main() -> None:
-    """``python -m … WORKERS TOKENS CAP FILE``: one process."""
+    """``python -m … WORKERS TOKENS CAP FILE``: run one process."""
     workers, tokens, cap, file = sys.argv[1:]
     Job.tokens, Job.cap = int(tokens), int(cap) * 10**6
     job = Job(

@@ -1,4 +1,4 @@
-"""What several questions share: small models, and transformers' Trainer used as its documentation shows."""
+"""Helpers of several benchmarks: small models, and transformers' Trainer used as its documentation shows."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 
 def gpt2(layers: int, hidden: int, heads: int, vocabulary: int, length: int, dropout: float = 0.0, **more: Any) -> Any:
-    """A GPT-2 of any size; ``more`` goes into its configuration."""
+    """Build a GPT-2 of any size. ``more`` goes into its configuration."""
     sizes: dict[str, Any] = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": length}
     dropouts: dict[str, Any] = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     tokens: dict[str, Any] = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, **tokens, **more))
-    model.loss_type = "ForCausalLM"  # or transformers warns that it guesses so
+    model.loss_type = "ForCausalLM"  # otherwise transformers warns that it guesses this value
     return model
 
 
 def trainer_arguments(folder: str | Path, **more: Any) -> transformers.TrainingArguments:
-    """Of transformers' Trainer on a CPU, silent."""
+    """Return arguments for a silent transformers Trainer on a CPU."""
     return transformers.TrainingArguments(output_dir=str(folder), use_cpu=True, disable_tqdm=True, report_to=[], **more)
 
 
 def callbacks(**hooks: Callable[[], None]) -> list[Any]:
-    """Of transformers' Trainer, by the name of its event: ``on_step_end=…``."""
+    """Build callbacks of transformers' Trainer from functions by the name of the event: ``on_step_end=…``."""
 
     def method(hook: Callable[[], None]) -> Callable[..., None]:
         return lambda *unused, **also_unused: hook()

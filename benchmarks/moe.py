@@ -1,9 +1,9 @@
-"""``benchmarks moe``: what a mixture of experts brings, and what its products cost.
+"""``benchmarks moe``: what a mixture of experts gains, and what its matrix products cost.
 
-Two small GPTs read the same bytes (sources of Python packages and, where Debian has them, WordNet's glosses) in the
-same order: a dense one, and one whose tokens each visit some of many experts that are together as wide as the dense
-feed-forward, so that as many parameters are active for a token. Then one sparse layer takes turns with two loops over
-the same experts.
+Two small GPTs read the same bytes (sources of Python packages and, on Debian, WordNet glosses) in the same order. One
+is dense. The other has many experts and sends each token to some of them. The experts of a token are together as wide
+as the dense feed-forward, so the same number of parameters is active for a token. Then one sparse layer takes turns
+with two loops over the same experts.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ FLAGS = (Flag("steps", 3000, "optimizer steps of each model"), Flag("rounds", 30
 EXPERTS, TOP_K = 16, 2
 MEGABYTES = 6.0
 LAYERS, HIDDEN, WIDTH, LENGTH, ROWS = 2, 32, 128, 64, 32
-"""Of the two models; ``WIDTH`` is that of the dense feed-forward."""
+"""Sizes of the two models. ``WIDTH`` is that of the dense feed-forward."""
 
 LR = 3e-3
 SHAPE = {"tokens": 1024, "hidden": 256, "width": 512}
-"""Of the layer that is timed: a batch of 8 × 128 tokens of a small GPT."""
+"""Sizes of the layer that is timed: a batch of 8 × 128 tokens of a small GPT."""
 
 GROUPED, LOOP, SEPARATE = "grouped", "loop", "loop, separate matrices"
 SPEED_GOAL, LOAD_GOAL = 2.0, 2.0
 
 
 class Bytes(Sequence[Any]):
-    """Windows of ``LENGTH`` bytes, one behind the other."""
+    """Consecutive windows of ``LENGTH`` bytes."""
 
     def __init__(self, text: torch.Tensor) -> None:
         self.text = text
@@ -66,7 +66,7 @@ class Bytes(Sequence[Any]):
 
 
 def read_text(folder: Path) -> torch.Tensor:
-    """:data:`MEGABYTES` of text as bytes."""
+    """Return :data:`MEGABYTES` of text as bytes."""
     file = folder / "corpus.jsonl"
     write_corpus(file, MEGABYTES)
     documents = (json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines())
@@ -74,7 +74,7 @@ def read_text(folder: Path) -> torch.Tensor:
 
 
 class Reader(Pretrainer):
-    """A GPT over bytes; every 20th window is held out."""
+    """A GPT over bytes. Every 20th window is held out."""
 
     text: torch.Tensor
 
@@ -89,11 +89,12 @@ class Reader(Pretrainer):
 
 
 def train(text: torch.Tensor, steps: int, folder: Path, *, mixture: bool) -> Row:
-    """Train one of the models through the library itself.
+    """Train one of the models with the library itself.
 
     Returns:
-        All parameters, and those that a token meets; (tokens read, validation loss) at each evaluation; the least and
-        greatest load of an expert over an even one, in the whole run.
+        The number of all parameters, and of those active for a token.
+        (tokens read, validation loss) at each evaluation.
+        The lowest and highest load of an expert in the whole run, relative to an even load.
     """
     name = f"{EXPERTS} experts, {TOP_K} a token" if mixture else "dense"
     schedule = (
@@ -118,12 +119,13 @@ def train(text: torch.Tensor, steps: int, folder: Path, *, mixture: bool) -> Row
 
 
 class LoopOverExperts(nn.Module):
-    """The usual way to write a mixture: each expert takes its tokens, one expert after the other.
+    """The usual implementation of a mixture: the experts process their tokens one after the other.
 
     Args:
-        layer: whose weights it has.
-        stacked: the experts are slices of one parameter, as in transformers' ``eager`` implementation; else each has
-            parameters of its own, which spares the backward a gradient of the whole stack for each expert.
+        layer: The layer whose weights are used.
+        stacked: Whether the experts are slices of one parameter, as in transformers' ``eager`` implementation.
+            Otherwise each expert has separate parameters, so the backward does not build a gradient of the whole
+            stack for each expert.
     """
 
     def __init__(self, layer: SparseFeedForward, *, stacked: bool) -> None:
@@ -135,7 +137,7 @@ class LoopOverExperts(nn.Module):
         self.down: Any = nn.Parameter(down) if stacked else nn.ParameterList(matrix.clone() for matrix in down)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, T, hidden] to the same shape."""
+        """Map [1, T, hidden] to the same shape."""
         tokens = hidden.flatten(0, 1)
         weights, chosen = choose(tokens @ self.gate.T, self.top_k)
         result = torch.zeros_like(tokens)
@@ -147,7 +149,7 @@ class LoopOverExperts(nn.Module):
 
 
 def measure_speed(rounds: int, advance: Advance = lambda text: None) -> Contest:
-    """A forward and backward of the sparse layer, with its losses, and of the loops, in turns."""
+    """Time a forward and backward of the sparse layer, with its losses, and of the loops, in turns."""
     torch.manual_seed(0)
     hidden, width, tokens = SHAPE["hidden"], SHAPE["width"], SHAPE["tokens"]
     experts = Experts(EXPERTS, hidden, width, F.gelu, gated=False, bias=False)

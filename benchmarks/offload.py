@@ -1,6 +1,6 @@
-"""What a worker holds with its activations on the host and without, predicted and measured: docs/recomputation.md.
+"""Memory of a worker with and without activations on the host, predicted and measured: docs/recomputation.md.
 
-On a CPU, where the host's part is played by arrays that count as no memory of the device: bytes, and no times.
+It runs on a CPU. Arrays that do not count as device memory simulate the host. So it measures bytes, but not times.
 """
 
 from __future__ import annotations

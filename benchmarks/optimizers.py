@@ -1,8 +1,7 @@
-"""``benchmarks optimizers``: what each optimizer keeps of a parameter, where it takes the loss, how long it takes.
+"""``benchmarks optimizers``: for each optimizer, its state per parameter, the loss that it reaches, and its time.
 
-A small GPT reads the docstrings of Python's own library as bytes. Each optimizer trains a copy of its
-own from the same start on the same batches; they take turns of a few steps, so that all see the same
-moments of a busy machine.
+A small GPT reads the docstrings of Python's own library as bytes. Each optimizer trains a separate copy from the same
+start on the same batches. They take turns of a few steps, so that a busy moment of the machine hits all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FLAGS = (
 SEED, LENGTH, ROWS, TURN, HELD_OUT, LONGEST = 0, 128, 8, 10, 64, 1024
 REFERENCE = "adamw_torch_fused"
 CLOSE = ("adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_anyprecision")
-"""Those that make AdamW's update with less state: their loss should be its loss."""
+"""Optimizers that compute AdamW's update with less state. They should reach the loss of AdamW."""
 OTHERS = ("adafactor", "lamb", "muon")
 GOAL = 0.01
 SIZES = {"small": (2, 128, 2), "paper": (12, 768, 12)}
@@ -48,7 +47,7 @@ SIZES = {"small": (2, 128, 2), "paper": (12, 768, 12)}
 
 
 def text() -> torch.Tensor:
-    """The docstrings of Python's library as one row of bytes after another, of shape (rows, LENGTH)."""
+    """Return the docstrings of Python's library as consecutive rows of bytes, of shape (rows, LENGTH)."""
     pieces = docstrings(LONGEST)
     joined = torch.cat([torch.as_tensor(pieces[i]["input_ids"]) for i in range(len(pieces))]).long()
     rows = joined[: len(joined) // LENGTH * LENGTH].view(-1, LENGTH)
@@ -59,7 +58,7 @@ class Contender:
     """A model that one optimizer trains.
 
     Attributes:
-        updating: seconds of each update, without forward and backward.
+        updating: Seconds of each update, without forward and backward.
     """
 
     def __init__(self, name: str, sizes: tuple[int, int, int], steps: int, lr: float, text: torch.Tensor) -> None:
@@ -97,14 +96,14 @@ class Contender:
 
     @torch.no_grad()
     def loss(self) -> float:
-        """On held-out text, in nats a byte."""
+        """Return the loss on held-out text, in nats per byte."""
         self.model.eval()
         return statistics.mean(
             float(self.model(input_ids=part, labels=part).loss) for part in self.held_out.split(ROWS)
         )
 
     def state_bytes(self) -> float:
-        """Of state a parameter, over the whole model, from its storages."""
+        """Return the bytes of optimizer state per parameter, over the whole model, counted from its storages."""
         parameters = sum(p.numel() for p in self.model.parameters())
         return bytes_held({"optimizer": state_tensors(self.optimizer)})["optimizer"] / parameters
 
@@ -115,7 +114,7 @@ def _wait(device: torch.device) -> None:
 
 
 def available() -> tuple[list[str], list[str]]:
-    """(optimizers that can run here, lines about those that cannot)."""
+    """Return the optimizers that can run here, and lines about those that cannot."""
     packages = installed_packages()
     missing = [name for name in (*CLOSE, *OTHERS) if OPTIMIZERS[name].package not in (None, *packages)]
     names = [name for name in (REFERENCE, *CLOSE, *OTHERS) if name not in missing]
@@ -123,22 +122,22 @@ def available() -> tuple[list[str], list[str]]:
 
 
 def measure(names: Sequence[str], options: argparse.Namespace, text: torch.Tensor, advance: Advance) -> list[Row]:
-    """Train with each optimizer, in turns; the first one is what the others are compared with.
+    """Train with each optimizer, in turns. The others are compared with the first one.
 
     Args:
-        text: of shape (rows, LENGTH), where to train; the first rows are held out.
+        text: Training text of shape (rows, LENGTH). Its first rows are held out. The models train on its device.
     """
     steps = options.steps
     contenders = {name: Contender(name, SIZES[options.scale], steps, options.lr, text) for name in names}
     Contest({name: one.turn for name, one in contenders.items()}).run(-(-steps // TURN), advance=advance)
     losses = {name: one.loss() for name, one in contenders.items()}
-    # The median: the first steps make the state, and a busy machine makes some of them long.
+    # Use the median. The first steps create the state, and a busy machine makes some steps slow.
     times = {name: statistics.median_high(one.updating) * 1000 for name, one in contenders.items()}
     return [
         {
             "name": name,
             "state_bytes": round(one.state_bytes(), 4),
-            "promised": OPTIMIZERS[name].state_bytes,  # of a large matrix
+            "promised": OPTIMIZERS[name].state_bytes,  # for a large matrix
             "loss": round(losses[name], 5),
             "over_adamw": round(losses[name] / losses[names[0]], 5),
             "step_ms": round(times[name], 4),

@@ -1,8 +1,8 @@
-"""``benchmarks overhead``: what a training loop costs besides the training, in milliseconds a step.
+"""``benchmarks overhead``: the overhead of training loops, in milliseconds per step.
 
-Each loop is paired with a plain PyTorch loop of its own. The two take turns of a few steps, and what is reported is the
-median of the differences within the pairs: the noise of a shared machine is larger than the overhead, but it hits both.
-The pair plain against plain is the null control; its distance from zero is what the method cannot see.
+Each loop is paired with a separate plain PyTorch loop. The two take turns of a few steps, and the reported number is
+the median of the differences within the pairs. The noise of a shared machine is larger than the overhead, but it hits
+both loops. The pair of two plain loops is the null control. Its distance from zero is the resolution of the method.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FLAGS = (Flag("rounds", 60, "pairs of turns a loop"), Flag("steps", 25, "optimizer steps a turn"))
 
 WARMUP = 50
-"""Steps of each loop before the first that counts."""
+"""Warm-up steps of each loop, which do not count."""
 
 GOAL_MS = 0.15
 PLAIN = "plain"
@@ -38,13 +38,16 @@ PLAIN = "plain"
 def measure_overhead(
     rounds: int, steps: int, kinds: tuple[type[Contender], ...] = CONTENDERS, advance: Advance = lambda text: None
 ) -> list[dict[str, Any]]:
-    """The loops, each beside a plain one, with milliseconds a step: its own, the plain one's, and the median of the
-    differences with its 95 % interval (bootstrap over the pairs).
+    """Measure each loop next to a plain one.
+
+    Returns:
+        For each loop, milliseconds per step of the loop and of the plain one, and the median of the differences
+        with its 95 % interval (bootstrap over the pairs).
 
     Raises:
-        RapidformerError: a loop did not do the work of the plain one.
+        RapidformerError: A loop did not do the same work as the plain one.
     """
-    total = WARMUP + rounds * steps + 1  # one more, so that no loop comes to its end
+    total = WARMUP + rounds * steps + 1  # one more, so that no loop ends
     with _one_thread(), ExitStack() as stack:
         pairs = []
         for kind in kinds:
@@ -61,9 +64,9 @@ def measure_overhead(
 
 
 def _warm_up(both: tuple[Contender, Contender], loops: list[Loop]) -> None:
-    """Run both for a while; they must come to the same loss, or they do not do the same work.
+    """Run both loops for a while and check that they reach the same loss. Otherwise they do not do the same work.
 
-    Later is too late to compare: over hundreds of steps rounding alone drives any two loops apart.
+    It is not possible to compare later: over hundreds of steps, rounding alone makes any two loops diverge.
     """
     for loop in loops:
         loop.advance(WARMUP)
@@ -85,10 +88,10 @@ def _row(pair: Contest) -> dict[str, Any]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A step of 2 ms gains nothing from more threads, and every loop's would stand in the others' way.
+    """Use one thread, and collect and freeze all objects.
 
-    Collected garbage and frozen survivors: a collection of everything that was imported would hit
-    one loop at random for many milliseconds.
+    A step of 2 ms gains nothing from more threads, and the threads of all loops would get in each other's way. A
+    garbage collection of everything that was imported would hit a random loop for many milliseconds.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

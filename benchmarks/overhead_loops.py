@@ -1,8 +1,8 @@
-"""The loops of ``benchmarks overhead``: one tiny job, done by each library as its own documentation shows.
+"""The loops of ``benchmarks overhead``: one tiny job, implemented with each library as its own documentation shows.
 
-All of them do the same work: a batch of ready tensors from a loader, zero_grad, forward, loss,
-backward, clipping by the global norm, a fused AdamW step and a step of a linear schedule. The losses
-are compared, so a loop that left something out would be found out.
+All loops do the same work: a batch of ready tensors from a loader, zero_grad, forward, loss, backward, clipping by the
+global norm, a fused AdamW step and a step of a linear schedule. The losses are compared, so a loop that omits something
+is detected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Sample = dict[str, torch.Tensor]
 
 
 class TinyClassifier(nn.Module):
-    """Two transformer blocks of width 32, without dropout: about 2 ms a step on a CPU."""
+    """Two transformer blocks of width 32, without dropout. A step takes about 2 ms on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class TinyClassifier(nn.Module):
 
 
 def tiny_model() -> TinyClassifier:
-    """The same weights each time, whatever was drawn before."""
+    """Build the model with the same weights each time, independent of the random state."""
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         return TinyClassifier()
@@ -70,7 +70,7 @@ def stack(batch: list[Sample]) -> Sample:
 
 
 def _loader(steps: int) -> DataLoader[Sample]:
-    """The batches of this library's order, so that every loop sees the same ones."""
+    """Return a loader with the batches of this library's order, so every loop reads the same batches."""
     order = SampleOrder(SAMPLES, BATCH, SEED, by_epochs=False)
     batches = [order.step(step)[0].tolist() for step in range(steps)]
     return DataLoader(samples(), batch_sampler=batches, collate_fn=stack)  # type: ignore[arg-type]
@@ -86,19 +86,19 @@ def _optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Lam
 
 
 class Contender:
-    """One library's loop over the tiny job.
+    """One library's loop for the tiny job.
 
     Attributes:
-        name: of the library.
-        module, package: what must be installed.
-        model: as it stands; its ``last_loss`` is that of the last step.
+        name: Name of the library.
+        module, package: The module and package that must be installed.
+        model: The model. Its ``last_loss`` is the loss of the last step.
     """
 
     name = "plain PyTorch"
     module, package = "torch", "torch"
 
     def __init__(self, steps: int) -> None:
-        """``steps``: the length of the run that the schedule is made for."""
+        """Set up for a run of ``steps`` steps, which is the length of the schedule."""
         self.steps = steps
         self.model = tiny_model()
 
@@ -115,7 +115,7 @@ class Contender:
         backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
         clip: Callable[[], Any] | None = None,
     ) -> None:
-        """The loop of a library that leaves the loop to the user; ``backward`` and ``clip`` are its own."""
+        """Run the loop of a library that leaves the loop to the user. ``backward`` and ``clip`` are the library's."""
         clip = clip or (lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP))
         model.train()
         for batch in loader:
@@ -151,7 +151,7 @@ class Ours(Contender):
 
         flags = f"--micro-batch-size {BATCH} --train-iters {self.steps} --lr {LR} --weight-decay {WEIGHT_DECAY}"
         job = Job([*flags.split(), "--clip-grad", f"{CLIP}", "--seed", f"{SEED}", "--device", "cpu", "--no-save"])
-        with contextlib.redirect_stderr(io.StringIO()):  # the plan
+        with contextlib.redirect_stderr(io.StringIO()):  # hides the plan
             job.fit()
 
 

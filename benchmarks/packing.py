@@ -1,4 +1,4 @@
-"""``benchmarks packing``: documents of a row kept apart by a matrix of tokens × tokens, and one by one without it."""
+"""``benchmarks packing``: packed documents that are separated by a mask matrix, or processed one by one without it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rapidformer_templates.switches.flash_attention.kernels import NAMES
 FLAGS = (Flag("rounds", 10, "steps of each way"), Flag("tokens", 2048, "of a row"))
 
 MASK, DOCUMENTS = "a mask of the row", "document by document"
-WAYS = {MASK: "sdpa", DOCUMENTS: NAMES["flash"]}  # attention functions of transformers
+WAYS = {MASK: "sdpa", DOCUMENTS: NAMES["flash"]}  # attention implementations in transformers
 ROWS = 2
 SEED = 0
 
@@ -32,7 +32,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def make_batch(tokens: int) -> dict[str, torch.Tensor]:
-    """Rows that are full of documents, whose lengths are log-normal with a mean of 97."""
+    """Return rows that are filled with documents. Document lengths are log-normal with a mean of 97."""
     draw = np.random.default_rng(SEED)
     positions = np.empty((ROWS, tokens), dtype=np.int64)
     for row in positions:
@@ -46,7 +46,7 @@ def make_batch(tokens: int) -> dict[str, torch.Tensor]:
 
 
 def step(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], way: str) -> float:
-    """Forward and backward; the loss."""
+    """Run forward and backward. Returns the loss."""
     model.set_attn_implementation(WAYS[way])
     loss = model(**batch).loss
     loss.backward()
@@ -55,7 +55,7 @@ def step(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], way: str) -> f
 
 
 def memory_of(way: str, tokens: int) -> float:
-    """Megabytes that a step adds to the peak of a fresh process."""
+    """Return the megabytes that a step adds to the peak memory of a fresh process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_peak_of_a_step, (way, tokens, torch.get_num_threads()))
 
@@ -63,14 +63,14 @@ def memory_of(way: str, tokens: int) -> float:
 def _peak_of_a_step(way: str, tokens: int, threads: int) -> float:
     torch.set_num_threads(threads)
     model = make_model()
-    step(model, make_batch(64), way)  # what is allocated once and for all
+    step(model, make_batch(64), way)  # allocates everything that is allocated only once
     batch, before = make_batch(tokens), peak_mb("cpu")
     step(model, batch, way)
     return peak_mb("cpu") - before
 
 
 def measure_packing(rounds: int, tokens: int) -> list[Row]:
-    """Both ways in turns, forward and backward; and what the first step adds to a fresh process's peak of memory."""
+    """Time forward and backward of both ways in turns. Measure by how much the first step raises a process's peak."""
     model, batch = make_model(), make_batch(tokens)
     losses = [step(model, batch, way) for way in WAYS]
     assert np.allclose(losses[0], losses[1], rtol=1e-5), losses

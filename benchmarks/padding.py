@@ -1,8 +1,8 @@
-"""``benchmarks padding``: what padding costs on the lengths of real text, and how much of it each way to batch saves.
+"""``benchmarks padding``: the cost of padding on the lengths of real text, and how much of it each way to batch saves.
 
-A small GPT reads the docstrings of Python's own library as bytes, cut at 1,024. Each way to batch has
-a model of its own; they take turns of a few steps in one process. Useful are tokens that are not padding. All ways have
-the same token budget a batch.
+A small GPT reads the docstrings of Python's own library as bytes, truncated to 1,024. Each way to batch has a separate
+model. The ways take turns of a few steps in one process. Useful tokens are tokens that are not padding. All ways have
+the same token budget per batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLAGS = (Flag("rounds", 8, "turns of each way"), Flag("steps", 3, "optimizer ste
 LONGEST, ROWS, SEED, LR = 1024, 8, 0, 1e-3
 BUDGET = LONGEST * ROWS
 WARMUP = 2
-"""Steps of each way before the first that counts."""
+"""Warm-up steps of each way, which do not count."""
 
 CAPS = (1, 2, 4, 8, 16, 0)
 MAXIMUM, RANDOM, GROUPED, UNCAPPED = "padded to the maximum", "random batches", "grouped by length", "any shape"
@@ -40,7 +40,7 @@ FILL_GOAL = 0.97
 
 
 def ways(lengths: np.ndarray) -> dict[str, Callable[[], tuple[Order, Shape | None]]]:
-    """Each way to batch: an order, and the shape of all batches if it forces one."""
+    """Return the ways to batch: each is an order, and the shape of all batches if it forces one."""
 
     def static(grouped: bool) -> Order:
         return SampleOrder(len(lengths), ROWS, SEED, by_epochs=True, lengths=lengths if grouped else None)
@@ -63,7 +63,7 @@ class Contender:
     """A model that is trained on batches formed in one way.
 
     Attributes:
-        useful: tokens of each turn, padding left out.
+        useful: Tokens of each turn without padding.
     """
 
     def __init__(self, samples: TokenizedSamples, order: Order, shape: Shape | None) -> None:
@@ -85,7 +85,7 @@ class Contender:
             step += 1
 
     def advance(self, steps: int) -> None:
-        """Some steps; loading and padding are part of them."""
+        """Run some steps. Loading and padding are part of the measured time."""
         useful = 0
         for _ in range(steps):
             batch = next(self._batches)
@@ -96,7 +96,7 @@ class Contender:
         self.useful.append(useful)
 
     def epoch(self) -> tuple[set[tuple[int, int]], float]:
-        """(distinct shapes, fill) of the batches of an epoch."""
+        """Return the distinct shapes and the fill of the batches of an epoch."""
         lengths, shapes, padded = self.samples.lengths, set(), 0
         for step in range(self.order.steps_per_epoch):
             (request,) = self.order.requests(step, 1, range(1))
@@ -109,8 +109,11 @@ class Contender:
 def measure_padding(
     rounds: int, steps: int, samples: TokenizedSamples, advance: Advance = lambda text: None
 ) -> list[Row]:
-    """Train in all ways, in turns: distinct shapes and fill of an epoch, useful tokens a second, and these over the
-    others' with the 95 % interval (bootstrap over the rounds).
+    """Train in all ways, in turns.
+
+    Returns:
+        For each way, the distinct shapes and the fill of an epoch, useful tokens per second, and the ratio to the
+        other ways with its 95 % interval (bootstrap over the rounds).
     """
     contenders = {name: Contender(samples, *way()) for name, way in ways(samples.lengths).items()}
     for contender in contenders.values():
@@ -134,13 +137,13 @@ OTHERS = {"over_random": RANDOM, "over_maximum": MAXIMUM}
 
 
 def _rate(turns: np.ndarray) -> np.ndarray:
-    """Useful tokens a second of turns of shape (…, turns, 2): seconds and tokens."""
+    """Return useful tokens per second for turns of shape (…, turns, 2), which hold seconds and tokens."""
     whole = turns.sum(axis=-2)
     return whole[..., 1] / whole[..., 0]
 
 
 def _over(mine: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:
-    """Ratio of the rates with its 95 % interval."""
+    """Return the ratio of the rates with its 95 % interval."""
     low, high = bootstrap(lambda a, b: _rate(a) / _rate(b), mine, other)
     return round(float(_rate(mine) / _rate(other)), 3), round(low, 3), round(high, 3)
 

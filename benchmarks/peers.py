@@ -1,8 +1,8 @@
-"""``benchmarks peers``: the demo's job by this library and by transformers' Trainer, with everything else equal.
+"""``benchmarks peers``: the demo's job with this library and with transformers' Trainer, everything else being equal.
 
-Model, tweets, batch size, epochs, learning rate, schedule, weight decay, clipping and optimizer are
-the same. Each solution runs in a process of its own, and the processes take turns of a few steps,
-so that a busy moment of the machine hits all of them.
+Both use the same model, tweets, batch size, epochs, learning rate, schedule, weight decay, clipping and optimizer. Each
+solution runs in a separate process. The processes take turns of a few steps, so that a busy moment of the machine hits
+all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLAGS = (
 
 OURS = "rapidformer_templates"
 GOALS = {"transformers, dynamic padding": 1.4, "transformers, grouped by length": 1.1}
-"""Samples a second of this library over those of the others."""
+"""Goals: samples per second of this library relative to the others."""
 
 BATCH, EPOCHS, LR, WEIGHT_DECAY, WARMUP, MAX_LENGTH = 32, 1, 2e-4, 0.01, 0.1, 64
 STEPS_A_TURN = 4
@@ -43,13 +43,13 @@ Collate = Callable[[list[Any]], dict[str, Any]]
 
 
 class Count:
-    """Counts what the batches of the training hold: tokens, and positions that were computed for them."""
+    """Counts tokens in the training batches, and positions that were computed for them, including padding."""
 
     def __init__(self) -> None:
         self.batches = self.tokens = self.positions = 0
 
     def counting(self, collate: Collate, samples: int) -> Collate:
-        """``collate``, counting the batches in which ``samples`` are trained on."""
+        """Wrap ``collate`` to count the training batches of ``samples`` samples."""
         in_training = math.ceil(samples / BATCH) * EPOCHS
 
         def counted(rows: list[Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Count:
         return counted
 
     def figures(self, seconds: float, eval_seconds: float, sizes: tuple[int, int], accuracy: float) -> Figures:
-        """Of a run with so many training and held-out samples."""
+        """Return the results of a run. ``sizes`` are the numbers of training and held-out samples."""
         return {
             "samples_per_second": sizes[0] * EPOCHS / seconds,
             "eval_samples_per_second": sizes[1] / eval_seconds,
@@ -75,7 +75,7 @@ class Count:
 
 
 def ours(step_done: StepDone, folder: Path, seed: int) -> Figures:
-    """The black box's own template and flags; what is added only looks on."""
+    """Run the black box's own template and flags. The added code only observes."""
     from rapidformer_templates.data.types import Data
     from rapidformer_templates.finetuner import Finetuner
 
@@ -114,7 +114,7 @@ def ours(step_done: StepDone, folder: Path, seed: int) -> Figures:
 
 
 def transformers_trainer(step_done: StepDone, folder: Path, seed: int, sampling: str) -> Figures:
-    """The same by transformers' Trainer, as its documentation shows it; batches padded to their longest.
+    """Run the same job with transformers' Trainer, as its documentation shows, padding batches to their longest sample.
 
     Args:
         sampling: ``random`` or ``group_by_length``.
@@ -181,8 +181,8 @@ SOLUTIONS: dict[str, Callable[..., Figures]] = {
 
 
 def measure_peers(options: argparse.Namespace, advance: Advance) -> dict[str, list[Figures]]:
-    """Run the solutions side by side, ``options.repeats`` times; the runs of each."""
-    demo_model_folder()  # absent? then before anything is started
+    """Run all solutions side by side, ``options.repeats`` times. Returns the results of each run."""
+    demo_model_folder()  # fails before anything starts if the model is missing
     runs: dict[str, list[Figures]] = {name: [] for name in SOLUTIONS}
     with tempfile.TemporaryDirectory(prefix="rapidformer-peers-") as name:
         make_demo_data(Path(name), options.train, options.held_out)
@@ -231,6 +231,6 @@ def answer(options: argparse.Namespace) -> Answer:
 
 
 def ratios(runs: dict[str, list[Figures]], peer: str) -> list[float]:
-    """Our training speed over a peer's, repeat by repeat."""
+    """Return our training speed relative to a peer's, repeat by repeat."""
     pairs = zip(runs[OURS], runs[peer], strict=True)
     return [round(ours["samples_per_second"] / theirs["samples_per_second"], 3) for ours, theirs in pairs]

@@ -1,7 +1,7 @@
-"""``benchmarks planner``: the memory that the planner predicts, beside what real steps of the same layouts take.
+"""``benchmarks planner``: memory that the planner predicts, compared with the memory that real steps take.
 
-Each layout trains some steps through the product's own engine in worker processes. Bytes of the states must be
-exactly those predicted; the peak of live storages is compared, and so are the estimates that DeepSpeed and
+Each layout trains a few steps with the product's own engine in worker processes. The bytes of the states must match the
+prediction exactly. The peak of live storages is compared with the prediction, and with the estimates that DeepSpeed and
 Megatron publish for such layouts.
 """
 
@@ -49,7 +49,7 @@ FUSED = "--fused-linear-cross-entropy"
 EXPERTS = "--num-experts 4"
 
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
-"""Errors of the peak, as shares."""
+"""Goals: relative errors of the peak."""
 
 
 OFFLOAD = "--offload-activations"
@@ -61,10 +61,10 @@ class Case:
     """A layout of a model.
 
     Attributes:
-        model: a key of ``MODELS``.
-        adapters: flags of adapters or of the fused loss, which change the model; empty without.
-        offload: whether activations go to the host.
-        narrow_sums: whether gradients are added up in 16 bits, too.
+        model: A key of ``MODELS``.
+        adapters: Flags of adapters or of the fused loss, which change the model. Empty if there are none.
+        offload: Whether activations go to the host.
+        narrow_sums: Whether gradients are accumulated in 16 bits, too.
     """
 
     model: str
@@ -82,8 +82,8 @@ class Case:
         return [*self.layout.flags(), *narrow, *sums, *self.adapters.split(), *offload]
 
     def setting(self, shapes: ModelShapes) -> Setting:
-        """What the plan of these flags says of memory besides the layout."""
-        words = [word for word in self.flags if word != OFFLOAD]  # which a CPU refuses
+        """Return the memory settings in the plan of these flags that are not part of the layout."""
+        words = [word for word in self.flags if word != OFFLOAD]  # a CPU refuses this flag
         config = REGISTRY.adopt(parse(words, REGISTRY.options()))
         place = detect("Trainer", "benchmark", device="cpu", world_size=self.layout.world)
         return replace(setting_of(resolve(config, place), shapes.width), offloads_activations=self.offload)
@@ -112,7 +112,7 @@ PUBLISHED_LAYOUTS = tuple(
     Layout(tensor, pipeline, 4 // (tensor * pipeline), accumulation=tensor * pipeline)
     for tensor, pipeline in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2))
 )
-"""Those of the published 3D table: 4 workers, micro batch 1, global batch 4."""
+"""Layouts of the published 3D table: 4 workers, micro batch 1, global batch 4."""
 
 CASES = (
     Case("gpt2", Layout(micro_batch=4)),
@@ -205,22 +205,22 @@ CASES = (
     Case("bert", Layout(pipeline=2, data=2, micro_batch=4, accumulation=2, partitioning="zero-1"), "bf16"),
     Case("bert", Layout(pipeline=2, data=2, micro_batch=4, accumulation=2, partitioning="zero-2"), "bf16"),
 )
-"""Three models, 1, 2 and 4 workers, every engine; adapters, and frozen weights in 8 and 4 bits."""
+"""Three models, 1, 2 and 4 workers, every engine, adapters, and frozen weights in 8 and 4 bits."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A case with what was predicted and measured; bytes.
+    """Predicted and measured bytes of a case.
 
     Attributes:
-        predicted: of the worker that needs most.
-        held: states of each rank as predicted, and as the receipts tell.
-        measured: the greatest of the workers' usual peaks of live storages.
-        highest: the highest peak of any step of any worker.
-        allocator: by the record of torch's allocator; None on several workers.
-        resident_mb: the largest process.
-        host: bytes of activations on the host at a time, on the worker that has most there.
-        others: what other estimators say.
+        predicted: Prediction for the worker that needs most.
+        held: States of each rank: as predicted, and as reported by the receipts.
+        measured: The highest of the workers' usual peaks of live storages.
+        highest: The highest peak of any step of any worker.
+        allocator: Peak in the record of torch's allocator. None with several workers.
+        resident_mb: Memory of the largest process in MB.
+        host: Bytes of activations on the host at a time, on the worker that has most there.
+        others: Estimates of other tools.
     """
 
     case: Case
@@ -235,21 +235,21 @@ class Result:
 
     @property
     def error(self) -> float:
-        """Of the peak, as a share; above zero is too much."""
+        """Relative error of the predicted peak. A positive value is an overestimate."""
         return self.predicted.total / self.measured - 1
 
     @property
     def exact(self) -> bool:
-        """Whether the states are those predicted, on every rank, to the byte."""
+        """Whether the states match the prediction on every rank, to the byte."""
         return all(predicted == measured for predicted, measured in self.held)
 
     @property
     def would_fit(self) -> bool:
-        """Whether a device on which the plan says that this fits could hold its highest peak."""
+        """Whether a device could hold the highest peak if the plan says that the layout fits."""
         return self.predicted.total * (1 + ALLOWANCE) >= self.highest
 
     def to_json(self) -> Row:
-        states = self.predicted.parameters + self.predicted.optimizer  # all else at the peak lies beside them
+        states = self.predicted.parameters + self.predicted.optimizer  # the rest of the peak is beside_states
         return {
             "model": self.case.model,
             "layout": self.case.name,
@@ -270,7 +270,7 @@ class Result:
 
 
 def measure(cases: Sequence[Case], advance: Advance = lambda text: None) -> list[Result]:
-    """Run the cases, those of one number of workers in one group of processes."""
+    """Run the cases. All cases with the same number of workers run in one group of processes."""
     results = []
     for world in sorted({case.layout.world for case in cases}):
         group = [case for case in cases if case.layout.world == world]
@@ -281,7 +281,12 @@ def measure(cases: Sequence[Case], advance: Advance = lambda text: None) -> list
 
 
 def run_in_groups(jobs: Sequence[tuple[str, Sequence[str]]], world: int) -> list[list[dict[str, Any]]]:
-    """What each rank of a group of so many processes tells of each job, which is a model and the flags of its run."""
+    """Run jobs in one group of ``world`` processes. Returns what each rank reports for each job.
+
+    Args:
+        jobs: A model and the flags of its run for each job.
+        world: Number of processes.
+    """
     words = json.dumps([{"model": model, "workers": world, "flags": list(flags)} for model, flags in jobs])
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
         command = [sys.executable, "-m", planner_worker.__name__, words, folder]
@@ -334,7 +339,7 @@ def _other(row: Row, name: str) -> str:
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """Errors against their goals."""
+    """Compare the errors with their goals."""
     errors = [abs(result.error) for result in results]
     median, worst = statistics.median(errors), max(errors)
     inexact = [f"{result.case.model} {result.case.name}" for result in results if not result.exact]
@@ -358,11 +363,11 @@ PUBLISHED = (
     "--max-position-embeddings 1024 --device cuda --world-size 4 --mixed-precision fp16 --micro-batch-size 1 "
     "--global-batch-size 4"
 )
-"""The model of the published tables: 1.3 B parameters on 4 devices of 32 GB."""
+"""Flags of the model in the published tables: 1.3 B parameters on 4 devices of 32 GB."""
 
 
 def ways_to_keep(solution: Solution) -> dict[str, str]:
-    """Ways to keep the weights in a row of the 3D table, each with its flags."""
+    """Return the ways to keep the weights in a row of the 3D table, each with its flags."""
     ways = {"16-bit weights": "", "16-bit weights and sums": SUMS, "fp32 weights": "--keep-fp32-parameters"}
     if solution.divides < 4:
         ways["16-bit weights, distributed optimizer"] = "--use-distributed-optimizer"
@@ -375,7 +380,7 @@ RECOMPUTATION = {"none": "", "selective": "--recompute-granularity selective", "
 
 
 def published() -> list[Row]:
-    """Predicted MB of the rows of the published tables, by what is recomputed."""
+    """Return predicted MB for the rows of the published tables, by what is recomputed."""
     from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 
     subject = Subject(plan_request(PUBLISHED.split())[0], gpu=True)
@@ -430,7 +435,7 @@ def answer(options: argparse.Namespace) -> Answer:
 
 
 def _draw(results: Sequence[Result], axes: Any) -> None:
-    """Predicted against measured; on the line they are equal."""
+    """Plot predicted against measured memory. On the line they are equal."""
     for model in MODELS:
         mine = [result for result in results if result.case.model == model]
         axes.scatter([r.measured / 1e6 for r in mine], [r.predicted.total / 1e6 for r in mine], label=model, s=18)

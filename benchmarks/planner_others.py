@@ -1,4 +1,4 @@
-"""What other estimators say of a layout's memory, for the table of ``benchmarks planner``."""
+"""Memory estimates of other tools for a layout, for the table of ``benchmarks planner``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 
 BYTES_A_PARAMETER = 16
-"""Of weight, gradient and AdamW's moments in fp32."""
+"""Bytes of the fp32 weight, gradient and AdamW moments of a parameter."""
 
 
 def estimates(shapes: ModelShapes, layout: Layout, width: int, heads: int) -> dict[str, float]:
-    """Bytes of a worker, by estimator; one that knows nothing of the layout is left out.
+    """Return the bytes of a worker by estimator. Estimators that do not support the layout are left out.
 
     Args:
-        width: of the hidden state.
-        heads: of a block's attention.
+        width: Hidden size.
+        heads: Attention heads of a block.
     """
     found = {"megatron": _megatron(shapes, layout, width, heads)}
     by_deepspeed = layout.partitioning.startswith("zero") and layout.tensor * layout.pipeline == 1
@@ -29,7 +29,7 @@ def estimates(shapes: ModelShapes, layout: Layout, width: int, heads: int) -> di
 
 
 def _megatron(shapes: ModelShapes, layout: Layout, width: int, heads: int) -> float:
-    """States, and activations by equations 1 to 5 of Korthikanti et al., 2022, for 16-bit activations."""
+    """Return the model states, and 16-bit activations by equations 1 to 5 of Korthikanti et al., 2022."""
     count = sum(facts.count for facts in shapes.parameters.values())
     samples, tokens = shapes.batch(layout.micro_batch)["input_ids"].shape
     whole, t = samples * tokens * width, layout.tensor
@@ -47,7 +47,7 @@ def _megatron(shapes: ModelShapes, layout: Layout, width: int, heads: int) -> fl
 
 
 def _deepspeed(shapes: ModelShapes, layout: Layout) -> float:
-    """Device memory of the model's states by DeepSpeed's own estimators, without their factor for buffers."""
+    """Return the device memory of the model states by DeepSpeed's own estimators, without their factor for buffers."""
     with contextlib.redirect_stdout(io.StringIO()):
         from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
         from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
@@ -61,4 +61,4 @@ def _deepspeed(shapes: ModelShapes, layout: Layout) -> float:
         )
     else:
         needs = estimate_zero2_model_states_mem_needs(count, **common)
-    return float(needs[1])  # of the host and of the device
+    return float(needs[1])  # the tuple is (host, device)

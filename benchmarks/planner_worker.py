@@ -1,8 +1,8 @@
-"""What a worker of ``benchmarks planner`` does: train some steps in each layout, and tell what memory it took.
+"""The worker of ``benchmarks planner``: trains a few steps in each layout and reports the memory that it used.
 
-Every storage that a real tensor has, from before there is a model until after the last step, is counted while
-it is alive. On one worker the record of torch's own allocator stands beside it, in which nothing of this library
-takes part; on several it would miss what the threads of the collectives release.
+Counts every storage of a real tensor while it is alive, from before the model is built until after the last step. On
+one worker, the profiler's record of torch's allocator is reported as well, which is independent of this library. With
+several workers that record would miss memory that the threads of the collectives free.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rapidformer_templates.system.workers import join
 from rapidformer_templates.trainer import Trainer
 
 STEPS = 4
-"""Optimizer steps of a run: from the second on there is optimizer state."""
+"""Optimizer steps of a run. Optimizer state exists from the second step on."""
 
 MARK = "rapidformer: step "
 
@@ -47,12 +47,12 @@ class Sizes:
     """A model and its batches.
 
     Attributes:
-        make: builds it with a number of blocks.
-        blocks: how many it has.
-        vocabulary: tokens.
-        length: of a sample, tokens.
-        width: of the hidden state.
-        heads: of a block's attention.
+        make: Builds the model with a number of blocks.
+        blocks: Number of blocks.
+        vocabulary: Number of tokens.
+        length: Tokens per sample.
+        width: Hidden size.
+        heads: Attention heads of a block.
     """
 
     make: Callable[[int], Any]
@@ -63,10 +63,10 @@ class Sizes:
     heads: int
 
     def shapes(self, adapters: str = "") -> ModelShapes:
-        """The model as the planner knows it.
+        """Return the model as the planner knows it.
 
         Args:
-            adapters: flags that put some beside it.
+            adapters: Flags that add adapters to the model.
         """
         config = REGISTRY.complete(parse(adapters.split(), REGISTRY.options()))
         plan = resolve(config, detect("Trainer", "benchmark", device="cpu", world_size=1))
@@ -81,7 +81,7 @@ class Sizes:
         return ModelShapes(build, batch)
 
     def samples(self) -> list[dict[str, Any]]:
-        """Random tokens, of one length and without padding."""
+        """Return random tokens of one length, without padding."""
         draw = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.vocabulary, (64 if self.length < 2048 else 8, self.length), generator=draw)
         return [{"input_ids": row, "labels": row} for row in tokens]
@@ -108,11 +108,11 @@ def _bert(blocks: int) -> Any:
 
 
 LENGTHS = (2048, 8192, 32768)
-"""Of long sequences, tokens."""
+"""Numbers of tokens in the long sequences."""
 
 
 def long_llama(blocks: int, length: int) -> Any:
-    """Of width 64 and 512 words."""
+    """Build a llama with width 64 and a vocabulary of 512 words."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": blocks, "intermediate_size": 160, "max_position_embeddings": length}
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512, bos_token_id=0, eos_token_id=0, use_cache=False))
@@ -125,17 +125,19 @@ MODELS = {
     "bert": Sizes(_bert, 4, 4096, 96, 256, 4),
     "gpt": Sizes(_gpt, 8, 4096, 128, 256, 8),
 }
-"""By architecture: 1.3 M parameters with dropout and a tied head, 4 M with grouped heads and none, 5 M with a mask;
-and 7 M for the layouts of the published table."""
+"""Models by architecture: 1.3 M parameters with dropout and a tied head, 4 M with grouped heads and no dropout, 5 M
+with a mask, and 7 M for the layouts of the published table."""
 
 
 def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
     """Train in this process, which is one of the workers, with the flags of a layout.
 
     Returns:
-        Bytes of parameters, gradients, optimizer state and buckets by the receipts; the most bytes of live storages in
-        each step from the second on, and the same by the record of the allocator (empty on several workers); memory
-        of the process after the run; bytes of activations that were on the host at a time.
+        ``held``: bytes of parameters, gradients, optimizer state and buckets, from the receipts.
+        ``peaks``: peak bytes of live storages in each step from the second on.
+        ``allocator_peaks``: the same from the record of the allocator. Empty with several workers.
+        ``resident_mb``: memory of the process after the run.
+        ``host``: bytes of activations that were on the host at a time.
     """
     sizes = MODELS[model]
 
@@ -163,7 +165,7 @@ def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
                 self.watching.close()
 
     own = ["--device", "cpu", "--train-iters", str(STEPS), "--lr", "1e-4", "--template", "Trainer", "--no-save"]
-    # To arrays of numpy, which are no storages: what is counted is what would be on a GPU.
+    # Offload to numpy arrays, which are not storages. So the count is what would be on a GPU.
     with taken_for_a_gpu() if "--offload-activations" in flags else nullcontext():
         job = Job([*own, *flags])
         summary = job.fit()
@@ -193,7 +195,7 @@ def _resizing_seen_by(live: LiveStorages) -> Iterator[None]:
 
 
 def peaks_of(events: Sequence[Any]) -> list[int]:
-    """Most bytes alive in each step from the second on, from what a profile has recorded of the allocator."""
+    """Return the peak of live bytes in each step from the second on, from a profile's record of the allocator."""
     ends = sorted(event.start_ns() for event in events if event.name().startswith(MARK))
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     peaks = [0] * len(ends)
@@ -215,7 +217,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with join("cpu") as workers:
         for index, case in enumerate(cases):
-            gc.collect()  # or what the case before has left would be released during this one
+            gc.collect()  # or garbage of the previous case would be freed during this one
             (folder / f"{index}-{workers.rank}.json").write_text(json.dumps(measure(**case)), encoding="utf-8")
 
 

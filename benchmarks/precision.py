@@ -1,7 +1,7 @@
-"""``benchmarks precision``: 16-bit weights with fp32 masters, beside fp32 and beside fp32 weights under autocast.
+"""``benchmarks precision``: 16-bit weights with fp32 masters, compared with fp32 and with fp32 weights under autocast.
 
-A small GPT reads the docstrings of Python's own library as bytes. Each way trains a copy of its own from the same start
-on the same batches, in two micro batches a step; they take turns of a few steps.
+A small GPT reads the docstrings of Python's own library as bytes. Each way trains a separate copy from the same start
+on the same batches, with two micro batches per step. The ways take turns of a few steps.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp16 weights, fp32 masters": {"mixed_precision": "fp16"},
     "fp16, fp32 weights kept": {"mixed_precision": "fp16", "keep_fp32_parameters": True},
 }
-"""Switches of each."""
+"""Switches of each way."""
 GOAL = 0.005
 
 
 class Contender:
-    """A model that is trained one way.
+    """A model that is trained in one way.
 
     Attributes:
-        seconds: of the processor, of each step.
-        skipped: steps whose scaled gradient overflowed.
+        seconds: Processor seconds of each step.
+        skipped: Number of steps whose scaled gradient overflowed.
     """
 
     def __init__(self, way: str, options: argparse.Namespace, rows: torch.Tensor) -> None:
@@ -87,11 +87,11 @@ class Contender:
             self.skipped += bool(result.skipped)
 
     def loss(self) -> float:
-        """On held-out text, in nats a byte."""
+        """Return the loss on held-out text, in nats per byte."""
         return statistics.mean(self.session.evaluate(_batch(part)).loss for part in self.held_out.split(ROWS))
 
     def bytes_by_kind(self) -> dict[str, float]:
-        """Held, a parameter."""
+        """Return the bytes held per parameter, by kind."""
         summary = self.session.summary()
         held = summary["receipts"]["held_bytes_by_rank"][0]
         kinds = {"weights": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_state_bytes"}
@@ -103,7 +103,7 @@ def _batch(rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def measure(options: argparse.Namespace, rows: torch.Tensor, advance: Advance = lambda text: None) -> list[Row]:
-    """Train each way, in turns."""
+    """Train in each way, in turns."""
     ways = [way for way, flags in WAYS.items() if options.fp16 or flags.get("mixed_precision") != "fp16"]
     contenders = {way: Contender(way, options, rows) for way in ways}
     Contest({way: one.turn for way, one in contenders.items()}).run(-(-options.steps // TURN), advance=advance)

@@ -1,8 +1,8 @@
-"""``benchmarks preprocess``: tokens a second from raw text to an indexed data set, beside a plain script.
+"""``benchmarks preprocess``: tokens per second from raw text to an indexed data set, compared with a plain script.
 
-All make the same two files of the same text, with the same tokenizer and as many worker processes; they take turns.
-Each run is a command of its own, so that the start counts. What an almost empty corpus takes is shown as well, so that
-the speed without the start can be told.
+All ways write the same two files from the same text, with the same tokenizer and number of worker processes. They take
+turns. Each run is a separate command, so its start-up time counts. The time for an almost empty corpus is shown as
+well, so that the speed without start-up can be computed.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ PLAIN = "plain script (megatron-core)"
 SAME = "rapidformer data preprocess, transformers' tokenizer"
 FAST = "rapidformer data preprocess, gigatoken"
 GOALS = {SAME: 1.5, FAST: 8.0}
-"""Times the tokens a second of the plain script."""
+"""Goals: tokens per second relative to the plain script."""
 
 FLAT = 1.1
-"""Peak memory of the large corpus over that of the small one."""
+"""Ratio of peak memory on the large corpus to that on the small one up to which memory counts as flat."""
 
 SMALL = 10.0
-"""Megabytes of the small corpus, on which the tokenizer is trained as well."""
+"""Megabytes of the small corpus. The tokenizer is trained on it, too."""
 
 VOCABULARY = 50257
 
 
 @dataclass
 class Row:
-    """One way.
+    """Results of one way.
 
     Attributes:
-        seconds: of each run.
-        start: of the corpus with one document.
-        memory: of this library's ways, peak of all processes, bytes, by megabytes of the corpus.
+        seconds: Seconds of each run.
+        start: Seconds for the corpus with one document.
+        memory: Peak memory of all processes in bytes, by megabytes of the corpus. Only for this library's ways.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the corpora (by megabytes) and the tokenizer are, and how many workers to use."""
+    """Locations of the corpora (by megabytes) and of the tokenizer, and the number of workers."""
 
     folder: Path
     corpora: dict[float, Path]
@@ -100,10 +100,13 @@ class Place:
 def measure_preprocessing(
     place: Place, names: Sequence[str], repeats: int, advance: Advance = lambda text: None
 ) -> tuple[int, list[Row]]:
-    """Run every way ``repeats`` times in turn on the largest corpus, then watch its memory; (tokens, rows).
+    """Run every way ``repeats`` times on the largest corpus, in turns, then measure its memory.
+
+    Returns:
+        The number of tokens, and a row for each way.
 
     Raises:
-        RapidformerError: a command failed, or two ways did not make the same files.
+        RapidformerError: A command failed, or two ways did not write the same files.
     """
     rows = [Row(name) for name in names]
     largest = max(place.corpora)
@@ -148,7 +151,7 @@ def _refuse_differences(place: Place, names: Sequence[str]) -> None:
 
 
 def _peak_memory(command: list[str]) -> int:
-    """The most memory that a command and all processes below it held at one moment, shared pages counted once."""
+    """Run a command and return the peak memory of all its processes together, with shared pages counted once."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         peak = [0]
         watcher = threading.Thread(target=_watch, args=(process, peak))
@@ -169,7 +172,7 @@ def _watch(process: subprocess.Popen[bytes], peak: list[int]) -> None:
 
 
 def _held(process: psutil.Process) -> int:
-    """Bytes of a process, in which a page that n processes share counts as a n-th of it; 0 when it has ended."""
+    """Return the bytes of a process. A page shared by n processes counts as 1/n. Returns 0 if the process has ended."""
     try:
         return int(process.memory_full_info().pss)
     except psutil.Error:
@@ -180,7 +183,7 @@ def prepare(folder: Path, megabytes: float, workers: int) -> Place:
     """Write the corpora and train the tokenizer.
 
     Raises:
-        DataError: the machine has less text.
+        DataError: The machine does not have enough text.
     """
     sizes = sorted({min(SMALL, megabytes), megabytes})
     corpora = {size: folder / f"{size:g}.jsonl" for size in sizes}
@@ -194,7 +197,7 @@ def prepare(folder: Path, megabytes: float, workers: int) -> Place:
 
 
 def ratios(rows: Sequence[Row], name: str) -> tuple[float, float]:
-    """The speed over that of the plain script: with and without the start; medians of the runs."""
+    """Return the median speed relative to the plain script, with and without start-up."""
     by_name = {row.name: row for row in rows}
     plain, own = by_name[PLAIN], by_name[name]
     whole = statistics.median(plain.seconds) / statistics.median(own.seconds)

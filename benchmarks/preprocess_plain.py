@@ -1,7 +1,7 @@
-"""A preprocessing script of the Megatron kind, which ``benchmarks preprocess`` runs as a peer.
+"""A preprocessing script in the style of Megatron, which ``benchmarks preprocess`` runs as a peer.
 
-A pool of processes takes one JSON line after another, each with one call of transformers' tokenizer; their lists of
-tokens go one by one into megatron-core's builder.
+A pool of processes takes the JSON lines one after the other and calls transformers' tokenizer once for each. The lists
+of tokens go one by one into megatron-core's builder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 LINES = 25
-"""Lines that a process takes at a time, as in Megatron-LM's own script when it was first published."""
+"""Lines that a process takes at a time, as in the first published version of Megatron-LM's script."""
 
 _process: dict[str, Any] = {}
 

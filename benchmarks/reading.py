@@ -1,7 +1,7 @@
-"""``benchmarks reading``: how fast samples and documents come out of an indexed data set, beside megatron-core.
+"""``benchmarks reading``: how fast an indexed data set reads samples and documents, compared with megatron-core.
 
-Both read the same files, in turns, and what they give is compared before anything is timed. The limit is
-a plain gather: rows of a token array in memory, copied and nothing else.
+Both read the same files, in turns. Their results are compared before anything is timed. The upper limit is a plain
+gather, which only copies rows of a token array in memory.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ FLAGS = (
 
 LENGTH, BATCH, SEED = 2048, 32, 1234
 BATCHES, DOCUMENTS = 40, 20_000
-"""Batches, and documents, a turn."""
+"""Batches and documents per turn."""
 
 SAMPLES = f"samples of {LENGTH:,} tokens, batches of {BATCH}"
 OURS, PEER, LIMIT = "this library", "megatron-core", "a plain gather"
 SAMPLES_GOAL, DOCUMENTS_GOAL, FIRST_GOAL = 15.0, 2.5, 2.0
 
 Read = Callable[[np.ndarray], object]
-"""Reads what stands at the given indices."""
+"""Reads the entries at the given indices."""
 
 
 def _contest(readers: dict[str, Read], choices: list[np.ndarray], advance: Advance) -> Contest:
-    """Readers of the same things: a turn for each choice of indices, of which the first is a warm-up."""
+    """Time readers of the same entries. There is a turn for each choice of indices. The first one is a warm-up."""
     left = {name: iter(choices) for name in readers}
 
     def turn(name: str) -> None:
@@ -66,7 +66,7 @@ def _contest(readers: dict[str, Read], choices: list[np.ndarray], advance: Advan
 
 
 def make_corpus(prefix: Path, tokens: int) -> None:
-    """Random tokens in documents of log-normal lengths, about 600 on average."""
+    """Write random tokens in documents of log-normal lengths, about 600 on average."""
     generator = np.random.default_rng(0)
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
         for _ in range(max(1, tokens // 6_000_000)):
@@ -106,10 +106,10 @@ def _gathered(dataset: IndexedDataset) -> Read:
 
 
 def measure_samples(prefix: Path, cache: Path, rounds: int, peer: bool, advance: Advance) -> Contest:
-    """Batches of shuffled samples.
+    """Time the reading of batches of shuffled samples.
 
     Raises:
-        RapidformerError: megatron-core gave other samples.
+        RapidformerError: megatron-core returned different samples.
     """
     dataset = IndexedDataset(prefix)
     ours = GPTSamples(dataset, (0, len(dataset)), LENGTH, SEED, cache=IndexCache(cache))
@@ -127,7 +127,7 @@ def measure_samples(prefix: Path, cache: Path, rounds: int, peer: bool, advance:
 
 
 def measure_documents(prefix: Path, rounds: int, peer: bool, advance: Advance) -> Contest:
-    """Random documents, one by one."""
+    """Time the reading of random documents, one by one."""
     dataset = IndexedDataset(prefix)
     readers: dict[str, Read] = {OURS: lambda choice: [dataset[i] for i in choice.tolist()]}
     if peer:
@@ -163,20 +163,20 @@ def _megatron_samples(prefix: Path, cache: Path, documents: int) -> Any:
 
 
 class _Tokenizer:
-    """What megatron-core asks of a tokenizer."""
+    """A tokenizer with everything that megatron-core needs."""
 
     eod, pad, vocab_size = 0, 50_300, 50_304
     unique_identifiers: dict[str, str] = {}  # noqa: RUF012 - megatron-core writes it into a hash
 
 
 class FirstBatch(NamedTuple):
-    """A large index, from opening the files to the first batch, in processes of their own.
+    """Cost of a large index, from opening the files to the first batch. Each reader is a separate process.
 
     Attributes:
-        samples: in the index.
-        make_seconds: the first time, when its tables are made.
-        open_seconds: every other time.
-        anonymous_mb: memory of a reader of its own after the first batch, and after many.
+        samples: Number of samples in the index.
+        make_seconds: Seconds of the first time, which builds the tables.
+        open_seconds: Seconds of every later time.
+        anonymous_mb: Private memory of a reader after the first batch, and after many.
     """
 
     samples: int
@@ -186,20 +186,20 @@ class FirstBatch(NamedTuple):
 
 
 def measure_first_batch(folder: Path, samples: int) -> FirstBatch:
-    """A corpus with ``samples`` samples in a sparse file: its tokens take no room."""
+    """Measure a corpus with ``samples`` samples in a sparse file, whose tokens take no disk space."""
     prefix, documents = folder / "large", max(1, samples // 100)
     write_sparse(prefix, documents, 100 * LENGTH + 1)
     context = multiprocessing.get_context("spawn")
     results = []
     for _ in range(2):
-        with context.Pool(1) as pool:  # a process that has read nothing yet
+        with context.Pool(1) as pool:  # a process that has not read anything yet
             results.append(pool.apply(_first_batch, (prefix, folder / "cache")))
     (made, _, _), (opened, before, after) = results
     return FirstBatch(samples, made, opened, (before, after))
 
 
 def _first_batch(prefix: Path, cache: Path) -> tuple[float, float, float]:
-    """(seconds to the first batch, anonymous memory in MB after it, and after 300 more)."""
+    """Return the seconds to the first batch, the anonymous memory in MB after it, and the same after 300 more."""
     began = time.perf_counter()
     dataset = IndexedDataset(prefix)
     samples = GPTSamples(dataset, (0, len(dataset)), LENGTH, SEED, cache=IndexCache(cache))
@@ -212,13 +212,13 @@ def _first_batch(prefix: Path, cache: Path) -> tuple[float, float, float]:
 
 
 def _anonymous_mb() -> float:
-    """Memory of this process that is no mapped file, MB."""
+    """Return the memory of this process that is not a mapped file, in MB."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("RssAnon"))
 
 
 def write_sparse(prefix: Path, documents: int, length: int) -> None:
-    """An indexed set of equal documents whose tokens are a hole in the file."""
+    """Write an indexed set of equal documents whose tokens are a hole in the file."""
     pointers = np.arange(documents, dtype="<i8") * (2 * length)
     with idx_path(prefix).open("wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
@@ -230,7 +230,7 @@ def write_sparse(prefix: Path, documents: int, length: int) -> None:
 
 
 def answer(options: argparse.Namespace) -> Answer:
-    keep_freed_memory()  # as a run on a CPU does
+    keep_freed_memory()  # as in a run on a CPU
     absent = why_absent("megatron", "megatron-core")
     rounds, peer = options.repeats, absent is None
     with tempfile.TemporaryDirectory(dir=options.folder) as name, progress("reading", 2 * (rounds + 1) + 2) as advance:

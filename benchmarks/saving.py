@@ -1,8 +1,8 @@
-"""``benchmarks saving``: how fast a state is durably on the disk, beside the disk itself and other ways to save.
+"""``benchmarks saving``: how fast a state is durably on the disk, compared with the disk itself and other savers.
 
-The state is that of a BERT in training: weights and both moments of AdamW, fp32. All write the same tensors to
-the same folder, and all flush files and folder to the disk. They take turns, so that a busy moment of the
-machine or of the disk hits all of them.
+The state is that of a BERT in training: fp32 weights and both moments of AdamW. All savers write the same tensors to
+the same folder, and all flush files and folder to the disk. They take turns, so that a busy moment of the machine or
+of the disk hits all of them.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ ALONE = Workers(0, 0, 1, torch.device("cpu"))
 
 
 class State:
-    """Weights and AdamW's moments of a BERT; a checkpoint takes it for an engine.
+    """Weights and AdamW moments of a BERT, with the interface of an engine that a checkpoint needs.
 
     Attributes:
-        tensors: by kind and name.
-        bytes: of all tensors.
-        flat: these bytes in one piece, and up to the end of the last page.
-        spare: as much memory again, in use already.
+        tensors: Tensors by kind and name.
+        bytes: Bytes of all tensors.
+        flat: The same bytes as one contiguous tensor, padded to the end of the last page.
+        spare: A tensor of the same size whose memory has already been touched.
     """
 
     def __init__(self, gigabytes: float) -> None:
@@ -91,7 +91,7 @@ class State:
 
 
 def bert(gigabytes: float) -> nn.Module:
-    """A BERT of which weights and two moments take about so much, in fp32; from 0.6 on it is as wide as BERT-base."""
+    """Build a BERT whose fp32 weights and two moments take about this size. From 0.6 GB it is as wide as BERT-base."""
     width, vocabulary = (768, 30522) if gigabytes >= 0.6 else (64, 1000)
     block = 12 * width * width
     layers = max(round((gigabytes * 1e9 / 12 - vocabulary * width) / block), 1)
@@ -100,10 +100,10 @@ def bert(gigabytes: float) -> nn.Module:
 
 
 class Stalls:
-    """A save in the background: seconds that a step waits for it, and that its bytes take from memory to memory.
+    """Timings of background saves: how long a step waits for a save, and how long a memory copy of its bytes takes.
 
     Attributes:
-        first: of the first save of a process, which has to get its memory.
+        first: Seconds of the first save in the process, which also allocates memory.
     """
 
     def __init__(self, state: State, saver: AsyncSaver) -> None:
@@ -130,7 +130,7 @@ class Stalls:
 def measure_saving(
     gigabytes: float, repeats: int, folder: Path, advance: Advance = lambda text: None
 ) -> tuple[Contest, Stalls]:
-    """Save in every way, ``repeats`` times; nothing is left in the folder. The contest's work are the state's bytes."""
+    """Save in every way, ``repeats`` times, and empty the folder again. The contest's work is the state's bytes."""
     state = State(gigabytes)
     with closing(AsyncSaver(folder / OURS_ASYNC, ALONE, keep=1)) as saver:
         stalls = Stalls(state, saver)
@@ -143,7 +143,7 @@ def measure_saving(
             "torch.distributed.checkpoint": partial(_distributed_checkpoint, state),
             "safetensors": partial(_safetensors, state),
         }
-        _timed(folder / OURS_ASYNC, stalls.save, state)  # gets the memory of its copies
+        _timed(folder / OURS_ASYNC, stalls.save, state)  # allocates the memory of its copies
         stalls.first = stalls.steps.pop()
 
         def turn(name: str) -> float:
@@ -159,7 +159,7 @@ def measure_saving(
 
 
 def _timed(path: Path, way: Callable[[Path], None], state: State) -> float:
-    """Seconds of a save, the flush of its folder included; what was written is checked and deleted afterwards."""
+    """Return the seconds of a save, including the flush of its folder. Then check and delete the written files."""
     path.mkdir(parents=True)
     os.sync()
     began = time.perf_counter()
@@ -200,7 +200,7 @@ def _torch_save(state: State, path: Path) -> None:
 
 
 def _distributed_checkpoint(state: State, path: Path) -> None:
-    """As its tutorial does; it flushes its files by itself."""
+    """Save as in torch's tutorial. The writer flushes its files itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         save_distributed(dict(state.tensors), storage_writer=FileSystemWriter(path, sync_files=True), no_dist=True)

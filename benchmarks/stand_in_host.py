@@ -1,4 +1,4 @@
-"""A host for runs on a CPU: memory of its own, and copies that are made as late as they may be."""
+"""A simulated host for runs on a CPU, with separate memory and with copies that happen as late as possible."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROOM = "rapidformer_templates.switches.offload_activations"
 
 
 class StandInHost:
-    """Moves bytes to arrays of numpy, which are no storages of torch, when somebody waits for them and not before.
+    """Copies bytes to numpy arrays, which are not torch storages. The copy happens only when its result is waited for.
 
-    What is brought back is rubbish until then. Whoever gives up a tensor before its copy was waited for is told.
+    Until then, fetched tensors contain garbage. Freeing a tensor before waiting for its copy fails an assertion.
 
     Attributes:
-        journal: what was done, in its order, each with the number of bytes.
+        journal: All operations in order, each with its number of bytes.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -57,7 +57,7 @@ class StandInHost:
 
 @contextmanager
 def taken_for_a_gpu(least_bytes: int = LEAST_BYTES) -> Iterator[None]:
-    """Let runs on a CPU offload to stand-ins."""
+    """Let runs on a CPU offload to simulated hosts."""
     consulted = Registry.consulted
 
     def without_the_device(self: Registry, request: Request) -> tuple[Rule, ...]:

@@ -1,7 +1,7 @@
-"""``benchmarks states``: bytes of the model's states that a worker holds a parameter, by formula and by the receipts.
+"""``benchmarks states``: bytes of model states per parameter on each worker, by formula and by the receipts.
 
-Each way to share them out trains some steps in bf16 with 1, 2 and 4 replicas of a small llama, or of its halves under
-tensor parallelism.
+Each way to partition the states trains a few steps in bf16 with 1, 2 and 4 replicas of a small llama, or of its halves
+under tensor parallelism.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PRECISION = "bf16"
 
 @dataclass(frozen=True)
 class Way:
-    """How the states are shared out.
+    """A way to partition the model states.
 
     Attributes:
-        layout: of one replica.
-        formula: bytes a parameter for a number of replicas, without buckets.
-        text: the formula.
-        goal: the most that a worker may hold, where there is a goal.
+        layout: Layout of one replica.
+        formula: Returns the bytes per parameter for a number of replicas, without buckets.
+        text: The formula as text.
+        goal: Returns the bytes per parameter that a worker may hold at most. None if there is no goal.
     """
 
     layout: Layout
@@ -56,13 +56,13 @@ WAYS = {
     "fsdp": Way(Layout(partitioning="fsdp"), lambda d: 16 / d, "(4 + 4 + 8) / d"),
     "zero-3": Way(Layout(partitioning="zero-3"), lambda d: 16 / d, "(2 + 2 + 12) / d"),
 }
-"""Parameters + gradients + optimizer state of AdamW, with masters where there are any."""
+"""Parameters + gradients + optimizer state of AdamW, with master weights if the way has them."""
 
 KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
 
 
 def measure(workers: int, advance: Advance = lambda text: None) -> list[Row]:
-    """A row for each way; those of one number of workers run in one group of processes."""
+    """Return a row for each way. All ways with the same number of workers run in one group of processes."""
     told: dict[str, dict[int, list[dict[str, Any]]]] = {name: {} for name in WAYS}
     for world in (count for count in WORLDS if count <= workers):
         layouts = {
@@ -78,9 +78,9 @@ def measure(workers: int, advance: Advance = lambda text: None) -> list[Row]:
 
 
 def _held(layout: Layout, ranks: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """Bytes a parameter of the worker's share of the model, by kind and worker."""
+    """Return bytes per parameter of each worker's part of the model, by kind."""
     whole = held_by_worker(MODELS[MODEL].shapes(""), replace(layout, partitioning="none"))
-    counts = [held.parameters / 4 for held in whole]  # in fp32, as the planner has it by default
+    counts = [held.parameters / 4 for held in whole]  # the planner's default is fp32
     return [
         {kind: size / count for kind, size in rank["held"].items() if isinstance(size, int)}
         for rank, count in zip(ranks, counts, strict=True)
@@ -88,7 +88,7 @@ def _held(layout: Layout, ranks: Sequence[dict[str, Any]]) -> list[dict[str, flo
 
 
 def _row(name: str, told: dict[int, list[dict[str, float]]]) -> Row:
-    """The worker that holds most, of each number of replicas."""
+    """Build the row of a way from the worker that holds most, for each number of replicas."""
     most = {count: max(ranks, key=lambda held: sum(held[kind] for kind in KINDS)) for count, ranks in told.items()}
     return {
         "name": name,
@@ -117,12 +117,12 @@ def _columns(replicas: Sequence[int]) -> Columns:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Goals, and what is not counted."""
+    """Return lines with the goals, and with the size of the buckets, which the table does not count."""
     lines = []
     for row in rows:
         goal = WAYS[row["name"]].goal
         if goal:
-            # Norms stay fp32, a thousandth of the model.
+            # Norms stay in fp32. They are a thousandth of the model.
             reached = all(round(sum(held), 2) <= goal(count) for count, held in row["held"].items())
             most = ", ".join(f"{goal(count):.2f}" for count in row["held"])
             lines.append(f"{row['name']}: at most {most} are the goal: {verdict(reached)}")

@@ -1,6 +1,6 @@
-"""``benchmarks streaming``: memory and speed of a pass over streamed text, beside the same text read whole.
+"""``benchmarks streaming``: memory and speed of a pass over streamed text, compared with the same text read at once.
 
-Each pass is one in a process of its own. No model is trained: what is measured is what the data cost.
+Each pass runs in a separate process. No model is trained, so only the cost of the data is measured.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ TASKS = {
 KINDS = {"streamed": (STREAMED,), "windows": (WINDOWS,), "whole": (WHOLE,), "all": tuple(TASKS)}
 MODEL = "--model-type gpt2 --seq-length 256 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
 GOAL = 1.3
-"""The peak of the largest text over that of the smallest."""
+"""Goal: ratio of the peak memory for the largest text to that for the smallest."""
 
 
 def make_text(folder: Path, megabytes: float) -> None:
-    """Documents of words of Zipf's law, about 600 characters each, in shards of JSON lines."""
+    """Write documents of words with Zipf's law, about 600 characters each, in shards of JSON lines."""
     draw = np.random.default_rng(0)
     words = np.array(["".join(draw.choice(list("etaoinshrdlu"), draw.integers(2, 9))) for _ in range(5000)])
     share = 1 / np.arange(1, 5001)
@@ -67,7 +67,7 @@ def make_text(folder: Path, megabytes: float) -> None:
 
 
 def make_tokenizer(folder: Path, text: Path) -> Path:
-    """A byte-level BPE of 8,000 tokens."""
+    """Train and save a byte-level BPE of 8,000 tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -82,7 +82,7 @@ def make_tokenizer(folder: Path, text: Path) -> Path:
 
 
 def measure(flags: Sequence[str]) -> dict[str, float]:
-    """One pass over the data of a run with these flags, in batches, in this process."""
+    """Make one pass over the batches of a run with these flags, in this process."""
     config = with_template_defaults(parse([*flags, "--lr", "1"], switch_options()), "Trainer")
     task = load_task(config)
     began, before = time.perf_counter(), _status("VmRSS")
@@ -111,7 +111,7 @@ def measure(flags: Sequence[str]) -> dict[str, float]:
 
 
 def _status(name: str) -> float:
-    """A line of this process's status, MB."""
+    """Return a value of this process's status in MB."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith(name))
 

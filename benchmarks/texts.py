@@ -1,4 +1,4 @@
-"""Real text that machines have: sources and docstrings of Python, and Debian's WordNet glosses where they are."""
+"""Real text found on most machines: sources and docstrings of Python, and WordNet glosses on Debian."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from rapidformer_templates.errors import DataError
 
 WORDNET = Path("/usr/share/wordnet")
 LONGEST = 800_000
-"""Characters of the longest document: tables that programs wrote are longer, and no text."""
+"""Maximum number of characters in a document. Longer sources are tables that programs wrote, not text."""
 
 
 def write_corpus(path: Path, megabytes: float) -> None:
-    """Write JSON lines with ``text`` and ``id``; the same on the same machine, and a smaller one begins a larger one.
+    """Write JSON lines with ``text`` and ``id``.
+
+    The result is the same on the same machine, and a smaller corpus is the beginning of a larger one.
 
     Args:
-        path: the file.
-        megabytes: its size, to within one document.
+        path: The file to write.
+        megabytes: Size of the file, to within one document.
 
     Raises:
-        DataError: the machine has less text.
+        DataError: The machine does not have enough text.
     """
     limit, size = round(megabytes * 1e6), 0
     with path.open("w", encoding="utf-8") as file:
@@ -38,7 +40,7 @@ def write_corpus(path: Path, megabytes: float) -> None:
 
 
 def _documents() -> Iterator[tuple[str, str]]:
-    """(name, text), glosses and sources in turn, so that a smaller corpus has both kinds."""
+    """Yield (name, text), alternating glosses and sources, so that a smaller corpus contains both kinds."""
     glosses = _glosses()
     for name, text in _sources():
         yield name, text
@@ -46,7 +48,7 @@ def _documents() -> Iterator[tuple[str, str]]:
 
 
 def _glosses() -> Iterator[tuple[str, str]]:
-    """WordNet's definitions: behind the bar in the lines of its data files."""
+    """Yield the WordNet definitions, which follow the bar in the lines of its data files."""
     for path in sorted(WORDNET.glob("data.*")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
             gloss = line.partition(" | ")[2].strip()
@@ -60,22 +62,22 @@ def _sources() -> Iterator[tuple[str, str]]:
             try:
                 text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):
-                continue  # a test of other encodings
+                continue  # such a file tests other encodings
             if text.strip() and len(text) <= LONGEST:
                 yield str(path.relative_to(root)), text
 
 
 def docstrings(longest: int, limit: int | None = None) -> TokenizedSamples:
-    """The docstrings of Python's library as bytes, each cut at ``longest``."""
+    """Return the docstrings of Python's library as bytes, each truncated to ``longest``."""
     texts = (text.encode() for _, text in documented())
     return TokenizedSamples({"input_ids": Ragged(list(text[:longest]) for text in islice(texts, limit))})
 
 
 def documented() -> Iterator[tuple[str, str]]:
-    """(name, docstring) of what Python's library documents, in the order of its files."""
+    """Yield (name, docstring) for everything documented in Python's library, in the order of its files."""
     library = Path(sysconfig.get_path("stdlib"))
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    # Its packages, but neither site-packages nor the tests.
+    # The library's own packages, without site-packages and tests.
     for file in sorted(library.glob("*.py")) + sorted(library.glob("[!_st]*/*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, owners) and (text := ast.get_docstring(node)):

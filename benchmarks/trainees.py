@@ -1,7 +1,7 @@
-"""The runs that ``benchmarks faults`` kills: a small GPT that reads bytes of Python's own sources, dropout on.
+"""The runs that ``benchmarks faults`` kills: a small GPT with dropout that reads the bytes of Python's own sources.
 
-:func:`live` is one life of such a run in a process of its own. The process is forked from one that
-has imported this module, so everything that is slow to import is imported here.
+:func:`live` is the life of one process of such a run. The process is forked from one that has imported this module, so
+this module imports everything that is slow to import.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rapidformer_templates.trainer import Trainer
 STEPS, SAVE_EVERY, EVALUATE_EVERY, BATCH, LENGTH, LR = 60, 3, 20, 8, 64, 1e-3
 
 TIMINGS = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
-"""Fields of a metrics line that no two runs have in common."""
+"""Fields of a metrics line that differ between any two runs."""
 
 
 class Place(IntEnum):
-    """Where a life stands; the number is in memory that is shared with the process that watches."""
+    """State of a process. The number is in shared memory, where the watching process reads it."""
 
     START = 0
     STEP = 1
@@ -48,33 +48,33 @@ class Place(IntEnum):
 
 
 Outcome = dict[str, list[Any]]
-"""What two equal runs have in common, part by part: lines of metrics, contents of files."""
+"""Parts that are the same in two equal runs: lines of metrics, and contents of files."""
 
 
 def live(trainee: str, folder: str, place: Any) -> None:
-    """Start the run in ``folder``, or go on with it, and end the process when it is complete.
+    """Start the run in ``folder``, or resume it, and end the process when the run is complete.
 
     Args:
-        trainee: a key of :data:`TRAINEES`.
-        folder: of the run; what the process says is added to ``FOLDER.log``.
-        place: told where the run stands.
+        trainee: A key of :data:`TRAINEES`.
+        folder: Folder of the run. The output of the process is appended to ``FOLDER.log``.
+        place: Shared value that is set to what the process is doing.
     """
     log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore between processes, which a kill would leak
+    tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore between processes, which a kill would leak
     torch.set_num_threads(1)
     TRAINEES[trainee].live(Path(folder), place)
 
 
 def text_samples() -> list[dict[str, torch.Tensor]]:
-    """Pieces of the source of Python's argparse as bytes, for a causal language model."""
+    """Return pieces of the source of Python's argparse as bytes, for a causal language model."""
     text = torch.tensor(list(inspect.getsource(argparse).encode()))
     return [{"input_ids": piece, "labels": piece} for piece in text.split(LENGTH) if len(piece) == LENGTH]
 
 
 def small_gpt() -> Any:
-    """Dropout is 0.1 everywhere, so that a random state that was not restored shows in the losses."""
+    """Build a small GPT. Dropout is 0.1 everywhere, so the losses show if a random state was not restored."""
     return gpt2(2, 32, 2, 256, LENGTH, dropout=0.1)
 
 
@@ -83,7 +83,7 @@ def _stand(place: Any, where: Place) -> None:
 
 
 def _saving(function: Callable[..., Any], place: Any) -> Callable[..., Any]:
-    """A function that saves, and tells so meanwhile."""
+    """Wrap a function that saves, so that ``place`` shows the save while it runs."""
 
     def marked(*arguments: Any, **keywords: Any) -> Any:
         before, place.value = place.value, Place.SAVE
@@ -95,7 +95,7 @@ def _saving(function: Callable[..., Any], place: Any) -> Callable[..., Any]:
 
 
 class Ours:
-    """A run of this library, each life the same command with ``--resume``."""
+    """A run of this library. Each process runs the same command with ``--resume``."""
 
     name = "rapidformer_templates"
 
@@ -136,7 +136,7 @@ class Ours:
 
 
 class TransformersTrainer:
-    """The same run by transformers' Trainer, resumed from its last checkpoint as its examples do."""
+    """The same run with transformers' Trainer, resumed from its last checkpoint as in its examples."""
 
     name = "transformers' Trainer"
 
@@ -179,7 +179,7 @@ class TransformersTrainer:
 
 
 def _contents(path: Path) -> list[tuple[str, Any]]:
-    """What a safetensors file holds, bit for bit; its metadata have no order of their own."""
+    """Return the contents of a safetensors file, bit for bit. The metadata are sorted: their order varies."""
     with safe_open(path, "pt") as file:
         tensors = [(name, file.get_tensor(name).numpy().tobytes()) for name in sorted(file.keys())]
         return [*sorted((file.metadata() or {}).items()), *tensors]

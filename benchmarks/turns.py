@@ -1,7 +1,7 @@
-"""Training loops that take turns, although they cannot be taken apart (``Trainer.fit``).
+"""Training loops that take turns, although they cannot be split into steps (``Trainer.fit``).
 
-Each sleeps in its callback at the end of a step until it is its turn again; never do two run at once. It lives in a
-thread, or in a process of its own.
+Each loop sleeps in its callback at the end of a step until it is its turn again. Two loops never run at the same time.
+A loop runs in a thread or in a separate process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rapidformer_templates.errors import RapidformerError
 
 
 class Closed(BaseException):
-    """Raised inside a loop to end it. Not an ``Exception``: no loop may take it for a failed step."""
+    """Raised inside a loop to end it. It is not an ``Exception``, because a loop must not treat it as a failed step."""
 
 
 class Ended(RuntimeError):
-    """A loop came to its end within a turn; ``result`` is what it returned."""
+    """A loop ended during a turn. ``result`` is the value that it returned."""
 
     def __init__(self, result: Any) -> None:
         super().__init__("the loop ended by itself")
@@ -32,10 +32,11 @@ class Ended(RuntimeError):
 
 
 class StepDone:
-    """What a loop must call at the end of each optimizer step.
+    """The callback that a loop must call at the end of each optimizer step.
 
     Attributes:
-        seconds: from callback to callback: all that the loop does between its steps, and not the turns of others.
+        seconds: Seconds from callback to callback. They include all that the loop does between its steps, but not
+            the turns of others.
     """
 
     def __init__(self, line: Connection) -> None:
@@ -46,7 +47,7 @@ class StepDone:
 
     @property
     def is_last(self) -> bool:
-        """Whether the step that is about to end is the last of its turn."""
+        """Whether the step that is about to end is the last one of its turn."""
         return self._left == 1
 
     def __call__(self) -> None:
@@ -59,7 +60,7 @@ class StepDone:
             self.wait()
 
     def begin(self) -> None:
-        """Let the clock begin here; what came before is a turn of its own and does not count."""
+        """Start the clock here. The time before it is a separate turn, which does not count."""
         self.seconds = 0.0
         self._line.send(self.seconds)
         self.wait()
@@ -77,8 +78,8 @@ class Loop:
     """A loop that runs a number of steps at a time.
 
     Args:
-        body: the loop; it is handed its callback and the arguments.
-        process: whether it lives in a process of its own, in which it says nothing.
+        body: The loop. It receives its callback and the arguments.
+        process: Whether the loop runs in a separate process, without output.
     """
 
     def __init__(self, body: Callable[..., Any], *arguments: Any, process: bool = False) -> None:
@@ -99,11 +100,11 @@ class Loop:
             self._join, self._kill = thread.join, lambda: None
 
     def advance(self, steps: int) -> float:
-        """Run some optimizer steps; the seconds that they took. The first call also sets the loop up.
+        """Run some optimizer steps and return the seconds that they took. The first call also sets up the loop.
 
         Raises:
-            RapidformerError: the loop failed.
-            Ended: it came to its end.
+            RapidformerError: The loop failed.
+            Ended: The loop ended.
         """
         try:
             self._line.send(steps)
@@ -116,7 +117,7 @@ class Loop:
         return float(spent)
 
     def finish(self) -> Any:
-        """Let it come to its end; what it returned."""
+        """Let the loop finish, and return its result."""
         try:
             while True:
                 self.advance(1 << 62)
@@ -124,7 +125,7 @@ class Loop:
             return end.result
 
     def close(self) -> None:
-        """End the loop where it stands."""
+        """End the loop immediately."""
         self._line.close()
         self._join(10)
         self._kill()
@@ -141,7 +142,7 @@ def _live(line: Connection, body: Callable[..., Any], arguments: tuple[Any, ...]
         answer = RapidformerError(error.render())
     except Exception:
         answer = RapidformerError(traceback.format_exc()[-2000:])
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for the result any more
         line.send(answer)
 
 

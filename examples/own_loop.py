@@ -1,10 +1,10 @@
-"""A loop of your own: thirty lines, and every switch.
+"""Your own training loop: thirty lines, and every switch.
 
     python examples/own_loop.py
     python examples/own_loop.py --nproc-per-node 2 --zero-3-memory-optimization
     python examples/own_loop.py --nproc-per-node 2 --tensor-model-parallel-size 2 --mixed-precision bf16
 
-Stopped on the way, it goes on from its newest checkpoint, with as many workers as it then has.
+If you stop it, the next start resumes from the newest checkpoint. The number of workers may be different then.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""White-box pretraining: a small GPT learns to write Python from Python's own library.
+"""White-box pretraining: a small GPT learns to write Python from Python's standard library.
 
     python examples/pretrain_gpt.py
     python examples/pretrain_gpt.py --model-type llama --train-iters 300 --save runs/llama
 
-It reads the sources of the Python that runs it, trains a byte-level BPE tokenizer on them, and
-starts from random weights. Every flag of the black box is taken, and those of ``CorpusFlags``.
+The script reads the standard library of the Python that runs it, trains a byte-level BPE tokenizer on these sources,
+and starts from random weights. It takes every flag of the black box, and those of ``CorpusFlags``.
 """
 
 import sysconfig
@@ -33,7 +33,7 @@ class PythonGPT(Pretrainer):
     """Pretrain a language model on Python's own library."""
 
     Flags = CorpusFlags
-    uses_task = True  # these data are what the task makes, too: its predictions and metrics fit them
+    uses_task = True  # the data have the same form as the task's, so its predictions and metrics fit
 
     def build_data(self) -> Data:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[: self.flags.max_files]

@@ -1,9 +1,9 @@
-"""White-box fine-tuning: a pretrained model learns the sentiment of tweets, with hooks of your own.
+"""White-box fine-tuning: a pretrained model learns the sentiment of tweets, with custom hooks.
 
     MODEL=$(rapidformer demo --prepare)
     python examples/sentiment.py --config examples/sentiment.yaml --pretrained-model-name-or-path $MODEL
 
-It takes every flag of the black box. Hooks that are left out come from the task and the flags.
+It takes every flag of the black box. Hooks that you leave out come from the task and the flags.
 """
 
 import csv
@@ -30,7 +30,7 @@ class Sentiment(Finetuner):
     """Fine-tune a classifier of tweets."""
 
     Flags = SentimentFlags
-    uses_task = True  # the data have the form of the task's: its predictions and metrics fit them
+    uses_task = True  # the data have the same form as the task's, so its predictions and metrics fit
 
     def build_data(self) -> Data:
         self.tokenizer = self.task.tokenizer  # exported with the model

@@ -1,11 +1,11 @@
-"""Which statements that concern an accelerator the rehearsal runs, and which it never comes to.
+"""List the statements for accelerators that the rehearsal runs, and those that it never reaches.
 
-``python scripts/device_coverage.py`` runs ``pytest -m accelerator`` on tests/rehearsal and prints, file by file, how
+``python scripts/device_coverage.py`` runs ``pytest -m accelerator`` on tests/rehearsal. For each file it prints how
 many such statements there are, how many ran, and the text of those that did not. docs/devices.md has the table.
 
-A statement counts that calls torch's interface to accelerators or ours (``system/accelerator.py``), or that stands
-in a branch for devices that are not a CPU. Each tells when it is first executed: a hook of the import system puts a
-call before it, which works in autograd's threads, too, where Python's own tracing does not reach.
+A statement counts if it calls torch's interface to accelerators or ours (``system/accelerator.py``), or if it is in a
+branch for devices other than a CPU. Each statement reports when it is first executed: an import hook inserts a call
+before it. This also works in autograd's threads, which Python's own tracing does not reach.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _calls_a_device(node: ast.AST) -> bool:
 
 
 def _is_apart(test: ast.expr) -> bool | None:
-    """Whether a condition holds on an accelerator alone; False: on a CPU alone; None: neither."""
+    """Return True if a condition holds only on an accelerator, False if it holds only on a CPU, and None otherwise."""
     text = ast.unparse(test)
     if any(sign in text for sign in APART):
         return not text.startswith("not ")
@@ -47,7 +47,7 @@ def _is_apart(test: ast.expr) -> bool | None:
 
 
 class _Marks(ast.NodeTransformer):
-    """Puts a call before each statement that counts; ``lines`` are theirs."""
+    """Inserts a call before each statement that counts. ``lines`` are the line numbers of these statements."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class _Marks(ast.NodeTransformer):
         return found
 
     def _counts(self, statement: ast.stmt) -> bool:
-        """Whether what the statement itself evaluates, without the statements in it, calls a device."""
+        """Whether the statement itself calls a device. Statements nested in it are not considered."""
         own = [
             child
             for child in ast.iter_child_nodes(statement)
@@ -91,7 +91,7 @@ def _docstring(node: ast.AST) -> list[ast.stmt]:
 
 
 def marked(name: str, text: str) -> tuple[ast.Module, list[int]]:
-    """A module of the library with its calls, and the lines of the statements that they stand before."""
+    """Return a module of the library with inserted calls, and the line numbers of the marked statements."""
     tree, marks = ast.parse(text), _Marks(name)
     head = [node for node in tree.body if isinstance(node, ast.Expr | ast.ImportFrom) and node.lineno < 40]
     rest = [node for node in tree.body if node not in head]
@@ -104,7 +104,7 @@ _seen: set[tuple[str, int]] = set()
 
 
 def ran(name: str, line: int) -> None:
-    """A statement is executed."""
+    """Record that a statement was executed."""
     if (name, line) not in _seen:
         _seen.add((name, line))
         with open(Path(os.environ[FOLDER]) / str(os.getpid()), "a") as file:
@@ -129,13 +129,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """From now on modules of the library tell of their statements."""
+    """Install the import hook, so that modules imported later report their statements."""
     sys.modules[HOOK] = sys.modules[__name__]
     sys.meta_path.insert(0, _Finder())
 
 
 def statements() -> Iterator[tuple[str, int, str]]:
-    """(file, line, text) of all statements that count."""
+    """Yield (file, line, text) of all statements that count."""
     for path in sorted(SOURCE.rglob("*.py")):
         if "commands/" not in path.as_posix():
             text, name = path.read_text(encoding="utf-8"), path.relative_to(SOURCE).as_posix()
@@ -145,7 +145,7 @@ def statements() -> Iterator[tuple[str, int, str]]:
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as site:
-        # Every Python that is started from here installs the hook first.
+        # Every Python process that is started from here installs the hook first.
         start = f"import sys\nsys.path.insert(0, {str(ROOT / 'scripts')!r})\nimport device_coverage\n"
         (Path(site) / "sitecustomize.py").write_text(start + "device_coverage.install()\n")
         paths = os.pathsep.join([site, str(ROOT / "src"), str(ROOT)])

@@ -1,11 +1,12 @@
 """Check one GPU and measure on it, in one call of less than nine minutes.
 
-``python scripts/gpu_check.py --output results`` runs the rehearsals of tests/rehearsal on the GPU and the tests that
-need one, the model FLOPs utilisation of BERT-base, GPT-124M and GPT-1.3B beside a hand-written loop and transformers'
-Trainer, and a profile of each (host waits a step, idle share of the device), and writes ``gpu_check.json``. Each part
-is a process with a time limit of its own, and what is there is written after each of them.
+``python scripts/gpu_check.py --output results`` runs three kinds of parts. It runs the rehearsals of tests/rehearsal on
+the GPU and the tests that need one. It measures the model FLOPs utilisation of BERT-base, GPT-124M and GPT-1.3B, and
+that of a hand-written loop and of transformers' Trainer. It profiles each model (how often the host waits per step, and
+how long the device is idle). The results are in ``gpu_check.json``. Each part is a process with its own time limit, and
+the file is written after each part.
 
-``--device cpu --tiny`` tries the script itself out on any machine.
+``--device cpu --tiny`` tries the script itself on any machine.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ GOALS = {
 }
 IDLE_GOAL = 0.02
 OF_THE_PROFILER = ("cudaDeviceSynchronize", "cudaEventSynchronize")
-"""Waits that the profiler adds: for the device at its begin and end, and for the event that a later step reads."""
+"""Waits that the profiler adds: for the device at its start and end, and for the event that a later step reads."""
 
 
 @dataclass
@@ -39,10 +40,10 @@ class Part:
     """A part of the check.
 
     Attributes:
-        name: of it.
-        command: the process.
-        seconds: its time limit.
-        read: takes its results from the output folder.
+        name: Name of the part.
+        command: Command line of the process.
+        seconds: Time limit.
+        read: Reads the part's results from the output folder.
     """
 
     name: str
@@ -52,13 +53,13 @@ class Part:
 
 
 def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
-    """What is done, what matters most first."""
+    """Return the parts of the check, the most important ones first."""
     python, bench = sys.executable, [sys.executable, "-m", "rapidformer_templates.commands.bench"]
     scales = ["tiny"] if tiny else ["gpt-124m", "bert-base", "paper"]
     found = [
         Part("versions", [python, "-c", VERSIONS, str(output / "versions.json")], 60, _json(output / "versions.json"))
     ]
-    slack = 1.0 if device == "cuda" else 4.0  # the same parts on a CPU, which is not what the limits are for
+    slack = 1.0 if device == "cuda" else 4.0  # the limits are made for a GPU: a CPU gets more time
     turns = ["--repeats", "1", "--steps", "2" if tiny else "4", "--device", device]
     for scale in scales:
         folder = output / f"profile-{scale}"
@@ -90,7 +91,7 @@ def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
 
 
 def pytest_of(marker: str, where: str) -> list[str]:
-    """The command that runs the tests of a marker."""
+    """Return the command that runs the tests with a marker."""
     words = f"-m pytest -m {marker} -q --timeout 120 -p no:cacheprovider"
     return [sys.executable, *words.split(), str(ROOT / where)]
 
@@ -108,7 +109,7 @@ def _json(path: Path) -> Callable[[], Any]:
 
 
 def run(part: Part, seconds: float) -> dict[str, Any]:
-    """Run a part for at most ``seconds``; its end, its last words, and what it has written by then."""
+    """Run a part for at most ``seconds``. Returns its exit, the end of its output, and the results written by then."""
     began = time.monotonic()
     process = subprocess.Popen(
         part.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
@@ -117,7 +118,7 @@ def run(part: Part, seconds: float) -> dict[str, Any]:
         text, _ = process.communicate(timeout=seconds)
         status = "ok" if process.returncode == 0 else f"exit status {process.returncode}"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its workers, too
+        os.killpg(process.pid, signal.SIGKILL)  # kills its workers, too
         text, _ = process.communicate()
         status = f"stopped after {seconds:.0f} s"
     spent = round(time.monotonic() - began, 1)
@@ -125,7 +126,7 @@ def run(part: Part, seconds: float) -> dict[str, Any]:
 
 
 def verdicts(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Goals beside what was measured."""
+    """Return lines that compare the goals with the measured values."""
     lines = []
     for scale, goals in GOALS.items():
         table = (results.get(f"utilisation {scale}") or {}).get("result")
@@ -136,7 +137,7 @@ def verdicts(results: dict[str, dict[str, Any]]) -> list[str]:
         profile = (results.get(f"profile {scale}") or {}).get("result")
         if profile:
             waits = sum(n for name, n in profile["host_waits_a_step"].items() if name not in OF_THE_PROFILER)
-            lines.append(f"{scale}: host reads and waits a step: {waits:g}; goal 0")
+            lines.append(f"{scale}: host reads and waits per step: {waits:g}; goal 0")
             lines.append(f"{scale}: device idle {profile.get('device_idle_share')}; goal at most {IDLE_GOAL}")
     return lines
 

@@ -1,10 +1,10 @@
-"""Break the product on purpose and see that a test fails: each switch left out, and lines of engines changed.
+"""Break the product on purpose and check that a test fails: omit each switch, and change lines of engines.
 
     python scripts/mutations.py                  all mutations, one after another
-    python scripts/mutations.py fsdp "the norm"  those whose name has one of these words
+    python scripts/mutations.py fsdp "the norm"  mutations whose name contains one of these words
 
-A mutation runs the tests named with it, in a copy of the source, until the first one fails. Prints a row per mutation
-with that test, and ends with status 1 if a mutation failed no test.
+A mutation runs its tests in a copy of the source, until the first one fails. The script prints a row with that test for
+each mutation. It exits with status 1 if a mutation failed no test.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Line:
     """A changed line of an engine.
 
     Attributes:
-        file: in the package.
-        line: the text to replace. It must be there once.
-        instead: the text in its place.
-        tests: files that must notice it.
+        file: Path in the package.
+        line: The text to replace. It must occur exactly once.
+        instead: The replacement.
+        tests: Test files that must detect the change.
     """
 
     file: str
@@ -108,13 +108,13 @@ ELSEWHERE = {
     "tf32": (RECEIPTS,),
     "offload-activations": ("tests/switches/offload_activations",),
 }
-"""Switches that are in no row of the covering table on a machine without a GPU."""
+"""Tests of switches that have no row in the covering table on a machine without a GPU."""
 
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
 def first_failure(tests: tuple[str, ...], environment: dict[str, str], *more: str) -> str | None:
-    """The first test that fails, or None."""
+    """Return the first test that fails, or None."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *more, *tests]
     done = subprocess.run(
         command,
@@ -132,16 +132,16 @@ def first_failure(tests: tuple[str, ...], environment: dict[str, str], *more: st
 
 
 def without_switch(name: str) -> str | None:
-    """Leave out a switch."""
+    """Omit a switch. Returns the first test that fails, or None."""
     tests = ELSEWHERE.get(name, (PAIRS,))
     return first_failure(tests, {"RAPIDFORMER_LEFT_OUT": name}, "-p", "tests.support.left_out")
 
 
 def with_line(line: Line) -> str | None:
-    """Change a line in a copy of the source.
+    """Change a line in a copy of the source. Returns the first test that fails, or None.
 
     Raises:
-        ValueError: the line is not there, or several are.
+        ValueError: The line does not occur, or it occurs several times.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "rapidformer_templates")
@@ -155,7 +155,7 @@ def with_line(line: Line) -> str | None:
 
 
 def main() -> None:
-    """Run the mutations whose name has a word of the command line, or all."""
+    """Run the mutations whose name contains a word of the command line, or all mutations."""
     words = sys.argv[1:] or [""]
     mutations = {f"without {switch.name}": (without_switch, switch.name) for switch in REGISTRY.switches}
     mutations |= {name: (with_line, line) for name, line in LINES.items()}

@@ -1,6 +1,6 @@
 """Pictures of README and manual: ``python scripts/pictures.py`` writes docs/pictures/ from real output and figures.
 
-``--run FOLDER`` also takes the curves of a run; those that are there are of ``rapidformer demo``.
+``--run FOLDER`` also draws the curves of a run. The existing curves are from ``rapidformer demo``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rapidformer_templates.planning.plan import Sizes  # noqa: E402
 from rapidformer_templates.planning.worker_groups import groups_of  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
-WIDTH = 100  # columns of a terminal; longer lines go on in the next
+WIDTH = 100  # columns of a terminal. Longer lines are wrapped
 
 TERMINAL = {
     "plan": "rapidformer plan --task pretraining --model-type gpt2 --fsdp-memory-optimization --mixed-precision bf16 "
@@ -36,12 +36,12 @@ TERMINAL = {
     "refusal": "rapidformer plan --task causal_lm --fsdp-memory-optimization --tensor-model-parallel-size 2 "
     "--world-size 4 --device cpu",
 }
-"""Commands whose answers are shown, by the picture's name."""
+"""Commands whose output is shown, by the name of the picture."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars of a table of docs/benchmarks.md: the section, the column's heading, and what the picture says."""
+    """A bar chart of a table in docs/benchmarks.md: the section, the heading of the column, and the picture's texts."""
 
     section: str
     column: str
@@ -57,13 +57,13 @@ CHARTS = (
     Chart("padding", "useful tokens/s", "Useful tokens a second by batches (more is better)", "dynamic|most|cap"),
     Chart("mfu", "samples/s", "Training of one model by three loops, samples a second (more is better)"),
     Chart("adapters", "together", "Weights, gradients and optimizer state, MB (less is better)", "LoRA|DoRA"),
-    Chart("optimizers", "state, bytes a parameter", "State, bytes a parameter (less is better)", "bit|any|muon"),
+    Chart("optimizers", "state, bytes per parameter", "State, bytes a parameter (less is better)", "bit|any|muon"),
     Chart("fused-loss", "peak of tensors, MB", "Peak of tensors, MB (less is better)", "fused"),
 )
 
 
 def terminal(command: str) -> str:
-    """A command and its real answer, as an SVG of a terminal."""
+    """Return a command and its real output, as an SVG of a terminal."""
     answer = io.StringIO()
     with contextlib.redirect_stdout(answer), contextlib.redirect_stderr(answer):
         rapidformer(shlex.split(command)[1:])
@@ -71,13 +71,13 @@ def terminal(command: str) -> str:
     console.print(Text("$ ", style="bold green") + Text(_broken(command), style="bold"))
     console.print(_coloured(answer.getvalue().rstrip("\n")))
     picture = console.export_svg(title="rapidformer", unique_id="terminal")
-    # The typeface of the reader's own terminal, in place of one that is loaded from elsewhere.
+    # Use the typeface of the reader's own terminal instead of one that is loaded from the web.
     picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.S)
     return picture.replace("Fira Code", "ui-monospace, Menlo, Consolas, DejaVu Sans Mono")
 
 
 def _broken(command: str) -> str:
-    """A command in lines of a terminal's width, as one types it."""
+    """Break a command into lines of the terminal's width, as one types it."""
     lines, line = [], ""
     for word in re.split(r" (?=--)", command):
         if line and len(line) + len(word) > WIDTH - 6:
@@ -87,7 +87,7 @@ def _broken(command: str) -> str:
 
 
 def _coloured(answer: str) -> Text:
-    """What a reader looks for first, by colour: errors, and the names of lines."""
+    """Colour what a reader looks for first: errors, and the labels of lines."""
     text = Text(answer)
     text.highlight_regex(r"(?m)^error\[\w+\]", "bold red")
     text.highlight_regex(r"(?m)^  (why|asked|works|  or|more|help|where) ", "bold cyan")
@@ -96,7 +96,7 @@ def _coloured(answer: str) -> Text:
 
 
 def rows(chart: Chart, page: str) -> list[tuple[str, float]]:
-    """The labels and figures of a chart, read from the page."""
+    """Return the labels and values of a chart, read from the page."""
     section = page.split(f"\n## {chart.section}\n", 1)[1].split("\n## ", 1)[0]
     for header, *body in _tables(section):
         if chart.column in header:
@@ -113,7 +113,7 @@ def _tables(section: str) -> Iterator[list[list[str]]]:
 
 
 def _number(cell: str) -> float | None:
-    """The figure of a cell; of several the mean, as of ``19.6, 24.5``; without what follows ±."""
+    """Return the number in a cell, without what follows ±. For several, such as ``19.6, 24.5``, return the mean."""
     found = re.findall(r"[-+]?\d[\d,]*\.?\d*", re.split(r"±|\(|×", re.sub(r"(?<=\d),(?=\d{3}\b)", "", cell))[0])
     numbers = [float(number.rstrip(",")) for number in found]
     return sum(numbers) / len(numbers) if numbers else None
@@ -121,7 +121,7 @@ def _number(cell: str) -> float | None:
 
 @contextlib.contextmanager
 def drawn(width: float, height: float) -> Iterator[tuple[Any, io.StringIO]]:
-    """A figure to draw on, and what has its SVG in the end, the same on every machine."""
+    """Yield a figure to draw on, and a buffer that contains its SVG afterwards, which is the same on every machine."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -137,7 +137,7 @@ def drawn(width: float, height: float) -> Iterator[tuple[Any, io.StringIO]]:
 
 
 def bars(chart: Chart, page: str) -> str:
-    """The chart as an SVG that is readable on a light and on a dark page: it brings its own ground."""
+    """Return the chart as an SVG with its own background, so that it is readable on a light and on a dark page."""
     labels, values = zip(*[(label.replace("`", ""), value) for label, value in rows(chart, page)], strict=True)
     with drawn(8.6, 0.9 + 0.38 * len(labels)) as (figure, out):
         axes = figure.subplots()
@@ -158,11 +158,11 @@ WORKERS = Sizes(world=16, local_world=16, tensor=2, context=2, data=2, pipeline=
 """Sixteen workers, two in each dimension."""
 COLOURS = {"tensor": "#3f51b5", "context": "#00897b", "data": "#c77700", "pipeline": "#ad1457"}
 BENT = {"tensor": 0.0, "context": 0.0, "data": 0.34, "pipeline": -0.22}
-"""How far the line between two workers bends, as a share of its length."""
+"""Curvature of the line between two workers, as a fraction of its length."""
 
 
 def workers() -> str:
-    """Who exchanges what with whom: the groups of :data:`WORKERS` as the plan has them."""
+    """Draw which workers communicate: the groups of :data:`WORKERS` as in the plan."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import FancyArrowPatch
 
@@ -194,12 +194,12 @@ def workers() -> str:
 
 
 def _place(rank: int, at: Mapping[str, int]) -> tuple[float, float]:
-    """Stages side by side, replicas one below the other; in each of them tensor goes across and context down."""
+    """Place stages side by side, and replicas below each other. In each, tensor goes across and context down."""
     return at["pipeline"] * 4.4 + at["tensor"] * 1.2, 4.0 - at["data"] * 3.0 - at["context"] * 1.0
 
 
 def pictures() -> Iterator[tuple[str, str]]:
-    """The name and the text of each picture that is made from output and figures."""
+    """Yield the name and the text of each picture that is made from output and figures."""
     for name, command in TERMINAL.items():
         yield f"{name}.svg", terminal(command)
     yield "workers.svg", workers()

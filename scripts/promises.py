@@ -1,9 +1,10 @@
-"""What the tests promise, and where each promise is held: now, and at an earlier commit.
+"""List what the tests promise, and which file tests each promise: now, and at an earlier commit.
 
     python scripts/promises.py            the promises of this checkout
-    python scripts/promises.py 657a334    beside those of a commit: where each was, and which are gone or new
+    python scripts/promises.py 657a334    compare with a commit: where each promise was, and which are gone or new
 
-A promise is a test function; its name says it, its docstring says more. Those that were renamed are gone and new.
+A promise is a test function. Its name states the promise, and its docstring gives details. A renamed test appears as
+gone and as new.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 Held = dict[str, list[str]]
-"""The files that hold each promise."""
+"""Test files by promise."""
 
 
 def files_of(commit: str | None) -> Iterator[tuple[str, str]]:
-    """(path, text) of the test files of a commit, or of the working tree."""
+    """Yield (path, text) of the test files of a commit, or of the working tree."""
     if commit is None:
         for path in sorted((ROOT / "tests").rglob("test_*.py")):
             yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
@@ -36,7 +37,7 @@ def _git(*words: str) -> str:
 
 
 def promises(commit: str | None = None) -> Held:
-    """The promises of a commit, or of the working tree."""
+    """Return the promises of a commit, or of the working tree."""
     held: Held = defaultdict(list)
     for path, text in files_of(commit):
         for node in ast.walk(ast.parse(text)):
@@ -46,7 +47,7 @@ def promises(commit: str | None = None) -> Held:
 
 
 def sentence(test: ast.FunctionDef) -> str:
-    """``test_a_run_goes_on`` → ``a run goes on``."""
+    """Turn ``test_a_run_goes_on`` into ``a run goes on``."""
     return test.name.removeprefix("test_").replace("_", " ")
 
 

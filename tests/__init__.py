@@ -1,11 +1,11 @@
-"""Rooms as in the source, and what their tests share in ``support``."""
+"""Tests, in the same folders as the source. ``support`` contains what they share."""
 
 import os
 
 import pytest
 
-# Models of tests are small: several threads wait for each other longer than they compute. Set before torch is imported,
-# and for the processes that tests start.
+# The models of the tests are small: several threads would spend more time waiting for each other than computing. Set
+# this before torch is imported. Processes that tests start inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 pytest.register_assert_rewrite("tests.support")

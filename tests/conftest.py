@@ -1,4 +1,4 @@
-"""Fixtures and hooks of the whole suite: which tests share a process, and what every test starts from."""
+"""Fixtures and hooks of the whole suite: which tests share a process, and the state in which every test starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.worker_pool import FAST_RUNS, FSYNC, WITHOUT_PICTURES, end_po
 ROOT = Path(__file__).parents[1]
 
 pytest_plugins = ("tests.support.durations", "tests.support.texts", "tests.support.indexed_sets")
-"""Fixtures of every room."""
+"""Fixtures for all folders."""
 
 TWO_AT_MOST = (
     "tests/benchmarks/",
@@ -33,7 +33,7 @@ TWO_AT_MOST = (
     "tests/switches/test_other_package.py",
     "tests/switches/test_saves_memory.py",
 )
-"""Files that start one or two workers, which are not those of the pool of the other test process."""
+"""Test files that start one or two workers, outside the worker pool of the other test process."""
 
 WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -54,7 +54,7 @@ def _drives_four(path: Path) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all files that may start four workers to one test process, so that two never do so at once.
+    """Give all files that may start four workers to one test process, so that two never do so at the same time.
 
     The other test process runs the rest, file by file.
     """
@@ -69,25 +69,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that start four workers, because they take longest."""
+    """Start with the tests that start four workers, because they take longest."""
     items.sort(key=lambda item: not _drives_four(item.path))
 
 
 def pytest_collection_finish() -> None:
-    """Hide what is imported and collected from the garbage collector: it stays until the end."""
+    """Exclude everything that is imported and collected from garbage collection, because it stays until the end."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def has_no_group() -> None:
-    """Close the process group that an engine without peers opens: it stays open for as long as the process lives."""
+    """Close the process group that an engine without peers opens. It would stay open as long as the process lives."""
     leave_group()
 
 
 @pytest.fixture(autouse=True)
 def is_no_worker() -> Iterator[None]:
-    """Remove what accelerate, which peers of ours use, writes into the environment."""
+    """Remove the environment variables that accelerate, which other trainers use, has set."""
     _forget_worker()
     yield
     _forget_worker()
@@ -95,7 +95,7 @@ def is_no_worker() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def references_are_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """All test processes of a session find the references of :func:`tests.support.parity.reference` in one folder."""
+    """Share one folder for :func:`tests.support.parity.reference` between all test processes of a session."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "references"
     folder.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def references_are_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def runs_are_fast() -> Iterator[None]:
-    """Runs in this process draw no pictures and do not wait for the disk. The marker ``durable`` makes them wait."""
+    """Make runs in this process draw no pictures and not wait for the disk. The marker ``durable`` makes them wait."""
     with FAST_RUNS, WITHOUT_PICTURES:
         yield
     end_pool()
@@ -122,7 +122,7 @@ def waits_for_the_disk(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def deepspeed_parts(request: pytest.FixtureRequest) -> None:
-    """Build DeepSpeed's compiled parts before the workers of a module start, as a launch does it."""
+    """Build DeepSpeed's compiled parts before the workers of a module start, as a launch does."""
     if any(request.node.get_closest_marker(name) is None for name in ("deepspeed", "distributed")):
         return
     from rapidformer_templates.switches.zero.compiled_parts import PartError, build

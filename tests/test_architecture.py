@@ -1,4 +1,4 @@
-"""Rules for the structure of the code. Each test asks all modules one question and lists those that break the rule."""
+"""Rules for the structure of the code. Each test checks all modules and lists those that break its rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 NEUTRAL = ["run/loop.py", "trainer.py", "pretrainer.py", "finetuner.py"]
 BACKENDS = ("deepspeed", "fairscale", "torch.distributed", "onnxruntime", "apex", "bitsandbytes")
-# A switch that is also a word of every training loop.
+# A switch whose name is also a common word in training loops.
 EVERYDAY = {"optimizer"}
 
 
@@ -29,7 +29,7 @@ FLOORS = (
     {"errors"}, {"planning"}, {"system"}, {"models"}, {"data"}, {"engines"}, {"switches"}, {"run"}, {"trainer"},
     {"pretrainer", "finetuner"}, {"compat"}, {"commands"}, {"__init__", "__main__"},
 )  # fmt: skip
-"""Rooms of the source from the lowest up; what a room imports lies below it. What is above is named by strings."""
+"""Packages of the source, from the lowest up. A package imports only from below. Higher ones are named by strings."""
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
@@ -45,7 +45,7 @@ def _nodes(path: Path) -> tuple[ast.AST, ...]:
 
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
-    """Every import: at the top, in a function, for types alone."""
+    """Return every import: at the top, in a function, or only for types."""
     return tuple(_each_import(_nodes(path)))
 
 
@@ -56,12 +56,12 @@ def _each_import(nodes: Iterable[ast.AST]) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
             named = [f"{node.module}.{alias.name}" for alias in node.names]
-            # A room that is taken from the package is no import of the package's own names.
+            # If a package of ours is imported from the main package, this does not import the main package's own names.
             yield from named if node.module == SOURCE.name else (str(node.module), *named)
 
 
 def _words(path: Path) -> Iterator[str]:
-    """Identifiers and strings; docstrings are prose and may explain what the code must not name."""
+    """Yield identifiers and strings. Docstrings are left out: they may explain what the code must not name."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     prose = {id(node.body[0].value) for node in _nodes(path)
              if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
@@ -99,7 +99,7 @@ NAMING = {
     "run/out_of_memory.py": "the ladder is one of flags",
     "run/configure.py": "the automatic strategy chooses flags before there is a plan",
 }
-"""Modules below the switches, and of a run, that name one: why none of them can do without."""
+"""Modules below the switches, and of a run, that name a switch, and why they cannot avoid it."""
 
 
 @cache
@@ -111,7 +111,7 @@ def _names_of_switches() -> frozenset[str]:
 
 @cache
 def _named_in(path: Path) -> set[str]:
-    """The switches and fields of flags that a module names, whole, in its code."""
+    """Return the switches and fields of flags whose full names occur in the module's code."""
     return _names_of_switches() & set(_words(path)) | {m for m in _imports(path) if _room_of(m) == "switches"}
 
 
@@ -142,7 +142,7 @@ def test_module_is_short_and_documented() -> None:
 
 
 def _undocumented(tree: ast.Module) -> list[str]:
-    """The public classes and functions of a module that are long and say nothing about themselves."""
+    """Return the public classes and functions of a module that are long and have no docstring."""
     public = [node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_"]
     return [node.name for node in public if not ast.get_docstring(node) and _lines(node) > 8]
 
@@ -163,7 +163,7 @@ def _room(path: Path) -> str:
 
 
 def _room_of(module: str) -> str | None:
-    """The room of a module or of a name in it; None for what is not ours."""
+    """Return the package that a module or a name belongs to. None if it is not ours."""
     package, *parts = module.split(".")
     if package != SOURCE.name:
         return None
@@ -177,7 +177,7 @@ def test_the_source_has_these_rooms() -> None:
 
 
 def test_rooms_import_downwards() -> None:
-    """Every import: at the top, in a function, for types alone."""
+    """Check every import: at the top, in a function, or only for types."""
     upwards = []
     for path in MODULES:
         here = _room(path)
@@ -187,7 +187,7 @@ def test_rooms_import_downwards() -> None:
 
 
 def test_the_package_does_not_know_its_benchmarks() -> None:
-    """They come with a checkout alone, and import the package."""
+    """The benchmarks are only in a checkout, and import the package."""
     assert [str(path) for path in MODULES if any(name.startswith("benchmarks") for name in _imports(path))] == []
 
 
@@ -223,7 +223,7 @@ def test_a_folder_of_a_switch_declares_it() -> None:
 
 
 def _glossary() -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Where each word of ``docs/glossary.md`` may stand in a name; those of two words first."""
+    """Return where each word of ``docs/glossary.md`` may be used in a name. Terms of two words come first."""
     text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").partition("What took over")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][1:]
     terms = {tuple(word.lower().split()): tuple(re.findall("`([^`]+)`", where)) for word, _, where in rows}
@@ -237,7 +237,7 @@ STEMS = {form: term for term in {t for terms in GLOSSARY for t in terms}
 
 @cache
 def _terms_in(name: str) -> list[tuple[str, ...]]:
-    """The words of the glossary in a name of code, whatever their endings."""
+    """Return the glossary words in a name from the code, with any ending."""
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
     words = [STEMS.get(word, word) for word in words]
     terms = []
@@ -258,7 +258,7 @@ def _definitions(path: Path) -> Iterator[str]:
 
 @cache
 def _uses() -> tuple[tuple[tuple[str, ...], str, str], ...]:
-    """(word of the glossary, module, name) of all names that have one."""
+    """Return (word of the glossary, module, name) for all names that contain one."""
     names = [(str(path.relative_to(SOURCE)), name) for path in MODULES for name in _definitions(path)]
     return tuple((term, module, name) for module, name in names for term in _terms_in(name))
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show; everything else is tested on the CPU."""
+"""Everything that only a GPU can show. All other tests run on the CPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_loader_processes_and_pinned_memory(on_cpu: Any) -> None:
 
 @pytest.mark.parametrize("flags", ["", "--mixed-precision bf16", "--mixed-precision fp16", "--clip-grad 0"])
 def test_the_host_waits_for_nothing_between_two_logs(flags: str, tmp_path: Path) -> None:
-    """torch warns of each operation that makes the host wait for the device."""
+    """torch warns about each operation that makes the host wait for the device."""
 
     class Watched(CausalJob):
         def on_step_end(self, step: int, result: Any) -> None:
@@ -139,7 +139,7 @@ def test_switches_follow_plain_eager(flags: str, on_cpu: Any) -> None:
 
 
 class Wide(CausalJob):
-    """Blocks whose activations are most of what a step needs."""
+    """A model whose memory is mostly activations."""
 
     def make(self) -> torch.nn.Module:
         sizes: dict[str, Any] = {"n_positions": 64, "n_embd": 256, "n_layer": 12, "n_head": 4}
@@ -147,13 +147,13 @@ class Wide(CausalJob):
 
 
 MANY = 256
-"""Samples of a micro batch. With 32, the gradients of all blocks are larger than the inputs of all blocks, and the peak
-is at the end of a backward, when no inputs are left."""
+"""Samples per micro batch. With 32, the gradients of all blocks are larger than the inputs of all blocks, and the peak
+is at the end of a backward, when all inputs have been freed."""
 
 
 def _trained_wide(flags: str) -> tuple[Any, int, dict[str, Any]]:
-    """The curve, the peak of memory in bytes and the receipts."""
-    gc.collect()  # the model of the run before
+    """Return the curve, the peak memory in bytes and the receipts."""
+    gc.collect()  # frees the model of the previous run
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     job = Wide([*f"--train-iters 4 --micro-batch-size {MANY} --lr 1e-3 --log-interval 1 {flags}".split()])

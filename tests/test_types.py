@@ -1,4 +1,4 @@
-"""The interface as an editor sees it: a script of a user's with types, under pyright."""
+"""The interface as an editor sees it: a user's script with type annotations, checked by pyright."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ MyTask().fit().steps  # reportAttributeAccessIssue
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[tuple[int, str]]]:
-    """By file: the line and the rule of each error that pyright finds."""
+    """Return the line and the rule of each error that pyright finds, by file."""
     pyright = shutil.which("basedpyright", path=str(Path(sys.executable).parent))
     if pyright is None:
         pytest.skip("basedpyright is not installed")

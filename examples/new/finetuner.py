@@ -1,9 +1,9 @@
-"""Fine-tuning with hooks of your own. It runs as it is, in seconds on a CPU: the data are made, the model is tiny.
+"""Fine-tuning with custom hooks. It runs as it is, in seconds on a CPU: the data are generated, the model is tiny.
 
     python my_task.py
     python my_task.py --epochs 5 --nproc-per-node 2 --mixed-precision bf16 --save runs/longer
 
-It takes every flag: python my_task.py --help. What a run would do: rapidformer plan --user-script my_task.py
+It takes every flag: python my_task.py --help. To see what a run would do: rapidformer plan --user-script my_task.py
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class MyTask(Finetuner):
         samples = [{"input_ids": row, "labels": (row < 50).sum() > 4} for row in tokens]
         return Data(train=samples[:1024], valid=samples[1024:])
 
-    def build_model(self) -> nn.Module:  # yours: BertForSequenceClassification.from_pretrained(FOLDER)
+    def build_model(self) -> nn.Module:  # in your task: BertForSequenceClassification.from_pretrained(FOLDER)
         config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
         return BertForSequenceClassification(config)
 

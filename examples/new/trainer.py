@@ -1,9 +1,9 @@
-"""Training of any module, with hooks of your own. It runs as it is, in seconds on a CPU: the data are made.
+"""Training of any module with custom hooks. It runs as it is, in seconds on a CPU: the data are generated.
 
     python my_task.py
     python my_task.py --train-iters 500 --nproc-per-node 2 --mixed-precision bf16 --save runs/longer
 
-It takes every flag: python my_task.py --help. What a run would do: rapidformer plan --user-script my_task.py
+It takes every flag: python my_task.py --help. To see what a run would do: rapidformer plan --user-script my_task.py
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Fine-tuning as the documentation of PAI-Rapidformer has it; the import alone is another one.
+"""Fine-tuning as in the documentation of PAI-Rapidformer. Only the import is different.
 
 python examples/pai_rapidformer/finetune.py --epochs 3 --micro-batch-size 4 --lr 1e-3 --no-save
 """

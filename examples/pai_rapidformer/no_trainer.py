@@ -1,4 +1,4 @@
-"""A loop of one's own as the documentation of PAI-Rapidformer has it; the import alone is another one.
+"""A custom training loop as in the documentation of PAI-Rapidformer. Only the import is different.
 
 python examples/pai_rapidformer/no_trainer.py --micro-batch-size 4 --lr 1e-2 --lr-warmup-iters 2
 """

@@ -1,4 +1,4 @@
-"""Pretraining as the documentation of PAI-Rapidformer has it; the import alone is another one.
+"""Pretraining as in the documentation of PAI-Rapidformer. Only the import is different.
 
 python examples/pai_rapidformer/pretrain.py --train-iters 20 --micro-batch-size 4 --lr 1e-3 --no-save
 """
@@ -15,7 +15,7 @@ WORDS, LENGTH = 60, 12
 
 
 class MaskedWords(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """As many samples as are asked for; some have more hidden words than others."""
+    """A data set with the requested number of samples. Some samples have more masked words than others."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count, self.seed = count, seed

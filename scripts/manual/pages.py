@@ -1,4 +1,4 @@
-"""Pages of the manual that are made from the code while the site is built: switches, flags, rules, Python API."""
+"""Manual pages that are generated from the code while the site is built: switches, flags, rules, Python API."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = dict(zip(FORECAST, ("parameters", "gradients", "optimizer state", "activ
 
 
 def switch_page(switch: Switch) -> str:
-    """All that its declaration says of a switch."""
+    """Return the page of a switch, with all facts from its declaration."""
     needs = []
     if switch.needs_package:
         needs.append(f"`{switch.needs_package}` (`{switch.install}`)")
@@ -73,7 +73,7 @@ def switch_page(switch: Switch) -> str:
 
 
 def example_command(switch: Switch) -> str:
-    """A plan with the switch, and with what it requires, on the plainest job that takes it."""
+    """Return a plan command with the switch and its requirements, on the simplest job that accepts it."""
     additions = with_additions(_alone(switch), REGISTRY)[0]
     values = {**switch.on, **{name: value for change in additions for name, value in change.values.items()}}
     for job in JOBS:
@@ -86,7 +86,7 @@ def example_command(switch: Switch) -> str:
 
 
 def _words(values: Mapping[str, Any]) -> str:
-    """The values as one types them in a shell."""
+    """Format the values as flags for a shell."""
     switched = {True: "--", False: "--no-"}
     return " ".join(
         spelling(name).replace("--", switched[value]) if isinstance(value, bool)
@@ -133,7 +133,7 @@ def _goes_with(switch: Switch) -> str:
 
 
 def _cells(switch: Switch) -> Iterator[tuple[Switch, str]]:
-    """Each other switch, with its cell of the table of pairs."""
+    """Yield each other switch, with its cell of the table of pairs."""
     rows = _pairs()
     own = list(REGISTRY.switches).index(switch)
     for i, other in enumerate(REGISTRY.switches):
@@ -157,7 +157,7 @@ def _receipt(switch: Switch) -> str:
 
 
 def _prediction(switch: Switch) -> str:
-    """What `plan --auto-strategy` makes of it."""
+    """Describe what `plan --auto-strategy` predicts for it."""
     alone = _alone(switch)
     unknown = switch.predicts.unknown(apply(alone, with_additions(alone, REGISTRY)[0], REGISTRY))
     rows = [
@@ -176,7 +176,7 @@ def _rule(rule: Rule, link: str) -> str:
 
 
 def rules_page() -> str:
-    """Every rule with its reason, and a command that breaks it with the answer."""
+    """Return the page with every rule, its reason, and a command that breaks it with its output."""
     parts = [
         "# Rules",
         "A run that breaks a rule is refused before a worker starts, with the nearest commands that work. "
@@ -211,7 +211,7 @@ def _indented(text: str) -> str:
 
 
 def flags_page() -> str:
-    """Every flag by topic, as in ``rapidformer --help``."""
+    """Return the page with every flag by topic, as in ``rapidformer --help``."""
     parts = [
         "# Flags",
         "Every flag is accepted with dashes or underscores, and as a key of the YAML file of `--config`. A flag on the "
@@ -232,7 +232,7 @@ def _flag_row(action: Any) -> Sequence[str]:
 
 
 def api_page() -> str:
-    """Every name that ``import rapidformer_templates`` gives, by mkdocstrings."""
+    """Return the page with every name that ``import rapidformer_templates`` provides, for mkdocstrings."""
     parts = [
         "# Python API",
         "What `import rapidformer_templates` gives; all else is not promised. How the templates are used is in "
@@ -248,12 +248,12 @@ def api_page() -> str:
 
 
 def _text(words: str) -> str:
-    """Plain words as Markdown."""
+    """Escape plain text for Markdown."""
     return html.escape(words, quote=False).replace("*", "\\*").replace("--", "\\-\\-").replace("|", "\\|")
 
 
 def generated() -> Mapping[str, str]:
-    """The text of each generated page by its place."""
+    """Return the text of each generated page by its path."""
     pages = {f"switches/{switch.name}.md": switch_page(switch) for switch in REGISTRY.switches}
     return {
         **pages,

@@ -107,7 +107,7 @@ class SwitchDidNothing(RapidformerError):
         super().__init__(
             idle,
             where=where,
-            hint="leave the switch out, or see whether a hook of yours takes its place; nothing of this step was saved",
+            hint="leave the switch out, or check whether one of your hooks replaces it; nothing of this step was saved",
         )
         self.switches = tuple(findings)
 

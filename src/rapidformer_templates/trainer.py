@@ -263,7 +263,11 @@ class Trainer:
             Notes for the user.
         """
         self._labels_are_shifted = use.shifts
-        notes = [f"{use.model} could not be tried ({use.untried}): by its name it shifts labels"] if use.untried else []
+        notes = (
+            [f"{use.model} could not be tried ({use.untried}): judging by its name, it shifts labels"]
+            if use.untried
+            else []
+        )
         if self.uses_task:
             self.task.label_use = use
             shifts = self.task.use_labels(use)
@@ -385,7 +389,7 @@ class Trainer:
             raise ConfigError(
                 "the model was trained in workers that ran this script, and is not in this process",
                 where=f"{type(self).__name__}",
-                hint="train with fit(workers=N), or use what it has exported: rapidformer evaluate RUN, predict RUN",
+                hint="train with fit(workers=N), or use its export: rapidformer evaluate RUN, predict RUN",
             )
         if self._engine is None:
             self._engine, self._weights = afterwards.build_alone(self, self._weights), None

@@ -1,4 +1,4 @@
-"""``benchmarks adapters`` on a few conversations; the tweets take minutes."""
+"""``benchmarks adapters`` on a few conversations, because the tweets take minutes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_way_is_trained_from_one_llama(tmp_path: Path, monkeypatch: pytest
     rows = measure(chat(options, tmp_path), options, names, lambda text: None)
     assert [row["name"] for row in rows] == names
     whole, lora, four = rows
-    # Weights of two blocks: attention of four matrices, feed-forward of three, of the width that the flags give.
+    # Weights of two blocks: four attention matrices and three feed-forward matrices, with the width that the flags set.
     assert whole["gradient"] == whole["parameter"]
     assert lora["parameter"] == whole["parameter"] + lora["gradient"]
     assert lora["gradient"] == four["gradient"] < whole["gradient"] / 2

@@ -1,4 +1,4 @@
-"""Contests: turns, ratios, and what a question answers with."""
+"""Contests: turns, ratios, and the answer to a question."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_ratios_are_taken_turn_by_turn() -> None:
 
 def test_the_interval_holds_what_drawing_anew_gives() -> None:
     low, high = bootstrap(lambda values: values.mean(axis=1), np.array([0.0, 1.0]))
-    assert (low, high) == (0.0, 1.0)  # one of the two, twice
-    assert bootstrap(lambda a, b: (a - b).max(axis=1), np.arange(9.0), np.arange(9.0)) == (0.0, 0.0)  # drawn alike
+    assert (low, high) == (0.0, 1.0)  # one of the two, drawn twice
+    assert bootstrap(lambda a, b: (a - b).max(axis=1), np.arange(9.0), np.arange(9.0)) == (0.0, 0.0)  # same indices
 
 
 def test_a_table_is_made_of_formats_and_functions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Runs that are killed and go on."""
+"""Runs that are killed and resumed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_moments_cover_the_life_and_half_of_them_the_saves() -> None:
     in_saves = [kill.into_save for kill in kills if kill.into_save is not None]
     assert len(in_saves) == 200
     assert 0 <= min(in_saves) < 0.002
-    assert 0.022 < max(in_saves) <= 0.024  # a little longer than the usual save
+    assert 0.022 < max(in_saves) <= 0.024  # slightly longer than the usual save
     assert min(kill.after for kill in kills) < 0.1
     assert 1.9 < max(kill.after for kill in kills) <= 2.0
 

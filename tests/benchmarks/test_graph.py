@@ -1,4 +1,4 @@
-"""The graph benchmark. No test looks at how long anything took: only at what was done."""
+"""The graph benchmark. The tests check what was done, and never how long it took."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_command_writes_what_it_shows(
     eager, ort = result["solutions"]
     assert (eager["name"], ort["name"]) == ("fp32", "ORT")
     assert eager["over_eager"] == 1
-    assert ort["loss"] == pytest.approx(eager["loss"], rel=1e-4)  # with dropout: the masks are the same
+    assert ort["loss"] == pytest.approx(eager["loss"], rel=1e-4)  # with dropout, because the masks are the same
     assert eager["onnx_runtime"] is None
     assert eager["share_in_graphs"] == 0
     assert 0 < ort["share_in_graphs"] < 1

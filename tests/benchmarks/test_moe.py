@@ -1,4 +1,4 @@
-"""The benchmark of mixtures. No test looks at how long anything took: only at what was done."""
+"""The benchmark of mixtures. The tests check what was done, and never how long it took."""
 
 from __future__ import annotations
 

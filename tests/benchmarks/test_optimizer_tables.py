@@ -1,4 +1,4 @@
-"""The benchmarks of optimizers and of the fused loss. No test looks at how long anything took."""
+"""The benchmarks of optimizers and of the fused loss. The tests never check how long anything took."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def test_fused_loss_needs_less_and_loses_nothing(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "fused-loss.json").read_text())
     plain, fused = result["ways"]
     assert fused["loss"] == pytest.approx(plain["loss"], rel=1e-6)
-    # Nearly what the planner is told: the rest of the step has its own peak.
+    # Nearly the saving that the planner uses. It is not exact because the rest of the step has its own peak.
     assert plain["peak_mb"] - fused["peak_mb"] == pytest.approx(result["predicted_saving_mb"], rel=0.35)

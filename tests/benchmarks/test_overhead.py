@@ -1,4 +1,4 @@
-"""The overhead benchmark. No test looks at how long anything took: only at what was done."""
+"""The overhead benchmark. The tests check what was done, and never how long it took."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rapidformer_templates.errors import RapidformerError
 
 
 class Lazy(Contender):
-    """It claims steps that it does not take."""
+    """A loop that claims steps which it does not take."""
 
     name = "lazy"
 

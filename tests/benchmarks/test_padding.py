@@ -1,4 +1,4 @@
-"""The padding benchmark. No test looks at how long anything took: only at what was done."""
+"""The padding benchmark. The tests check what was done, and never how long it took."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_ratios_are_those_of_the_rates() -> None:
     slow, fast = np.array([[2.0, 10], [2.0, 30]]), np.array([[1.0, 20], [1.0, 40]])
     value, low, high = padding._over(fast, slow)
     assert value == 3
-    assert low == pytest.approx(40 / 15, abs=1e-3)  # the second round twice
-    assert high == pytest.approx(4)  # the first one twice
+    assert low == pytest.approx(40 / 15, abs=1e-3)  # the second round drawn twice
+    assert high == pytest.approx(4)  # the first round drawn twice
 
 
 @pytest.mark.longer

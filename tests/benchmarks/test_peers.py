@@ -1,4 +1,4 @@
-"""The demo's job by this library and by transformers' Trainer."""
+"""The demo's job with this library and with transformers' Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bench planner`` on what it prints and decides; real steps of one layout, because all take minutes."""
+"""Output and verdicts of ``bench planner``. Only one layout runs real steps, because all of them take minutes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARDED = {
 
 @pytest.fixture(scope="module")
 def results() -> list[Result]:
-    """Measure all cases at once: each number of workers starts once."""
+    """Measure all cases at once, so that each number of workers starts only once."""
     return measure([ALONE, *SHARDED.values()])
 
 
@@ -76,7 +76,7 @@ def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, 
     assert all(below.pop(name) == "none" for name in ("mixed", "oss", "oss-sdp", "zero-1", "zero-2"))
     layouts = {name.partition(":")[0] for name in below}
     assert len(layouts) == 6
-    for layout in layouts:  # as docs/planner.md has it: each in some way
+    for layout in layouts:  # docs/planner.md has each layout in one of these ways
         assert any(how for name, how in below.items() if name.startswith(layout)), layout
     assert (tmp_path / "planner.png").exists()
 

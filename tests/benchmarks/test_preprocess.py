@@ -1,4 +1,4 @@
-"""``bench preprocess`` on a few hundred kB. No test looks at how long anything took."""
+"""``bench preprocess`` on a few hundred kB. The tests never check how long anything took."""
 
 from __future__ import annotations
 

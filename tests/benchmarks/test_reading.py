@@ -1,4 +1,4 @@
-"""Readers of an indexed set, at a size of a few MB. No test looks at how long anything took: only at what was read."""
+"""Readers of an indexed set of a few MB. The tests check what was read, and never how long it took."""
 
 from __future__ import annotations
 

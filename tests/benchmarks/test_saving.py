@@ -1,4 +1,4 @@
-"""Ways to save, at a size of a few MB. No test looks at how long anything took: only at what was written."""
+"""Ways to save a few MB. The tests check what was written, and never how long it took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``benchmarks states``: what real runs hold beside their formulas, and what the table says of it."""
+"""``benchmarks states``: bytes of real runs compared with their formulas, and the lines of the table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_two_workers_hold_what_the_formula_says(monkeypatch: pytest.MonkeyPatch)
     deepspeed, distributed, tensor = states.measure(2)
     assert deepspeed["held"][2] == pytest.approx([2, 1, 6], abs=0.001)
     assert deepspeed["expected"][2] == 9
-    # Norms, a thousandth of the model, stay fp32.
+    # Norms stay in fp32. They are a thousandth of the model.
     assert distributed["held"][2] == pytest.approx([2, 2, 6], abs=0.01)
     assert distributed["expected"][2] == 10
     assert tensor["held"][1] == pytest.approx([2, 4, 12], abs=0.01)

@@ -1,4 +1,4 @@
-"""Memory of streamed text, at a size of less than a MB. No test looks at the memory: only at what was read."""
+"""Memory of less than a MB of streamed text. The tests check what was read, and never the memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
     result = json.loads((tmp_path / "f.json").read_text())
     assert [row["way"] for row in result["rows"]] == list(TASKS)
     tokens = {row["way"]: row["tokens"] for row in result["rows"]}
-    # A stream of fewer rows than a block has is read on until the block is full.
+    # If a stream has fewer rows than a block, reading continues until the block is full.
     assert 20_000 < tokens[WHOLE] < min(tokens[STREAMED], tokens[WINDOWS])
     assert "the peak grows 1.00 × (goal 1.3 ×): reached" in capsys.readouterr().out
     assert STREAMED in result["growth"]

@@ -77,7 +77,7 @@ def _three_steps(step_done: StepDone, result: str) -> str:
 @pytest.mark.parametrize("process", [False, True])
 def test_a_loop_that_ends_tells_its_result(process: bool) -> None:
     loop = Loop(_three_steps, "all", process=process)
-    assert loop.advance(99) == 0.0  # what is before the beginning does not count
+    assert loop.advance(99) == 0.0  # time before the start does not count
     with pytest.raises(Ended, match="ended by itself") as raised:
         loop.advance(99)
     assert raised.value.result == "all"
@@ -102,7 +102,7 @@ def test_a_process_that_dies_is_an_error() -> None:
 
 
 class _Line:
-    """Others take 100 seconds with each of their turns."""
+    """A line on which the others take 100 seconds for each of their turns."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -85,7 +85,7 @@ TUNING = [
     "--zero-3-param-persistence-threshold",
     "--zero-3-prefetch-bucket-size",
 ]
-"""Of a switch of the specification: how it acts."""
+"""How each switch of the specification acts."""
 
 
 def _fields() -> list[str]:

@@ -40,7 +40,7 @@ NEW = ("--max-new-tokens", "6")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
-    """A small llama with long answers, and a tokenizer with a chat template of its own."""
+    """Save a small llama with long answers, and a tokenizer with a chat template."""
     torch.manual_seed(3)
     tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
     tokenizer.chat_template = TEMPLATE
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
 
 
 def reference(folder: Path, messages: list[dict[str, str]], new_tokens: int = 6) -> str:
-    """What transformers alone answers."""
+    """Return the answer of transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -107,7 +107,7 @@ def test_lines_that_are_not_utf8(folder: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_message_without_a_token(folder: Path) -> None:
-    bare = Tokenizer(BPE({"<pad>": 0, "a": 1}, []))  # other characters are nothing
+    bare = Tokenizer(BPE({"<pad>": 0, "a": 1}, []))  # all other characters are ignored
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template="{{ messages[-1]['content'] }}")
     talk = Conversation(AutoModelForCausalLM.from_pretrained(folder), tokenizer, Generation())
     with pytest.raises(DataError, match="the message has no token"):
@@ -121,7 +121,7 @@ def test_who_does_not_chat(folder: Path, capsys: Any) -> None:
 
 
 class Terminal:
-    """The command at a terminal."""
+    """The command in a terminal."""
 
     def __init__(self, *words: str) -> None:
         own, theirs = pty.openpty()
@@ -129,13 +129,13 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rapidformer_templates", "chat", *words],
             stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
-            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # it becomes the controlling terminal
+            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # makes it the controlling terminal
         )  # fmt: skip
         os.close(theirs)
         self.own = own
 
     def until(self, pattern: str, seconds: float = 300) -> str:
-        """What it shows until something is seen."""
+        """Return the output until a pattern appears."""
         read, shown, end = b"", "", time.monotonic() + seconds
         while not re.search(pattern, shown):
             if time.monotonic() > end:
@@ -151,8 +151,8 @@ class Terminal:
     def interrupt(self, pattern: str) -> None:
         """Press Ctrl-C at the prompt, as often as a person would.
 
-        Python's readline sees a signal only while it waits for a key: one that comes in the moments before, when the
-        prompt or a letter has just been shown, stays unseen until the end of the line.
+        Python's readline notices a signal only while it waits for a key. It does not notice a signal that
+        arrives just before, when the prompt or a letter has just been shown, until the end of the line.
         """
         for _ in range(20):
             self.type("\x03")
@@ -169,11 +169,11 @@ def test_at_a_terminal(folder: Path) -> None:
     terminal.type("the cat\n")
     terminal.until(r"\w+ \w+ \w+")  # words of the answer, long before its end
     terminal.type("\x03")
-    terminal.until(" …\n> $")  # an answer may have a "> " of its own
+    terminal.until(" …\n> $")  # an answer may contain "> " itself
     terminal.type("a dog")
     terminal.until("a dog$")
-    terminal.interrupt("\n> $")  # what is typed is taken back
-    for line, shown in (("/reset", "(forgotten)"), ("/help", "there is no /help")):
+    terminal.interrupt("\n> $")  # the typed text is discarded
+    for line, shown in (("/reset", "(forgotten)"), ("/help", "unknown command /help")):
         terminal.type(f"{line}\n")
         assert shown in terminal.until("\n> $")
     terminal.type("\x04")

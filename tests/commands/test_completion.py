@@ -1,4 +1,4 @@
-"""``rapidformer completion``: asked as bash asks it."""
+"""``rapidformer completion``: completions as bash requests them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OFFERED = {
     "rapidformer explain RF00": {f"RF00{n}" for n in range(1, 10)},
 }
 OF_MANY = ("rapidformer ", "rapidformer --", "rapidformer plan --")
-"""Lines for which much is offered."""
+"""Lines with many completions."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""``rapidformer data``: what the tools print, what they leave, and wrong use."""
+"""``rapidformer data``: the output of the tools, the files that they write, and wrong use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECOND = [[[7] * 9]]
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> str:
-    """What the command prints."""
+    """Run the command and return its output."""
     assert main(list(map(str, words))) == status
     shown = capsys.readouterr()
     return shown.err if status == 2 else shown.out
@@ -70,7 +70,7 @@ def test_preprocess(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixt
     tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     count, size = sum(map(len, ids)), len(tokenizer)
-    assert shown.pop(2).startswith("tokenizer: transformers' tokenizer with a memory of pieces, equal to the plain one")
+    assert shown.pop(2).startswith("tokenizer: transformers' tokenizer with a memory of pieces, same tokens as the")
     assert shown[:4] == [
         f"{tmp_path}/out_text_document: 20 documents, {count:,} tokens (uint16); 1 empty document left out",
         f"vocabulary: {size} tokens, padded to {-(-size // 128) * 128} in the model",
@@ -93,10 +93,10 @@ def test_preprocess(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixt
         ("preprocess --output-prefix o --tokenizer-path {gpt}", "the following arguments are required: --input",
          "--help"),
         ("preprocess --input {in} --output-prefix o", "no tokenizer is named", "--tokenizer-path FOLDER"),
-        ("preprocess --input {in} --output-prefix o --vocab-file x", "--vocab-file does not act on a HuggingFace",
+        ("preprocess --input {in} --output-prefix o --vocab-file x", "--vocab-file has no effect on a HuggingFace",
          "choose --tokenizer-type GPT2BPETokenizer or BertWordPieceCase or BertWordPieceLowerCase"),
         ("preprocess --input {in} --output-prefix o --tokenizer-type GPT2BPETokenizer --tokenizer-path {gpt}",
-         "--tokenizer-path does not act on a GPT2BPETokenizer", "or choose --tokenizer-type HuggingFaceTokenizer"),
+         "--tokenizer-path has no effect on a GPT2BPETokenizer", "or choose --tokenizer-type HuggingFaceTokenizer"),
         ("preprocess --input {in} --output-prefix o --tokenizer-type GPT2BPETokenizer --vocab-file {gpt}/vocab.json",
          "GPT2BPETokenizer needs --merge-file", "add --merge-file FILE"),
         ("preprocess --input nowhere --output-prefix o --tokenizer-path {gpt}", "nowhere does not exist", ".jsonl"),
@@ -104,12 +104,12 @@ def test_preprocess(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixt
          "argument --workers: must be at least 1", "--help"),
         ("preprocess --input {in} --output-prefix o --tokenizer-path {gpt} --dataset-impl lazy",
          "argument --dataset-impl: invalid choice: 'lazy'", "--help"),
-        ("preprocess --input {in} --output-prefix o --tokenizer-path {gpt} --json-keys a/b", "a key that holds '/'",
-         "rename it"),
+        ("preprocess --input {in} --output-prefix o --tokenizer-path {gpt} --json-keys a/b", "a key with '/' cannot",
+         "rename the key"),
         ("preprocess --input {in} --output-prefix {in}/o --tokenizer-path {gpt}", "{in} is a file, not a folder",
          "choose another prefix"),
         ("preprocess --inptu {in} --input {in} --output-prefix o", "unrecognized arguments: --inptu", "--help"),
-        ("inspect {set} --tokenizer-path {gpt}", "a tokenizer acts with --show only", "add --show N"),
+        ("inspect {set} --tokenizer-path {gpt}", "a tokenizer has an effect only with --show", "add --show N"),
         ("merge --input {set} --output-prefix {set}", "the output is one of the inputs", "choose another prefix"),
         ("merge --input {set}x --output-prefix o", "there is no indexed data set {set}x", "did you mean {set}?"),
         ("merge --input {empty} --output-prefix o", "there is no indexed data set in {empty}", "preprocess"),
@@ -145,7 +145,7 @@ def test_a_merged_set_is_that_of_all_documents(tmp_path: Path, capsys: pytest.Ca
     assert shown.startswith(f"{folder}/merged: 3 documents, 15 tokens (uint16) of 2 sets\n")
     for end in ("bin", "idx", "sums.json"):
         assert Path(f"{folder}/merged.{end}").read_bytes() == Path(f"{whole}.{end}").read_bytes()
-    # What was made before is not taken for an input.
+    # The output of an earlier run is not used as an input.
     assert main(["merge", "--input", str(folder), "--output-prefix", f"{folder}/merged", "--overwrite"]) == 0
     assert idx_path(folder / "merged").read_bytes() == idx_path(whole).read_bytes()
     assert main(["merge", "--input", f"{folder}/b.idx", f"{folder}/a", "--output-prefix", f"{tmp_path}/turned"]) == 0
@@ -192,7 +192,7 @@ def test_sets_with_modes_are_not_merged(tmp_path: Path, megatron: Any, capsys: p
     builder.add_document([1, 2, 3], [1, 2], [0, 1])
     builder.finalize(str(tmp_path / "set.idx"))
     shown = answer(capsys, "merge", "--input", tmp_path / "set", "--output-prefix", tmp_path / "m", status=2)
-    assert shown.startswith("error: the set holds modes (images beside text), which are not joined\n")
+    assert shown.startswith("error: the set holds modes (images with text), which cannot be joined\n")
 
 
 def test_inspect(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,8 +202,8 @@ def test_inspect(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixture
     prefix = write(tmp_path / "set", [[one] for one in ids])
     shown = answer(capsys, "inspect", prefix, "--show", 2, "--tokenizer-path", gpt_folder)
     total = sum(map(len, ids))
-    for words in ("documents         │ 2", f"tokens            │ {total}  (uint16)", f"{total / 2:,.1f} mean, "
-                  f"{len(ids[0])} least, {len(ids[1])} most", f"{max(map(max, ids))}", "Lengths of documents",
+    for words in ("documents           │ 2", f"tokens              │ {total}  (uint16)", f"{total / 2:,.1f} mean, "
+                  f"{len(ids[0])} shortest, {len(ids[1])} longest", f"{max(map(max, ids))}", "Lengths of documents",
                   f"document 0, {len(ids[0])} tokens: {' '.join(map(str, ids[0]))}\n  'a small dog'\n"):  # fmt: skip
         assert words in shown, words
     facts = json.loads(answer(capsys, "inspect", prefix, "--json", "--show", 1))["sets"][0]
@@ -236,13 +236,13 @@ def test_verify_names_the_damaged_block_and_its_documents(tmp_path: Path, capsys
     with IndexedWriter(tmp_path / "set", np.dtype(np.uint16)) as writer:
         writer.add(np.arange(count * length) % 60000, np.full(count, length))
     prefix = tmp_path / "set"
-    assert answer(capsys, "verify", prefix) == f"{prefix}: whole\n"
+    assert answer(capsys, "verify", prefix) == f"{prefix}: intact\n"
     flip(bin_path(prefix), BLOCK + 77)
     first, last = BLOCK // (2 * length), (2 * BLOCK - 1) // (2 * length)
     lines = answer(capsys, "verify", prefix, status=1).splitlines()
     assert lines[:2] == [
         f"{prefix}: damaged",
-        f"  {prefix}.bin: bytes {BLOCK:,} to {2 * BLOCK - 1:,} are not what was written: "
+        f"  {prefix}.bin: bytes {BLOCK:,} to {2 * BLOCK - 1:,} differ from what was written: "
         f"documents {first:,} to {last:,}",
     ]
     flip(bin_path(prefix), 2 * BLOCK + 1)
@@ -256,29 +256,27 @@ def test_verify_names_the_damaged_block_and_its_documents(tmp_path: Path, capsys
 def test_verify_finds_damage_of_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "a", [[[1], [2]], [[3]]])
     data = idx_path(prefix).read_bytes()
-    idx_path(prefix).write_bytes(data[:-16] + np.array([1, 3], "<i8").tobytes())  # fits together, but is another one
-    assert "a.idx: the index is not what was written" in answer(capsys, "verify", prefix, status=1)
+    idx_path(prefix).write_bytes(data[:-16] + np.array([1, 3], "<i8").tobytes())  # is consistent, but differs
+    assert "a.idx: the index differs from what was written" in answer(capsys, "verify", prefix, status=1)
     whole = write(tmp_path / "b", FIRST)
     idx_path(prefix).write_bytes(data[:-1])
     shown = answer(capsys, "verify", tmp_path, status=1)
-    assert "the index is cut" in shown
-    assert f"{whole}: whole\n" in shown  # the others are checked all the same
+    assert "the index is truncated" in shown
+    assert f"{whole}: intact\n" in shown  # the others are still checked
     idx_path(prefix).write_bytes(data)
     Path(f"{prefix}.sums.json").write_bytes(Path(f"{whole}.sums.json").read_bytes())
-    assert "the checksums are those of another set" in answer(capsys, "verify", prefix, status=1)
+    assert "the checksums belong to another set" in answer(capsys, "verify", prefix, status=1)
 
 
 def test_verify_of_a_set_without_checksums(tmp_path: Path, megatron: Any, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = write_with_megatron(megatron, tmp_path / "theirs", FIRST)
     ours = write(tmp_path / "ours", FIRST)
     shown = answer(capsys, "verify", theirs)
-    assert shown == (
-        f"{theirs}: the two files fit together; there are no checksums, so that the tokens cannot be checked\n"
-    )
+    assert shown == (f"{theirs}: the two files fit together; there are no checksums, so the tokens cannot be checked\n")
     assert answer(capsys, "verify", theirs, "--write-sums").endswith(f"{theirs}.sums.json written\n")
     assert Path(f"{theirs}.sums.json").read_bytes() == Path(f"{ours}.sums.json").read_bytes()
     flip(bin_path(theirs), 3)
-    assert "bytes 0 to 11 are not what was written: documents 0 to 1" in answer(capsys, "verify", theirs, status=1)
+    assert "bytes 0 to 11 differ from what was written: documents 0 to 1" in answer(capsys, "verify", theirs, status=1)
 
 
 @pytest.mark.parametrize(
@@ -306,5 +304,5 @@ def test_a_folder_in_which_a_set_lost_its_index(tmp_path: Path, capsys: pytest.C
         write(tmp_path / name, FIRST)
     (tmp_path / "b.idx").unlink()
     shown = answer(capsys, "verify", tmp_path, status=1)
-    assert f"{tmp_path}/a: whole" in shown
+    assert f"{tmp_path}/a: intact" in shown
     assert "b.idx does not exist" in shown

@@ -78,7 +78,7 @@ def test_the_demo_trains_and_leaves_an_earlier_one_alone(tmp_path: Path, capfd: 
     assert main(words) == 0
     run = tmp_path / "demo-2"
     shown = capfd.readouterr().out
-    assert f"{earlier} is there already and stays as it is; this run goes to {run}" in shown
+    assert f"{earlier} already exists and is left unchanged; this run goes to {run}" in shown
     assert "rapidformer --task sequence_classification --pretrained-model-name-or-path" in shown
     assert f"curves          {run}/curves.png\nexported model  {run}/export/" in shown
     assert "accuracy" in shown

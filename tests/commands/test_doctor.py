@@ -1,4 +1,4 @@
-"""``rapidformer doctor``: what is there, what is broken, and what to do about it."""
+"""``rapidformer doctor``: what is installed, what is broken, and how to fix it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_package(site: Path, name: str, body: str, version: str = "1.2") -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for made-up packages, which come before all others; no GPU, and nothing slow is imported."""
+    """Create a folder for fake packages, which is searched before all others. There is no GPU, and no slow import."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
@@ -41,7 +41,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def examined(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The packages and parts by name, as ``--json`` prints them."""
+    """Return the packages and parts by name, as ``--json`` prints them."""
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"machine", "packages", "deepspeed_parts"}
@@ -99,12 +99,10 @@ def test_version_that_has_lost_a_private_name(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("version", "state"), [("0.49.2", "needs a GPU"), pytest.param("0.50.0", "ok", marks=pytest.mark.longer)]
-)
+@pytest.mark.parametrize(("version", "state"), [("0.49.2", "needs a GPU"), ("0.50.0", "ok")])
 def test_packages_that_need_a_gpu(version: str, state: str, site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add_package(site, "bitsandbytes", "", version)
-    add_package(site, "apex", "")  # that of the public index
+    add_package(site, "apex", "")  # as on the public index
     found = examined(capsys)
     assert found["bitsandbytes"]["state"] == state
     assert found["bitsandbytes"]["serves"] == ["lora (nf4)", "adamw_bnb_8bit"]

@@ -1,4 +1,4 @@
-"""``rapidformer evaluate`` prints what the run itself has measured, for every task and any number of workers."""
+"""``rapidformer evaluate`` prints the metrics that the run itself measured, for every task and number of workers."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ TASKS: Mapping[str, str] = {
     "good answers": "preference --preference-loss kto --lora-rank 2",
     "rewards": "reward --model-type gpt2",
 }
-"""The first nine with the tokenizer of bert or gpt, by the model."""
+"""The first nine use the tokenizer of bert or gpt, depending on the model."""
 DECOYS = {"class": 3, "system": "not that", "review": "not this", "history": []}
-"""Columns of other rows."""
+"""Columns that other kinds of rows use."""
 
 
 def train(folder: Path, name: str, tokenizer: Path, words_of: Path) -> dict[str, float]:
-    """The metrics of a run on rows of a kind."""
+    """Train on one kind of rows, and return the metrics."""
     for part, rows in (("train", ROWS[name]), ("valid", ROWS[name][:7])):
         write_jsonl(folder / f"{part}.jsonl", rows)
     flags = f"{FLAGS} --task {TASKS[name]} --data-dir {folder} --save {folder / 'run'}"
@@ -85,12 +85,12 @@ def evaluate(capsys: Any, *given: str) -> dict[str, float]:
 
 def alike(told: Mapping[str, float], wanted: Mapping[str, float], name: str) -> None:
     assert told.keys() == wanted.keys(), name
-    for metric, value in told.items():  # predictions that hardly vary have a correlation of their last digits
+    for metric, value in told.items():  # if predictions hardly vary, their correlation depends on the last digits
         assert value == pytest.approx(wanted[metric], rel=1e-5, abs=1e-3 if metric == "pearson" else 1e-6), name
 
 
 def evaluate_all(workers: Any, runs: Mapping[str, list[str]]) -> dict[str, dict[str, float]]:
-    """Each in a worker, which the command takes for one that it has started."""
+    """Run each evaluation in a worker, which the command treats as one that it has started."""
     told = {}
     with (
         mock.patch("rapidformer_templates.commands.evaluate._show") as show,
@@ -137,7 +137,7 @@ def test_what_is_refused(tmp_path: Path, capsys: Any, bert_folder: Path) -> None
         assert told in capsys.readouterr().err
     assert main(["export", run]) == 0
     assert main(["evaluate", run]) == 2
-    assert "the run's script has a build_data of its own" in capsys.readouterr().err
+    assert "the run's script has its own build_data" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_folder_from_elsewhere(tmp_path: Path, capsys: Any, bert_folder: Path)
     assert evaluate(capsys, f"{folder}/model", "--data-dir", str(folder), "--part", "train") != wanted
     for given, told in (
         (["--data-dir", str(folder), "--part", "nowhere"], "choose from train, validation, test"),
-        ([], "no data is named, and there is no run that has some"),
+        ([], "no data is named, and there is no run to take it from"),
         (["--data-dir", str(folder), "--label-column", "labels"], "there is no column 'labels'"),
         (["--data-dir", str(folder), "--task", "preference"], "preferences are measured against"),
     ):
@@ -161,7 +161,7 @@ def test_a_folder_from_elsewhere(tmp_path: Path, capsys: Any, bert_folder: Path)
 
 
 class Bar:
-    """Stands in for the progress bar."""
+    """A stand-in for the progress bar."""
 
     def __init__(self, name: str, total: int, *, show: bool) -> None:
         self.total, self.done, self.show = total, 0, show
@@ -191,7 +191,7 @@ def evaluate_with_bar(workers: Any, words: list[str]) -> tuple[int, int, bool]:
 
 @pytest.mark.distributed
 def test_other_data_in_the_folder_of_the_run(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
-    """The progress, too: each worker has its share, and the first one shows it."""
+    """Test the progress bar, too: each worker has a part of the rows, and the first one shows the progress."""
     run = str(tmp_path / "run")
     wanted = train(tmp_path, "one label", bert_folder, bert_folder)
     write_jsonl(tmp_path / "other.jsonl", ROWS["one label"][:7])
@@ -211,7 +211,7 @@ def test_other_data_in_the_folder_of_the_run(tmp_path: Path, capsys: Any, bert_f
 
 @pytest.mark.slow
 def test_numbers_that_are_none(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
-    """Of a broken model: JSON has no word for them."""
+    """A broken model produces these numbers, which JSON cannot represent."""
     train(tmp_path, "one label", bert_folder, bert_folder)
     weights = tmp_path / "run/export/model.safetensors"
     safetensors.torch.save_file({n: t * float("nan") for n, t in safetensors.torch.load_file(weights).items()}, weights)
@@ -221,7 +221,7 @@ def test_numbers_that_are_none(tmp_path: Path, capsys: Any, bert_folder: Path) -
     assert told["eval_loss"] is None
     given = ["predict", str(tmp_path / "run"), "--input", str(tmp_path / "valid.jsonl")]
     assert main([*given, "--output", str(tmp_path / "out.jsonl")]) == 0
-    assert "the predictions of 7 rows hold infinite numbers or none at all (NaN)" in capsys.readouterr().err
+    assert "the predictions of 7 rows hold infinite numbers or NaN, written as null" in capsys.readouterr().err
     for line in (tmp_path / "out.jsonl").read_text().splitlines():
         told = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
         assert set(told["prediction"]["scores"].values()) == {None}

@@ -1,4 +1,4 @@
-"""A checkpoint is exported as its run would have done it, whatever engine has written it, without data and workers."""
+"""A checkpoint of any engine is exported as its own run would export it, without data and workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train_all(workers: Any, runs: Mapping[str, list[str]]) -> None:
 
 
 def same(folder: Path, other: Path) -> None:
-    """Two folders with the same files, byte by byte; but peft keeps the names of layers in a set."""
+    """Assert that two folders have the same files, byte by byte. But peft stores layer names as an unordered set."""
     names = sorted(path.name for path in other.iterdir())
     assert sorted(path.name for path in folder.iterdir()) == names, other
     for name in names:
@@ -92,7 +92,7 @@ def test_every_engine_of_a_checkpoint(tmp_path: Path, gpt_folder: Path) -> None:
 
 
 LOST = ("run", "run/checkpoints", "run/checkpoints/step-2", "")
-"""Folders that no --overwrite may replace."""
+"""Folders that --overwrite must never replace."""
 
 
 def _over(output: Path) -> list[str]:
@@ -116,10 +116,10 @@ def test_labels_are_known_without_the_data(tmp_path: Path, bert_folder: Path, ca
     assert main(["export", str(tmp_path / "run")]) == 0
     assert "step-4, the newest\n" in capsys.readouterr().err
     for given, told in (
-        ([], "export holds the model already"),
+        ([], "export already holds the model"),
         (["--step", "3"], "holds no checkpoint of step 3"),
         (["--step", "2", "--merge"], "trains no adapters"),
-        (["--step", "2", "--output", str(tmp_path / "out")], "is there already"),
+        (["--step", "2", "--output", str(tmp_path / "out")], "already exists"),
         (
             ["--step", "2", "--output", str(tmp_path / "run" / "model"), "--overwrite"],
             "description of its model would be",

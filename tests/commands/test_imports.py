@@ -34,7 +34,7 @@ print(json.dumps(told))
 
 
 def _run(lines: list[str], heavy: tuple[str, ...] = HEAVY) -> list[tuple[int, str, list[str]]]:
-    """(status, text, imported packages) of each command line, all in one new process."""
+    """Return (status, text, imported packages) of each command line. All run in one new process."""
     words = json.dumps([shlex.split(line) for line in lines])
     command = [sys.executable, "-c", PROGRAM, json.dumps(heavy), words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -44,7 +44,7 @@ def _run(lines: list[str], heavy: tuple[str, ...] = HEAVY) -> list[tuple[int, st
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, its data, and files with mistakes."""
+    """Create a run, its data, and files with mistakes."""
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "run").mkdir()
     (folder / "run" / "plan.json").write_text("{}")
@@ -66,17 +66,17 @@ MISTAKES = {
     "--config {0}/none.yaml": "none.yaml",
     "--task causal_lm --epochs 1 --no-save --device cpu": "--lr",
     RIGHT + " --no-save --zero-3-memory-optimization --fsdp-memory-optimization": "error[RF",
-    "--task causal_lm --lr 1 --epochs 1 --no-save --device cuda:1": "'cuda:1' is one device",
+    "--task causal_lm --lr 1 --epochs 1 --no-save --device cuda:1": "'cuda:1' is a single device",
     "--task causal_lmm --lr 1 --epochs 1 --no-save --device cpu": "--task cannot be 'causal_lmm'",
     RIGHT + " --save {0}/run": "already holds a run (plan.json)",
     RIGHT + " --save {0}/run --nproc-per-node 2": "already holds a run (plan.json)",
-    RIGHT + " --save {0}/run --resume --overwrite": "--resume goes on with the run that --overwrite deletes",
+    RIGHT + " --save {0}/run --resume --overwrite": "--resume continues the run that --overwrite deletes",
     RIGHT + " --save {0}/run --overwrite --load {0}/run/plan.json": "--overwrite would delete what --load reads",
     RIGHT + " --save {0}/unknown.yaml": "is a file",
-    RIGHT + " --no-save --resume": "--resume acts only together with --save",
+    RIGHT + " --no-save --resume": "--resume has no effect without --save",
     RIGHT + " --no-save --profile 3": "--profile needs --save",
-    RIGHT + " --no-save --mask-prob 0.2": "the task causal_lm has no use for --mask-prob",
-    RIGHT + " --no-save --split 9,1": "the task causal_lm has no use for --split",
+    RIGHT + " --no-save --mask-prob 0.2": "the task causal_lm does not use --mask-prob",
+    RIGHT + " --no-save --split 9,1": "the task causal_lm does not use --split",
     RIGHT + " --no-save --metric-for-best blue --metric-for-best-mode min": "causal_lm has no metric 'blue'",
     RIGHT + " --no-save --data-name nowhere": "nowhere",
     RIGHT + " --no-save --evaluate-test": "the data set has no test part",
@@ -89,7 +89,7 @@ MISTAKES = {
     "export {0}/nowhere": "nowhere",
     "doctr": "did you mean doctor?",
 }
-"""Command lines, each with a part of its error."""
+"""Command lines, each with a part of its error message."""
 
 
 def test_mistakes_are_reported_before_torch_is_imported(folder: Path) -> None:

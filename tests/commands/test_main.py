@@ -1,4 +1,4 @@
-"""The ``rapidformer`` command: what it prints, and how it ends."""
+"""The ``rapidformer`` command: its output, and how it exits."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_module_is_the_command() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--task causal_lm --mask-prob 0.2", "the task causal_lm has no use for --mask-prob"),
-        ("--task causal_lm --split 9,1", "the task causal_lm has no use for --split"),
+        ("--task causal_lm --mask-prob 0.2", "the task causal_lm does not use --mask-prob"),
+        ("--task causal_lm --split 9,1", "the task causal_lm does not use --split"),
     ],
 )
 def test_a_plan_refuses_what_the_task_has_no_use_for(
@@ -155,8 +155,8 @@ def test_a_plan_refuses_what_the_task_has_no_use_for(
 
 @pytest.mark.slow
 def test_whoever_reads_no_further_gets_no_stack_trace() -> None:
-    """As in ``rapidformer switches --markdown | head``."""
+    """This happens in ``rapidformer switches --markdown | head``."""
     command = f"{sys.executable} -m rapidformer_templates switches --markdown | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stderr == ""
-    assert done.returncode == 141  # as of any program that SIGPIPE ends
+    assert done.returncode == 141  # as for any program that SIGPIPE ends

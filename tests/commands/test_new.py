@@ -23,7 +23,7 @@ def test_a_new_script_is_planned_and_trains(
     monkeypatch.chdir(tmp_path)
     script = "tasks/reviews.py"
     assert main(["new", kind, script]) == 0
-    assert capsys.readouterr().out == f"wrote {script}; it runs as it is: python {script}\n"
+    assert capsys.readouterr().out == f"wrote {script}; run it with: python {script}\n"
     text = Path(script).read_text(encoding="utf-8")
     assert "my_task" not in text
     assert f"python {script}\n" in text
@@ -52,7 +52,7 @@ def test_what_is_there_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixt
     script = tmp_path / "train.py"
     script.write_text("mine\n", encoding="utf-8")
     assert main(["new", "trainer", str(script)]) == 2
-    assert f"error: {script} is there already and stays as it is" in capsys.readouterr().err
+    assert f"error: {script} already exists and is left unchanged" in capsys.readouterr().err
     assert script.read_text(encoding="utf-8") == "mine\n"
     assert main(["new", "examples", str(tmp_path)]) == 2
 
@@ -60,7 +60,7 @@ def test_what_is_there_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        (["trainer", "train"], "train is no name of a Python script", "rapidformer new trainer train.py"),
+        (["trainer", "train"], "train is not a name of a Python script", "rapidformer new trainer train.py"),
         (["tuner", "train.py"], "argument kind: invalid choice: 'tuner'", "rapidformer new --help"),
         ([], "the following arguments are required: kind, FILE", "rapidformer new --help"),
     ],

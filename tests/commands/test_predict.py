@@ -1,4 +1,4 @@
-"""``rapidformer predict``: from files of every kind to one line a row, and what is refused before anything starts."""
+"""``rapidformer predict``: from files of every kind to one line per row, and what is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def predict(folder: Path, source: Path, output: Path, *flags: str) -> list[dict[
 
 
 def predict_all(workers: Any, runs: Mapping[str, list[str]]) -> None:
-    """Each in a worker, which the command takes for one that it has started."""
+    """Run each prediction in a worker, which the command treats as one that it has started."""
     with mock.patch("rapidformer_templates.system.launch.report_errors", lambda body: body()):
         for output, given in runs.items():
             main(["predict", *given, "--output", output])
@@ -107,8 +107,8 @@ def test_what_is_refused(tmp_path: Path, bert: Path, capsys: Any) -> None:
             (tmp_path / "none.csv", (), "none.csv does not exist"),
             (other, (), "files .xml are not read"),
             (kept, (), "there is a column 'prediction' already"),
-            (rows, ("--output", str(kept)), "is there already"),
-            (rows, ("--output", str(rows), "--overwrite"), "is there already"),
+            (rows, ("--output", str(kept)), "already exists"),
+            (rows, ("--output", str(rows), "--overwrite"), "already exists"),
             (rows, ("--output", str(tmp_path)), "is a folder"),
             (rows, ("--temperature", "-1"), "--temperature must be at least 0"),
         ):

@@ -1,4 +1,4 @@
-"""From text to a model that has learned: tokenizer, preprocessing, inspection and training, by commands alone."""
+"""From text to a trained model with commands only: tokenizer, preprocessing, inspection and training."""
 
 from __future__ import annotations
 

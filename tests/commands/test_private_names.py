@@ -1,4 +1,4 @@
-"""Names of other packages that promise nothing: they stand in one table, are used, and are there."""
+"""Private names of other packages: each is in one table, is used, and exists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LISTED = {name for entry in PRIVATE_NAMES for name in (*re.split("[.:]", entry.o
 
 
 def _own_names() -> set[str]:
-    """Everything private that our own source defines."""
+    """Return every private name that our own source defines."""
     own: set[str] = set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -43,7 +43,7 @@ def _own_names() -> set[str]:
 
 
 def _foreign(path: Path) -> Iterator[tuple[str, int]]:
-    """Private names that a file takes from elsewhere, each with its line."""
+    """Yield private names that a file uses from elsewhere, with their lines."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.ImportFrom(module=str(module), names=names):
@@ -72,7 +72,7 @@ def test_what_is_private_elsewhere_stands_in_the_table() -> None:
 
 def test_what_stands_in_the_table_is_used() -> None:
     words = {word for path in FILES for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
-    renamed = {"_CHECKPOINT_PREFIX", "FSDP_WRAPPED_MODULE"}  # that are known by what they hold
+    renamed = {"_CHECKPOINT_PREFIX", "FSDP_WRAPPED_MODULE"}  # these are recognised by their values
     unused = [name for entry in PRIVATE_NAMES for name in entry.names if name not in words | renamed]
     assert unused == []
 

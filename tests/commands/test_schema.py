@@ -1,4 +1,4 @@
-"""The JSON schema of YAML files, and a command written as such a file: both beside the parser itself."""
+"""The JSON schema of YAML files, and a command written as such a file. Both are compared with the parser itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUES: tuple[Any, ...] = (
     "auto", "20000samples", "5e7tokens", "0.5steps", "30 minutes", "5E7Tokens", "1E-5", "+5", " 5 ", "BF16", "True",
     "yes", "WandB", "NONE", [], ["a", "b"], {"a": 1},
 )  # fmt: skip
-"""What stands in files, rightly and wrongly."""
+"""Correct and wrong values in files."""
 
 
 def test_it_is_a_schema_and_the_one_in_the_repository_is_up_to_date() -> None:
@@ -40,7 +40,7 @@ def test_it_is_a_schema_and_the_one_in_the_repository_is_up_to_date() -> None:
 
 
 def test_it_accepts_what_the_parser_accepts() -> None:
-    """Each flag with each of the values; a text in the form of a number out of range is for the parser to find."""
+    """Try each flag with each of the values. Only the parser can reject a string with a number out of range."""
     config = REGISTRY.complete(RunConfig())
     different = []
     settable = settable_by_files(config.kinds()) - {"config"}
@@ -115,11 +115,11 @@ def test_it_has_the_flags_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixt
     own = json.loads(capsys.readouterr().out)["properties"]["width"]
     assert (own["minimum"], own["default"]) == (1, 64)
     assert main(["schema", "--user-script", str(ROOT / "examples/new/finetuner.py")]) == 2
-    assert "declares no flags of its own" in capsys.readouterr().err
+    assert "does not declare any flags" in capsys.readouterr().err
 
 
 def _commands() -> list[str]:
-    """The examples of all rules, each switch, and pairs of them."""
+    """Return the examples of all rules, each switch, and pairs of switches."""
     draw = random.Random(3)
     pairs = draw.sample(list(itertools.combinations(REGISTRY.switches, 2)), 60)
     commands = [rule.example.flags for rule in REGISTRY.all_rules]
@@ -138,7 +138,7 @@ def _word(name: str, value: Any) -> str:
 
 
 def _answer(words: list[str]) -> tuple[Any, ...]:
-    """What ``rapidformer plan`` makes of the words, without where they come from."""
+    """Return what ``rapidformer plan`` resolves from the words, without the origins of the values."""
     config, detected, _ = plan_request(words)
     values = {name: config.get(name) for name in (field.name for field in config.fields()) if name != "config"}
     try:
@@ -159,7 +159,7 @@ def test_a_command_written_as_a_file_is_the_same_command(tmp_path: Path) -> None
         try:
             config = plan_request(words)[0]
         except ConfigError:
-            continue  # a file that the example names is not there
+            continue  # a file that the example names does not exist
         text = to_yaml(config)
         assert [error.message for error in VALIDATOR.iter_errors(yaml.safe_load(text))] == [], command
         file.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A loop of the script's own, with any sampler, precision and end, beside plain torch and a run."""
+"""A script's own loop with any sampler, precision and end, compared with plain torch and with a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLAGS = "--device cpu --clip-grad 0 --global-batch-size 4"
 
 
 class Drawn(Sampler[int]):
-    """By the generator of the whole process."""
+    """Sample indices drawn with the global generator of the process."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(random.sample(range(11), 11))
@@ -41,7 +41,7 @@ class Drawn(Sampler[int]):
 
 
 def loader_of(kind: str) -> DataLoader[Any]:
-    draw = torch.Generator().manual_seed(3 + int(os.environ.get("RANK", 0)))  # each worker has its own
+    draw = torch.Generator().manual_seed(3 + int(os.environ.get("RANK", 0)))  # each worker has a different generator
     options: dict[str, dict[str, Any]] = {
         "shuffled": {"shuffle": True, "generator": draw},
         "weighted": {"sampler": WeightedRandomSampler([float(i) for i in range(1, 12)], 11, generator=draw)},
@@ -67,7 +67,7 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
 
 
 def looped(kind: str, flags: str = "", ends: Callable[[], None] | None = None) -> dict[str, torch.Tensor]:
-    """The weights after a pass that ends in its second step, and a whole one."""
+    """Return the weights after a pass that is stopped in its second step, followed by a complete pass."""
     made = build_model()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.5)
     engine, model, optimizer, batches = composed(f"{FLAGS} {flags}", loader_of(kind), model=made, optimizer=optimizer)
@@ -84,7 +84,7 @@ def looped(kind: str, flags: str = "", ends: Callable[[], None] | None = None) -
     except KeyError:
         pass
     for batch in batches:
-        if "zero-3" not in flags:  # which refuses a second forward
+        if "zero-3" not in flags:  # zero-3 refuses a second forward
             loss_of(model, batch).detach()
         engine.backward(loss_of(model, batch))
         optimizer.step()
@@ -94,7 +94,7 @@ def looped(kind: str, flags: str = "", ends: Callable[[], None] | None = None) -
 
 
 def torchs(kind: str) -> dict[str, torch.Tensor]:
-    """The same in plain torch, whose steps have two batches each."""
+    """Do the same in plain torch, with two batches per step."""
     model, loader = build_model(), loader_of(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for steps in (1, 3):
@@ -137,7 +137,7 @@ def test_any_sampler_draws_once_for_all_workers(in_workers: dict[str, Any]) -> N
 
 
 class Headed(Finetuner):
-    """A run whose loss goes on with what the model puts out."""
+    """A run that computes its loss from the output of the model."""
 
     def build_data(self) -> Data:
         return Data(train=[TABLE])
@@ -174,7 +174,7 @@ def test_the_loss_has_the_precision_and_the_rate_of_a_run() -> None:
     with torch.no_grad():
         assert [headed(model, batch).dtype for batch in evaluated] == [torch.float32]
     engine.session.close()
-    assert found == wanted  # to the last bit
+    assert found == wanted  # bit for bit
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -193,7 +193,7 @@ class Stream(IterableDataset[Any]):
     ("loader", "flags", "told"),
     [
         (lambda: DataLoader(Stream(), batch_size=2), "", "over an IterableDataset"),
-        (lambda: DataLoader(ROWS, batch_size=None), "", "no samples of its batches are known"),  # type: ignore[arg-type]
+        (lambda: DataLoader(ROWS, batch_size=None), "", "the samples of its batches are unknown"),  # type: ignore[arg-type]
         (lambda: ROWS, "", "of type list"),
         (lambda: DataLoader(ROWS, sampler=DistributedSampler(ROWS, 2, 0)), "", "has a DistributedSampler"),  # type: ignore[arg-type]
         (lambda: DataLoader(ROWS, sampler=Endless()), "", "has no __len__"),  # type: ignore[arg-type]
@@ -221,8 +221,8 @@ def test_batches_without_labels_need_their_counts() -> None:
             engine.session.close()
         return [loss.item() for loss in losses]
 
-    assert len(losses_of("")) == 6  # one batch a step has one weight
-    with pytest.raises(RapidformerError, match=r"nothing tells what the loop's loss is a mean over") as refused:
+    assert len(losses_of("")) == 6  # with one batch per step, there is only one weight
+    with pytest.raises(RapidformerError, match=r"cannot tell what the loop's loss is a mean over") as refused:
         losses_of("--global-batch-size 4")
     assert "count_targets=" in refused.value.render()
     assert len(losses_of("--global-batch-size 4", count_targets=lambda batch: len(batch["y"]))) == 6
@@ -232,7 +232,7 @@ STARTED = "started"
 
 
 class Where(Dataset[torch.Tensor]):
-    """Four samples that say what the process that loads them has been told."""
+    """Four samples that show what the process that loads them has received."""
 
     def __len__(self) -> int:
         return 4
@@ -253,15 +253,15 @@ def test_the_options_of_a_loader_are_kept() -> None:
     passes = [torch.cat([batch for step in shared.steps() for batch in step]) for _ in range(2)]
     assert [found[:, 0].tolist() for found in passes] == [[0, 1, 2, 3]] * 2
     assert [found[:, 1].tolist() for found in passes] == [[0, 0, 1, 1]] * 2
-    assert len({int(number) for found in passes for number in found[:, 2]}) == 8  # the same processes draw on
+    assert len({int(number) for found in passes for number in found[:, 2]}) == 8  # the same processes continue to draw
     fresh: DataLoader[Any] = DataLoader(Where(), batch_size=2, num_workers=2)
     draws, state = [], torch.get_rng_state()
     for seed in (5, 5, 6):
         shared = SharedLoader(fresh, alone(), Sizes(micro_batch=2), seed)
         draws += [torch.cat([batch for step in shared.steps() for batch in step])[:, 2].tolist() for _ in range(2)]
-    assert torch.equal(state, torch.get_rng_state())  # workers that share a replica go on alike
+    assert torch.equal(state, torch.get_rng_state())  # so workers that share a replica continue with the same state
     assert draws[:2] == draws[2:4]
-    assert len({tuple(draw) for draw in draws}) == 3  # by the pass and by the seed
+    assert len({tuple(draw) for draw in draws}) == 3  # they depend on the pass and on the seed
 
 
 def _more_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -276,6 +276,6 @@ def test_arguments_can_be_copied_and_listed() -> None:
     args = rapidformer.get_args()
     for same in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
         assert vars(same) == vars(args)
-        same.lr = 2.0  # a copy is the script's own
+        same.lr = 2.0  # the copy belongs to the script
     assert (args.lr, args.words, vars(args)["words"], "seed" in args) == (1e-3, 7, 7, True)
     assert "words=7" in repr(args)

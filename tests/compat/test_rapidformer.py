@@ -1,4 +1,4 @@
-"""Scripts as PAI-Rapidformer's documentation has them: with the one line changed they train as our templates do."""
+"""Scripts from PAI-Rapidformer's documentation. After changing one line, they train like our templates."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ LOOP = "--device cpu --lr 1e-2 --lr-warmup-iters 2 --clip-grad 0"
 
 
 def given(words: str) -> Any:
-    """The words of the command line."""
+    """Set the arguments of the command line."""
     return mock.patch("rapidformer_templates.system.program.arguments", return_value=words.split())
 
 
 def recorded(train: Callable[[], object]) -> list[dict[str, Any]]:
-    """The lines that runs write to ``metrics.jsonl`` if they have a folder, without what depends on the clock."""
+    """Return the lines that runs write to ``metrics.jsonl`` in a folder, without fields that depend on the clock."""
     lines: list[dict[str, Any]] = []
     record = Loop.record
 
@@ -74,7 +74,7 @@ def test_one_line_is_another(script: str) -> None:
 
 
 class OursFinetuned(Finetuner):
-    """The fine-tuning script as a template of ours."""
+    """The fine-tuning script as one of our templates."""
 
     def build_data(self) -> Data:
         theirs: Any = finetune.MyFinetuner.train_valid_test_datasets_provider
@@ -97,7 +97,7 @@ class OursFinetuned(Finetuner):
 
 
 class OursPretrained(Pretrainer):
-    """The pretraining script as a template of ours."""
+    """The pretraining script as one of our templates."""
 
     def build_data(self) -> Data:
         train: Any = rapidformer._Sequential(pretrain.MaskedWords(48, self.config.training.seed))
@@ -114,7 +114,7 @@ class OursPretrained(Pretrainer):
 
 
 def torchs_own_loop(batch_size: int) -> list[float]:
-    """The script of the own loop before it met an engine: plain torch, the whole batch in one process."""
+    """Run the script with its own loop without an engine: plain torch, the whole batch in one process."""
     model: Any = no_trainer.build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = no_trainer.get_linear_schedule_with_warmup(optimizer, 2, 30)
@@ -156,10 +156,10 @@ CASES: dict[str, tuple[Any, Any, str]] = {
 def test_scripts_train_as_our_templates_do(name: str, in_workers: list[dict[str, Any]], tmp_path: Path) -> None:
     script, kind, flags = CASES[name]
     with given(""):
-        rapidformer.RapidformerEngine(extra_args_provider=finetune.get_tasks_args)  # for get_args()
+        rapidformer.RapidformerEngine(extra_args_provider=finetune.get_tasks_args)  # needed for get_args()
         wanted = recorded(kind([*flags.split(), "--no-save"]).fit)
     found = script(f"{flags} --no-export-model --save {tmp_path}")
-    assert found == wanted  # to the last bit
+    assert found == wanted  # bit for bit
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [line["step"] for line in wanted]
     assert any("eval_loss" in line for line in wanted)
     assert name == "pretrain" or any("accuracy" in line for line in wanted)
@@ -176,7 +176,7 @@ def test_a_loop_of_ones_own_is_that_of_torch(in_workers: list[dict[str, Any]]) -
     accumulated, same = looped(f"{LOOP} --micro-batch-size 4 --global-batch-size 8")
     assert (len(accumulated), same) == (22, accuracy)
     assert (accumulated[0] + accumulated[1]) / 2 == pytest.approx(wanted[0], abs=1e-6)
-    # With two workers each sees half of a step's batches; of the eleven of a pass, the second has one less.
+    # With two workers, each sees half of the batches of a step. Of the eleven in a pass, the second has one less.
     first, second = (worker["loop"] for worker in in_workers)
     pairs = [*zip(first[0][:5], second[0][:5], strict=True), (first[0][5],)]
     pairs += [*zip(first[0][6:11], second[0][5:], strict=True), (first[0][11],)]
@@ -192,7 +192,7 @@ def test_a_loop_of_ones_own_is_that_of_torch(in_workers: list[dict[str, Any]]) -
 
 
 def _body(**changed: Callable[..., Any]) -> None:
-    """The own loop with other parts of its body."""
+    """Run the own loop with a different backward or step."""
     with given(f"{LOOP} --micro-batch-size 8"):
         engine = rapidformer.RapidformerEngine()
         loader = torch.utils.data.DataLoader(no_trainer.WORDS[:24], batch_size=8, collate_fn=no_trainer.collate_fn)
@@ -233,12 +233,12 @@ def test_get_args_knows_flags_and_their_own() -> None:
         args.train_iters = 1
     with pytest.raises(AttributeError, match=r"there is no flag --nothing"):
         _ = args.nothing
-    with given(""), pytest.raises(ConfigError, match="is a flag of the library's"):
+    with given(""), pytest.raises(ConfigError, match="is a flag of the library"):
         rapidformer.RapidformerEngine(extra_args_provider=lambda parser: parser.add_argument("--lr"))
 
 
 class Unlabelled(rapidformer.PreTrainer):
-    """Megatron's way to return a loss; nothing in the batch tells what it is a mean over."""
+    """Returns a loss as Megatron does. The batch does not show what the loss averages over."""
 
     def train_valid_test_datasets_provider(self) -> Any:
         return [torch.arange(i, i + 4) % 9 for i in range(8)], None, None, lambda rows: {"text": torch.stack(rows)}
@@ -257,7 +257,7 @@ class Unlabelled(rapidformer.PreTrainer):
 
 
 class Counted(Unlabelled):
-    """The same with the hook that the refusal names."""
+    """The same with the hook that the error message names."""
 
     def count_targets(self, batch: Any) -> int:
         return int(batch["text"][:, 1:].numel())
@@ -267,12 +267,12 @@ def test_what_cannot_be_told_apart_names_the_hook() -> None:
     flags = f"{OF_A_RUN} --train-iters 3 --micro-batch-size 2 --global-batch-size 4 --no-save"
     with given(flags):
         engine = rapidformer.RapidformerEngine()
-        with pytest.raises(RapidformerError, match="nothing tells what the loss of run_forward_step is a mean over"):
+        with pytest.raises(RapidformerError, match="cannot tell what the loss of run_forward_step is a mean over"):
             Unlabelled(engine=engine).train()
     with given(flags):
         lines = recorded(Counted(engine=rapidformer.RapidformerEngine()).train)
-    assert [line["lr"] for line in lines] == [0.1, 0.05, 0.025]  # their own scheduler
+    assert [line["lr"] for line in lines] == [0.1, 0.05, 0.025]  # the scheduler of the script
     with given("--device cpu --lr 1e-2 --epochs 1 --no-save"), pytest.raises(ConfigError, match="--epochs"):
         pretrain.MyBertPreTrainer(engine=rapidformer.RapidformerEngine()).train()
-    with pytest.raises(ConfigError, match="GPTPredictor of PAI-Rapidformer is not there"):
+    with pytest.raises(ConfigError, match="GPTPredictor of PAI-Rapidformer is not available"):
         _ = rapidformer.GPTPredictor

@@ -1,4 +1,4 @@
-"""What the tests of data stand on."""
+"""Fixtures of the data tests."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def is_offline(offline: None) -> None:
-    """In each of them."""
+    """Run every test offline."""

@@ -1,4 +1,4 @@
-"""Padding against transformers' own, and the labels of causal models against the loss that they give."""
+"""Padding compared with transformers' own, and the labels of causal models compared with the resulting loss."""
 
 from __future__ import annotations
 

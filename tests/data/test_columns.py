@@ -1,4 +1,4 @@
-"""Columns that a task has found in its training part are those by which it reads other rows."""
+"""A task reads other rows by the columns that it has found in its training part."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def answered(i: int) -> dict[str, list[Any]]:
 
 
 CASES: Mapping[str, tuple[str, str, Rows, Rows]] = {
-    # name: (task, architecture, rows, further columns of which each would be found first, or beside)
+    # name: (task, architecture, rows, additional columns that would be found first, or in addition)
     "a text": (
         "sequence_classification", "bert",
         rows_of(sentence=lambda i: TEXTS[i], sentiment=lambda i: "ab"[i % 2]),
@@ -119,7 +119,7 @@ def make(configure: Configure, bert_folder: Path, gpt_folder: Path) -> Callable[
 
 
 def same(told: Any, wanted: Any) -> None:
-    """Samples, or inputs, with the same values."""
+    """Assert that samples, or inputs, have the same values."""
     for one, other in zip(told, wanted, strict=True):
         np.testing.assert_equal(one, other)
 
@@ -137,7 +137,7 @@ def test_further_columns_change_nothing(case: str, make: Callable[..., Task], tm
     task.take_decisions(json.loads(json.dumps(trained.decisions())))
     same(task.build_data().valid, wanted.valid)
     if case == "preferred conversations":
-        return  # both are answered already: which to answer --text-column says
+        return  # both are answered already: --text-column selects which to answer
     both = [{**row, **more, **row} for row, more in zip(rows, further, strict=True)]
     told, asked = (repr(list(one.inputs(part_of_samples(of)).rows)) for one, of in ((trained, rows), (task, both)))
     assert asked == told == repr(list(trained.inputs(part_of_samples(both)).rows))
@@ -148,7 +148,7 @@ def test_a_column_that_other_rows_lack(make: Callable[..., Task], tmp_path: Path
     write_jsonl(tmp_path / "valid.jsonl", [{"text": "a", "label": 1}])
     with pytest.raises(DataError) as caught:
         make("a pair", tmp_path).build_data()
-    assert caught.value.message == "there is no column 'premise', by which the training part was read"
+    assert caught.value.message == "there is no column 'premise', which was used to read the training part"
     assert caught.value.where == str(tmp_path / "valid.jsonl")
     assert caught.value.hint == "columns: text, label; --text-column names another one"
     task = make("a pair", tmp_path, text_column="text")
@@ -157,11 +157,11 @@ def test_a_column_that_other_rows_lack(make: Callable[..., Task], tmp_path: Path
         task.inputs(part_of_samples(["a"], task.text_column))
     chat = make("texts", tmp_path)
     chat.take_decisions({"columns": {"kind": "chat", "text_column": "messages"}})
-    assert len(chat.inputs(part_of_samples(["a cat"], chat.text_column)).rows) == 1  # it goes on with any text
+    assert len(chat.inputs(part_of_samples(["a cat"], chat.text_column)).rows) == 1  # it can continue any text
 
 
 def test_what_nobody_has_decided_is_found_each_time(make: Callable[..., Task], tmp_path: Path) -> None:
-    """Of a model from elsewhere, and of sets of a mixture that are not read by the same columns."""
+    """This concerns a model from elsewhere, and sets of a mixture with different columns."""
     task = make("a text", tmp_path)
     task.take_decisions({})
     for column in ("text", "review"):

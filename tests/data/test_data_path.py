@@ -1,4 +1,4 @@
-"""What ``--data-path`` may name: indexed sets, blends, and what is refused of them."""
+"""Values of ``--data-path``: indexed sets, blends, and what is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_blends_of_indexed_sets_and_raw_text(configure: Configure, flags: dict[s
     assert isinstance(train, Blend)
     first = [int(item["input_ids"][0]) < 200 for item in train.__getitems__(range(40))]
     assert sum(first) == 30
-    # Without weights each corpus comes in proportion to its samples: an epoch of the blend is one of each.
+    # Without weights, the share of each corpus is its number of samples: an epoch of the blend is one epoch of each.
     train = _blend(configure, flags, (low, high), split="1").train
     items = [tuple(item["input_ids"].tolist()) for item in train.__getitems__(range(len(train)))]
     assert len(items) == 12 + 6 == len(set(items))
@@ -69,7 +69,7 @@ def test_every_way_to_read_gives_the_same(
 
 @pytest.mark.parametrize("sums", [True, False])
 def test_tokens_beyond_the_vocabulary(configure: Configure, flags: dict[str, Any], tmp_path: Path, sums: bool) -> None:
-    numbered(tmp_path / "set", [30] * 15)  # the vocabulary has 400 tokens, or fewer
+    numbered(tmp_path / "set", [30] * 15)  # the vocabulary has at most 400 tokens
     size = load_tokenizer(configure(**flags)).backend_tokenizer.get_vocab_size()
     if not sums:
         (tmp_path / "set.sums.json").unlink()
@@ -85,7 +85,7 @@ def test_checksums_that_a_set_does_not_match_do_not_vouch_for_its_tokens(
 ) -> None:
     numbered(tmp_path / "small", [30] * 2)
     numbered(tmp_path / "set", [30] * 15)
-    (tmp_path / "small.sums.json").replace(tmp_path / "set.sums.json")  # as where another program made the set anew
+    (tmp_path / "small.sums.json").replace(tmp_path / "set.sums.json")  # as if another program had rewritten the set
     with pytest.raises(DataError, match="is not in the vocabulary"):
         _blend(configure, flags, (str(tmp_path / "set"),), split="1")
 
@@ -108,7 +108,7 @@ def test_the_unit_of_a_text_where_no_file_has_one(configure: Configure, flags: d
 
 
 def test_documents_of_lines_and_of_files(configure: Configure, flags: dict[str, Any], tmp_path: Path) -> None:
-    """One text with both units: they have a cache of their own each, and the run's end tokens tell the documents."""
+    """Read one text with both units. They have separate caches, and the run's end tokens separate the documents."""
     file = tmp_path / "a.txt"
     file.write_text("\n".join(DOCUMENTS))
     counts = {}

@@ -1,4 +1,4 @@
-"""Label smoothing in the built-in tasks, against torch's own argument on the logits of the model."""
+"""Label smoothing in the built-in tasks, compared with torch's own argument on the logits of the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES = {
 
 
 class ByHand(Trainer):
-    """torch's argument on the logits, where the model trains."""
+    """Applies torch's argument to the logits during training."""
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits, labels = model(**batch).logits, batch.get("shift_labels", batch["labels"])
@@ -77,7 +77,7 @@ def flags_of(tmp_path: Path, bert_folder: Path, gpt_folder: Path) -> Callable[[s
 
 
 def lines_of(kind: type[Trainer], flags: list[str], folder: Path) -> tuple[list[float], dict[str, float]]:
-    """(the loss of each step, the evaluation)."""
+    """Return the loss of each step, and the evaluation."""
     kind([*flags, "--save", str(folder)]).fit()
     lines = read_metrics(folder / "metrics.jsonl")
     (evaluation,) = [line for line in lines if "eval_loss" in line]
@@ -97,7 +97,7 @@ def test_the_loss_of_a_task_is_torchs_smoothed_one(task: str, flags_of: Any, tmp
 
 
 def test_a_first_evaluation_is_told_without_smoothing(flags_of: Any, tmp_path: Path) -> None:
-    """At a rate of zero: the weights are those of the beginning, with the flag and without it."""
+    """The learning rate is zero, so the weights are the initial ones, with and without the flag."""
     flags = [*flags_of("sequence_classification"), "--lr", "0"]
     _, plain = lines_of(Trainer, flags, tmp_path / "plain")
     losses, smoothed = lines_of(Trainer, [*flags, "--label-smoothing", "0.9"], tmp_path / "smoothed")
@@ -106,7 +106,7 @@ def test_a_first_evaluation_is_told_without_smoothing(flags_of: Any, tmp_path: P
 
 
 def test_it_is_the_loss_of_transformers() -> None:
-    """Its LabelSmoother, in its own words."""
+    """Compare with transformers' own LabelSmoother."""
     torch.manual_seed(0)
     logits, labels = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
     labels[0, 2:] = -100
@@ -145,6 +145,6 @@ def test_a_flag_of_ones_own_with_the_name_of_ours_is_told() -> None:
     class Mine(Trainer):
         Flags = MyFlags
 
-    with pytest.raises(ConfigError, match="--label-smoothing is a flag of the library's") as caught:
+    with pytest.raises(ConfigError, match="--label-smoothing is a flag of the library") as caught:
         Mine([])
     assert caught.value.where == "MyFlags"

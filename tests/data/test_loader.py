@@ -1,4 +1,4 @@
-"""Loader processes leave the objects of the process that they were forked from alone."""
+"""Loader processes do not touch the objects of the process from which they were forked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rapidformer_templates.data.types import Data
 
 
 class Group:
-    """Writes a file when it is collected, as the destructor of a process group would wait for its threads."""
+    """Writes a file when it is collected. A process group's destructor would wait for its threads in the same way."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "collected"
@@ -25,7 +25,7 @@ class Group:
 
 
 class Collecting(Dataset[torch.Tensor]):
-    """Collects garbage for each sample."""
+    """Collects garbage at each sample."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         gc.collect()

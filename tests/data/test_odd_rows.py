@@ -1,4 +1,4 @@
-"""Rows without a token, without a value, or with one of another kind: what works, and what names file and line."""
+"""Rows without a token, without a value, or with a wrong type: what works, and what is an error with file and line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(configure: Callable[..., RunConfig], bert_folder: Path, gpt_folder: Pat
     def task(kind: str, architecture: str, row: dict[str, Any], tokenizer: str) -> Task:
         write_jsonl(tmp_path / "test.jsonl", [row, row])
         folder = str({"gpt": gpt_folder, "bert": bert_folder, "bare": tmp_path / "bare"}[tokenizer])
-        if tokenizer == "bare":  # it has nothing for characters that it does not know
+        if tokenizer == "bare":  # it has no token for unknown characters
             known = Tokenizer(BPE({"<pad>": 0, "a": 1}, []))
             PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<pad>").save_pretrained(folder)
         flags = {"task": kind, "model_type": architecture, "tokenizer_path": folder, "seq_length": 24}
@@ -41,7 +41,7 @@ def make(configure: Callable[..., RunConfig], bert_folder: Path, gpt_folder: Pat
 
 BERT, GPT = ("bert", "bert"), ("gpt2", "gpt")
 REFUSED: Mapping[str, tuple[str, tuple[str, str], dict[str, Any], tuple[str | None, str | None]]] = {
-    # name: (task, (architecture, tokenizer), row, what evaluating and predicting say; None: it works)
+    # name: (task, (architecture, tokenizer), row, errors of evaluation and prediction; None: it works)
     "no token": (
         "sequence_classification", GPT, {"text": "", "label": "O"}, (NO_TOKEN.format("text"), NO_TOKEN.format("text")),
     ),

@@ -1,4 +1,4 @@
-"""The order of the samples is a function of the seed and the step alone."""
+"""The order of the samples depends only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = st.integers(1, 16)
 
 
 def _requests(order: SampleOrder, steps: range, data_size: int, accumulation: int) -> list[list[Request]]:
-    """For each step the requests of all ranks, micro batch by micro batch."""
+    """Return, for each step, the requests of all ranks, micro batch by micro batch."""
     ranks = [
         list(train_requests(order, steps.start, steps.stop, rank=rank, data_size=data_size, accumulation=accumulation))
         for rank in range(data_size)
@@ -39,7 +39,7 @@ def test_an_epoch_holds_each_sample_once(size: int, batch: int, grouped: bool, b
         epochs = steps[: order.steps_per_epoch], steps[order.steps_per_epoch :]
         assert all(sorted(np.concatenate(epoch)) == list(range(size)) for epoch in epochs)
         return
-    # Without borders between epochs, whole windows hold whole runs of positions, none lost or doubled.
+    # Without borders between epochs, complete windows contain complete runs of positions. None are lost or doubled.
     steps = range(100)
     drawn = [order.step(step) for step in steps]
     of_position = dict(zip(np.concatenate([p for _, p in drawn]), np.concatenate([s for s, _ in drawn]), strict=True))
@@ -93,7 +93,7 @@ def test_grouping_saves_padding_and_stays_random() -> None:
         batches = [order.step(step)[0] for step in range(order.steps_per_epoch)]
         padding[name] = sum(len(ids) * lengths[ids].max() for ids in batches) / lengths.sum()
         longest = [lengths[ids].max() for ids in batches]
-        # A run of batches that only get longer would bias training towards the end of an epoch.
+        # A series of batches that only get longer would bias training towards the end of an epoch.
         rises = sum(a < b for a, b in itertools.pairwise(longest)) / len(longest)
         assert 0.3 < rises < 0.7
     assert padding["grouped"] < 1.2 < 2 < padding["random"]
@@ -109,7 +109,7 @@ def test_evaluation_sees_each_sample_once_with_equal_work(grouped: bool) -> None
 
 
 def test_grouped_epochs_are_drawn_anew() -> None:
-    """Other batches in each epoch, in an order that says nothing of the lengths."""
+    """Each epoch has different batches, in an order that does not depend on the lengths."""
     lengths = np.random.default_rng(6).lognormal(4, 0.8, 4000).astype(np.int64) + 1
     order = SampleOrder(4000, 8, 5, by_epochs=True, lengths=lengths)
     mates: list[dict[int, set[int]]] = []
@@ -119,7 +119,7 @@ def test_grouped_epochs_are_drawn_anew() -> None:
         ]
         mates.append({sample: set(batch) - {sample} for batch in batches for sample in batch})
         means = [lengths[batch].mean() for batch in batches]
-        # 500 places: random ones correlate with a standard deviation of 0.045.
+        # There are 500 positions. Random ones correlate with a standard deviation of 0.045.
         for places in (np.arange(len(means)), np.arange(len(means)) % WINDOW):
             assert abs(np.corrcoef(places, means)[0, 1]) < 0.2
     kept = np.mean([len(mates[0][sample] & mates[1][sample]) / 7 for sample in range(4000)])

@@ -1,4 +1,4 @@
-"""Packed rows: nothing lost, nothing seen from the neighbours, and the loss and gradients of the samples alone."""
+"""Packed rows: no token is lost, samples do not see their neighbours, and loss and gradients do not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.texts import TINY, WORDS, write_jsonl
 
 
 def _fewest_rows(lengths: list[int], capacity: int) -> int:
-    """The least number of rows, by trying every row for every sample (but equally full rows only once)."""
+    """Return the smallest number of rows, by trying every row for every sample (but equally full rows only once)."""
     best = len(lengths)
 
     def place(index: int, loads: list[int]) -> None:
@@ -54,7 +54,7 @@ def test_each_sample_is_in_one_row_and_no_row_is_too_full(capacity: int, raw: li
     loads = np.bincount(rows, weights=lengths)
     assert loads.max() <= capacity
     assert set(rows.tolist()) == set(range(len(loads)))
-    # Best fit opens a row for what fits nowhere else: no two rows would go into one.
+    # Best fit opens a new row only for samples that fit nowhere else. So no two rows would fit into one.
     smallest_two = np.sort(loads)[:2]
     assert len(loads) < 2 or smallest_two.sum() > capacity
 
@@ -79,7 +79,7 @@ def test_rows_of_real_lengths_are_full_and_drawn_by_the_seed() -> None:
 
 
 def _parts(row: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-    """The samples of a packed row: positions start anew in each."""
+    """Yield the samples of a packed row. Positions restart in each sample."""
     starts = [*np.flatnonzero(row["position_ids"] == 0).tolist(), len(row["position_ids"])]
     for start, stop in pairwise(starts):
         yield {name: values[start:stop] for name, values in row.items()}
@@ -104,7 +104,7 @@ def test_rows_hold_the_samples_and_their_labels(labels: bool) -> None:
 
 
 NORMS_IN_FLOAT32 = ("cohere", "cohere2", "gemma", "gemma3_text", "helium")
-"""Architectures whose norms multiply by their weight in float32, whatever the model's type is."""
+"""Architectures whose norms multiply by their weight in float32 with any type of the model."""
 
 
 EVERY_DAY = {"gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen2"}
@@ -156,7 +156,7 @@ def test_no_sample_sees_another(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def test_a_refused_architecture_does_mix_samples(kind: str) -> None:
     model = _model(kind).eval()
-    with pytest.raises(ModelError, match=f"{kind} does not keep what shares a row apart") as caught:
+    with pytest.raises(ModelError, match=f"{kind} does not separate samples that share a row") as caught:
         check_packable_model(model, "--pack-sequences")
     assert "llama" in str(caught.value.hint)
     batch = _packed_batch(_samples([9, 20]))
@@ -169,7 +169,7 @@ def test_a_refused_architecture_does_mix_samples(kind: str) -> None:
 def test_attention_that_takes_no_mask_is_refused() -> None:
     model = _model("gpt2")
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ModelError, match="flash_attention_2 does not keep"):
+    with pytest.raises(ModelError, match="flash_attention_2 does not separate"):
         check_packable_model(model, "--pack-sequences")
 
 
@@ -179,7 +179,7 @@ def _words(count: int, seed: int) -> str:
 
 @pytest.fixture
 def flags(tmp_path: Path, gpt_folder: Path) -> dict[str, Any]:
-    """Texts of 1 to 12 words, and a small GPT-2 without dropout."""
+    """Write texts of 1 to 12 words, and return the flags of a small GPT-2 without dropout."""
     for name, count in (("train", 60), ("valid", 14)):
         rows = [{"text": _words(1 + i * 7 % 12, i)} for i in range(count)]
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
@@ -211,7 +211,7 @@ def test_an_architecture_that_mixes_samples_is_refused_before_work_starts(
 ) -> None:
     flags |= {"model_type": "opt", "data_path": (str(Path(flags["data_dir"]) / "train.jsonl"),)}
     for task, flag in (("causal_lm", "pack_sequences"), ("pretraining", "keep_documents_apart")):
-        with pytest.raises(ModelError, match="opt does not keep what shares a row apart") as caught:
+        with pytest.raises(ModelError, match="opt does not separate samples that share a row") as caught:
             load_task(configure(task=task, **{flag: True}, **flags)).check()
         assert caught.value.where == spelling(flag)
 
@@ -229,7 +229,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_black_box_run_evaluates_as_without_packing(flags: dict[str, Any], tmp_path: Path) -> None:
-    """A learning rate of 0 leaves the weights alone, so that both runs evaluate the same model."""
+    """A learning rate of 0 leaves the weights unchanged, so both runs evaluate the same model."""
     for name, more in (("alone", {}), ("packed", {"pack_sequences": True})):
         words = _command(flags, save=str(tmp_path / name), epochs=1, micro_batch_size=4, **more)
         words[words.index("--lr") + 1] = "0"
@@ -238,7 +238,7 @@ def test_black_box_run_evaluates_as_without_packing(flags: dict[str, Any], tmp_p
     names = ("eval_loss", "perplexity", "token_accuracy")
     for name in names:
         assert packed[-1][name] == pytest.approx(alone[-1][name], rel=1e-5)
-    # Real samples and tokens are counted, not rows and padding; each once in the epoch.
+    # Real samples and tokens are counted, not rows and padding, and each once per epoch.
     last = [[line for line in lines if "loss" in line][-1] for lines in (alone, packed)]
     assert last[0]["samples"] == last[1]["samples"] == 60
     assert last[0]["tokens"] == last[1]["tokens"]
@@ -248,7 +248,7 @@ def test_black_box_run_evaluates_as_without_packing(flags: dict[str, Any], tmp_p
 
 @pytest.mark.slow
 def test_flash_attention_takes_documents_one_by_one(flags: dict[str, Any], tmp_path: Path) -> None:
-    """Training and evaluation are those of the mask, at every logged step."""
+    """Training and evaluation are the same as with the mask, at every logged step."""
     for name, more in (("mask", {}), ("flash", {"use_flash_attn": True})):
         words = _command(flags, save=str(tmp_path / name), epochs=1, micro_batch_size=4, pack_sequences=True, **more)
         assert main(words) == 0

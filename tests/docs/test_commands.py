@@ -1,4 +1,4 @@
-"""Every command of the manual: planned or parsed here, or it says which test runs it, or what it needs."""
+"""Every command in the manual is planned or parsed here, or a table shows which test runs it or what it needs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ELSEWHERE = {
     r"rapidformer doctor": "tests/commands/test_doctor.py",
     r"rapidformer --task TASK": "a form, not a command",
 }
-"""Commands that are not tried here, by how they begin, with who does or what they need."""
+"""Commands that are not tested here, by their beginning, with the test that runs them or what they need."""
 
 PARSERS = {"bench": bench_parser, "data": data_parser, "demo": demo_parser, "export": export_parser, "new": new_parser}
 TRAINING = r"(?:\w+=\S+ )*(?:rapidformer (?:plan )?(?=-|…)|torchrun .*? -m rapidformer_templates )"
@@ -50,7 +50,7 @@ WORKERS = re.compile(r"--nnodes (\d+).*--nproc-per-node (\d+)")
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that the commands name."""
+    """Create a folder with the files that the commands name."""
     for folder in ("FOLDER", "gpt2"):
         (tmp_path / folder).mkdir()
         sizes = {"model_type": "gpt2", "n_layer": 8, "n_head": 8, "n_embd": 64, "architectures": ["GPT2LMHeadModel"]}
@@ -80,11 +80,14 @@ def test_each_command_is_tried_or_says_who_does(command: str, page: str, desk: P
 
 
 def _elsewhere(command: str) -> None:
-    """Nothing: the table says who does."""
+    """Do nothing: the table shows what tests this command."""
 
 
 def _planned(command: str) -> None:
-    """Every rule accepts its flags, with all packages; layouts are searched for in tests/switches/auto_strategy."""
+    """Assert that all rules accept its flags if all packages are installed.
+
+    The tests of auto-strategy (tests/switches/auto_strategy) search for layouts.
+    """
     words = shlex.split(re.sub(TRAINING, "", command).replace("$MODEL", "FOLDER").replace("…", ""), comments=True)
     workers = WORKERS.search(command)
     if workers and command.startswith("torchrun"):
@@ -98,4 +101,4 @@ def _parsed(command: str) -> None:
     _, program, *words = shlex.split(re.sub(r"^\w+=\$\((.*)\)$", r"\1", command).replace("…", ""), comments=True)
     words = _command_first(words) if program == "bench" else words
     _, unknown = PARSERS[program]().parse_known_args(words)
-    assert not unknown or words[0] == "run"  # the flags of the training command that is measured
+    assert not unknown or words[0] == "run"  # flags of the measured training command

@@ -1,4 +1,4 @@
-"""docs/devices.md lists what of the source names one kind of accelerator, and what no rehearsal runs."""
+"""docs/devices.md lists all source code that names one kind of accelerator, and all that no rehearsal runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_lines_that_name_cuda_are_listed_with_a_reason() -> None:
 
 
 def _device_statements() -> list[tuple[str, str]]:
-    """(file, text) of the statements that scripts/device_coverage.py watches."""
+    """Return (file, text) of the statements that scripts/device_coverage.py watches."""
     spec = importlib.util.spec_from_file_location("device_coverage", ROOT / "scripts/device_coverage.py")
     assert spec is not None
     assert spec.loader is not None

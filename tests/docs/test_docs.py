@@ -1,4 +1,4 @@
-"""The documentation says what is true: links, flags, commands and their answers."""
+"""The documentation is correct: links, flags, commands and their output."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rapidformer_templates.trainer import Trainer
 from tests.support.manual import PAGES, ROOT, blocks, commands, name
 
 START = ROOT / "docs/index.md"
-MADE = ("reference/", "switches/")  # made while the site is built; tests/docs/test_site.py follows every link there
-OTHERS = {  # flags of other programs, and those that examples declare
+MADE = ("reference/", "switches/")  # generated with the site. tests/docs/test_site.py follows every link there
+OTHERS = {  # flags of other programs, and flags that examples declare
     "mlflow": ["--backend-store-uri"],
     "pip": ["--constraint", "--editable", "--no-deps"],
     "rapidformer": ["--help", "--version"],
@@ -58,7 +58,7 @@ def test_relative_links_lead_somewhere() -> None:
 
 
 def _links(page: Path) -> Iterator[str]:
-    """The link targets that are files of the repository."""
+    """Yield the link targets that are files of the repository."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"[a-z]+:", target) and not (page == START and target.startswith(MADE)):

@@ -1,4 +1,4 @@
-"""The examples: short, whole, and the same job in every way of use."""
+"""The examples are short and complete, and do the same job in every way of use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RATES = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
 
 @pytest.fixture(scope="module")
 def tweets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny BERT with its tokenizer in ``model/``, and tweets of made-up words beside it."""
+    """Create a tiny BERT with its tokenizer in ``model/``, and tweets of artificial words next to it."""
     folder = tmp_path_factory.mktemp("tweets")
     draw = random.Random(5)
     for part, count in (("train", 44), ("valid", 14)):
@@ -70,7 +70,7 @@ def _run_process(script: Path, *words: str) -> int:
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` without what depends on the clock."""
+    """Return the lines of ``metrics.jsonl`` without fields that depend on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{name: value for name, value in line.items() if name not in RATES} for line in lines]
 
@@ -84,13 +84,13 @@ def test_under_sixty_lines(name: str) -> None:
 def test_one_job_in_three_ways_has_identical_losses(
     tweets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the black box, a Finetuner subclass and a Trainer subclass: equal to the last bit, dropout on.
+    """Black box, Finetuner subclass and Trainer subclass give bit-identical losses, with dropout.
 
-    The Finetuner is a process, as it is for users; the others run here.
+    The Finetuner runs in a separate process, as it does for users. The others run in this process.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    # Moving to another template is one changed base class (and its import).
+    # To use another template, change one base class (and its import).
     source = (EXAMPLES / "sentiment.py").read_text(encoding="utf-8")
     assert source.count("Finetuner") == 2
     (tmp_path / "as_trainer.py").write_text(source.replace("Finetuner", "Trainer"), encoding="utf-8")

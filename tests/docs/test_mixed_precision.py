@@ -1,4 +1,4 @@
-"""The page of mixed precision names every switch that decides what the weights are."""
+"""The page about mixed precision names every switch that determines the type of the weights."""
 
 from __future__ import annotations
 

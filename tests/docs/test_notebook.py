@@ -1,4 +1,4 @@
-"""The example notebook is run by a kernel, from its first cell to its last, and shows what it says."""
+"""A kernel runs the example notebook from the first cell to the last, and the output matches the saved output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTEBOOK = ROOT / "examples/notebook.ipynb"
 
 
 def said(cell: Any, name: str) -> str:
-    """What a cell has printed, or its value (``value``)."""
+    """Return the printed output of a cell, or its value (``value``)."""
     if name == "value":
         values = [output["data"] for output in cell.outputs if output.output_type == "execute_result"]
         return "".join(value["text/plain"] for value in values)

@@ -1,4 +1,4 @@
-"""The manual as a site: built strictly, every link followed, opened in Chromium as wide as a desktop and a phone."""
+"""The manual as a site: built in strict mode, every link followed, opened in Chromium at desktop and phone widths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RESULTS = "document.querySelector('.md-search-result__list').innerText"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; a link that leads nowhere, or a page that is in no menu, ends the build."""
+    """Build the site. A broken link, or a page that is in no menu, is an error."""
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
@@ -49,7 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    """Where the site is served."""
+    """Serve the site and yield its address."""
 
     class Quiet(SimpleHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -64,7 +64,7 @@ def address(site: Path) -> Iterator[str]:
 
 
 class Page(html.parser.HTMLParser):
-    """What a page links, loads, and has anchors of."""
+    """Links, loaded files and anchors of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def read(site: Path) -> dict[str, Page]:
-    """Every page by its place, such as ``switches/zero-3/``."""
+    """Return every page by its path, such as ``switches/zero-3/``."""
     files = [file for file in site.rglob("*.html") if file.name != "404.html"]
     return {
         str(file.relative_to(site)).removesuffix("index.html"): Page(file.read_text(encoding="utf-8")) for file in files
@@ -125,7 +125,7 @@ def test_each_switch_has_a_page_whose_command_works(
         for part in (*switch.receipt, *(rule.code for rule in switch.rules)):
             assert part in page, (switch.name, part)
         words = shlex.split(example_command(switch).replace("\\\n", " "))[1:]
-        if switch.name != "auto-strategy":  # a search of many seconds: tests/switches/auto_strategy
+        if switch.name != "auto-strategy":  # a search that takes many seconds: see tests/switches/auto_strategy
             assert main(words) == 0, capsys.readouterr().err
 
 
@@ -135,12 +135,12 @@ def test_the_api_has_every_public_name(read: dict[str, Page]) -> None:
 
 
 def _without_counts(picture: str) -> str:
-    """Without the number of the rules, which each new rule changes."""
+    """Remove the number of rules, which each new rule changes."""
     return re.sub(r"\d+(?=&#160;consulted)", "", picture)
 
 
 def test_pictures_show_what_is_said_today() -> None:
-    """Answers of commands and figures of tables, as words of the picture; how they are drawn is matplotlib's."""
+    """Compare the words in the pictures: output of commands, numbers of tables. How they look is up to matplotlib."""
     for file, text in pictures.pictures():
         kept = (pictures.FOLDER / file).read_text(encoding="utf-8")
         words = [re.findall(r"<text[^>]*>([^<]*)</text>", _without_counts(picture)) for picture in (kept, text)]
@@ -161,7 +161,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 def test_on_a_phone_no_page_scrolls_sideways(browser: Chromium, address: str, read: dict[str, Page]) -> None:
     browser.size(390, 844, phone=True)
     wide, errors = [], {}
-    own = [place for place in sorted(read) if not place.startswith("files/")]  # code alone, whose frame scrolls
+    own = [place for place in sorted(read) if not place.startswith("files/")]  # only code, whose frame scrolls
     for place in own:
         browser.open(address + place)
         width = browser.value("Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)")
@@ -174,13 +174,13 @@ def test_on_a_phone_no_page_scrolls_sideways(browser: Chromium, address: str, re
 
 
 def test_on_a_desktop_the_search_finds_and_pictures_are_taken(browser: Chromium, address: str) -> None:
-    """The pictures are for eyes: build/pictures/."""
+    """The pictures in build/pictures/ are for a person to look at."""
     folder = ROOT / "build" / "pictures"
     folder.mkdir(parents=True, exist_ok=True)
     for screen, (width, height, dark) in SCREENS.items():
         browser.size(width, height, phone=screen == "phone", dark=dark)
         browser.open(address)
-        browser.value("localStorage.clear()")  # which would keep the colours of the first visit
+        browser.value("localStorage.clear()")  # it would keep the colours of the first visit
         for place in LOOKED_AT[:3] if dark else LOOKED_AT:
             browser.open(address + place)
             browser.picture(folder / f"{place.strip('/').replace('/', '-') or 'start'}-{screen}.png")

@@ -1,4 +1,4 @@
-"""What is promised of a step is kept in one place: no engine can lose a part of it by overriding a method."""
+"""The promises about a step are kept in one place: no engine can lose one of them by overriding a method."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _engines() -> list[type]:
-    """Every engine of the package, also one that is not in the registry yet."""
+    """Return every engine of the package, including those that are not in the registry yet."""
     pytest.importorskip("deepspeed")
     pytest.importorskip("fairscale")
     for module in pkgutil.walk_packages(rapidformer_templates.__path__, "rapidformer_templates."):

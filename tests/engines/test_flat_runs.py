@@ -1,4 +1,4 @@
-"""Runs of a flattened tensor are the boxes that they are said to be."""
+"""Runs of a flattened tensor equal the boxes that describe them."""
 
 from __future__ import annotations
 

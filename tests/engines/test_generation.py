@@ -1,4 +1,4 @@
-"""Texts that are generated while the parameters are cut over the workers, in unequal numbers of forwards."""
+"""Text generation with parameters that are sharded over the workers, in unequal numbers of forwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _evaluate(workers: Any, folder: str) -> dict[str, Any]:
         given = f"{FLAGS} --tokenizer-path {demo_model_folder()} --data-dir {folder} {switch}"
 
         def read_outputs(self: Any, outputs: Any, batch: Any) -> Any:
-            self.task.longest_target = 2 + 6 * workers.rank  # the second worker goes on alone
+            self.task.longest_target = 2 + 6 * workers.rank  # the second worker continues alone
             return super(type(self), self).read_outputs(outputs, batch)
 
         job = type("Job", (base,), {"read_outputs": read_outputs})(given.split())

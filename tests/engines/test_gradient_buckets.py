@@ -1,4 +1,4 @@
-"""DDP holds gradients once, in its buckets, however many micro batches a step has."""
+"""DDP stores gradients once, in its buckets, for any number of micro batches per step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ STEPS = 4
 
 
 def _storages(tensors: Any) -> dict[int, int]:
-    """Bytes by address."""
+    """Return bytes by address."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _watch(workers: Any, micro_batches: int) -> dict[str, Any]:
-    """What holds gradients after each micro batch, what DDP sends, and the most that steps had in memory."""
+    """Record the storages of gradients after each micro batch, the buckets that DDP sends, and peak memory of steps."""
     held: list[dict[int, int]] = []
     sent: list[int] = []
     peaks: list[int] = []
@@ -45,7 +45,7 @@ def _watch(workers: Any, micro_batches: int) -> dict[str, Any]:
     class Job(OTHERS["wide"]):  # type: ignore[misc]
         def build_data(self) -> Data:
             data = super().build_data()
-            return replace(data, train=[data.train[1]] * 64)  # all batches need equally much memory
+            return replace(data, train=[data.train[1]] * 64)  # all batches need the same memory
 
         def on_train_start(self) -> None:
             live.__enter__()
@@ -73,7 +73,7 @@ def test_accumulated_gradients_lie_in_the_buckets_alone() -> None:
         assert thrice["receipt"] == whole
         assert [sum(storages.values()) for storages in thrice["held"]] == [whole] * 3 * STEPS
         places = [set(storages) for storages in thrice["held"]]
-        assert places[1:] == [places[1]] * (3 * STEPS - 1)  # DDP makes its buckets anew before the second
+        assert places[1:] == [places[1]] * (3 * STEPS - 1)  # DDP rebuilds its buckets before the second
         assert len(places[1]) > 1
         assert set(thrice["sent"]) == places[1]
         assert max(thrice["peaks"][2:]) < max(once["peaks"][2:]) + whole / 10

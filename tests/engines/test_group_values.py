@@ -1,6 +1,6 @@
-"""Optimizers that keep values in their groups go on where they were, under every engine and from one to another.
+"""Optimizers that keep values in their groups resume with these values, under every engine and across engines.
 
-Nvidia apex runs on a GPU only; :class:`FusedAdam` makes its documented update and keeps its count where it does.
+NVIDIA Apex runs only on a GPU. :class:`FusedAdam` makes its documented update and stores its count where Apex does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLAGS = f"--train-iters {STEPS} --global-batch-size 8 --lr 1e-2 --log-interval 1
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW with one count of steps for a group, which is there from the first step on."""
+    """AdamW with one step count per group, which exists from the first step on."""
 
     def __init__(self, params: Iterable[Any], lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay})
@@ -47,7 +47,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class Estimating(torch.optim.Optimizer):
-    """Sets its own pace as Prodigy and schedule-free do: numbers, flags, lists, tensors and a count in its groups."""
+    """Adapts its rate like Prodigy and schedule-free, with numbers, flags, lists, tensors and a count in its groups."""
 
     def __init__(self, params: Iterable[Any], lr: float, weight_decay: float = 0.0) -> None:
         own = {"d": 1e-2, "k": 0, "warm": False, "betas": (0.9, 0.99), "weight_sum": torch.zeros(1)}
@@ -77,7 +77,7 @@ RULES: dict[str, Any] = {"fused": FusedAdam, "torch": torch.optim.AdamW, "estima
 
 
 class _Died(Exception):
-    """Stands for the death of a run."""
+    """Simulates the death of a run."""
 
 
 class _Job(CausalJob):
@@ -94,7 +94,10 @@ class _Job(CausalJob):
 
 
 def _run(folder: str | None, rule: str, flags: str = "", *, dies: bool = False) -> list[tuple[float, float]]:
-    """The curve of a run, which may die in the step after its first checkpoint. None as folder writes no files."""
+    """Return the curve of a run, which can die in the step after its first checkpoint.
+
+    Without a folder the run saves nothing.
+    """
     kind = type("Job", (_Job,), {"rule": rule, "dies": dies})
     files = f"--save {folder} --save-interval {SAVED} --keep-checkpoints 3".split() if folder else []
     job = kind([*FLAGS.split(), *files, *flags.split()])
@@ -120,24 +123,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(rule: str, tmp_path: Any) -> Non
 
 @pytest.fixture(scope="module")
 def torchs() -> torch.Tensor:
-    """The curve under AdamW of torch."""
+    """The curve with torch's AdamW."""
     return torch.tensor(_run(None, "torch", ALONE))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("fused", "torch"), ("torch", "fused")])
 def test_one_adam_goes_on_for_another(before: str, after: str, torchs: torch.Tensor, tmp_path: Any) -> None:
-    """There and back again: the count goes with the run, and neither rule's own place for it is taken for a second."""
+    """Switch there and back: the count moves with the run, and neither rule's place for it becomes a second one."""
     _run(f"{tmp_path}/run", before, ALONE, dies=True)
     halves = _run(f"{tmp_path}/run", after, f"{ALONE} --resume --save-interval 1", dies=True)
     rest = _run(f"{tmp_path}/run", before, f"{ALONE} --resume")
-    # The run that died in its first step had not saved it.
+    # The run that died in its first step had not saved that step.
     torch.testing.assert_close(torch.tensor(rest), torchs[STEPS - len(rest) :], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.tensor(halves), torchs[SAVED : SAVED + 1], rtol=1e-5, atol=1e-6)
 
 
 def test_a_checkpoint_without_a_count_is_no_stack_trace(tmp_path: Any) -> None:
-    """As versions before this one wrote it."""
+    """Earlier versions wrote such checkpoints."""
     _run(f"{tmp_path}/run", "fused", f"{ALONE} --train-iters {SAVED}")
     with (
         mock.patch("rapidformer_templates.run.checkpoint.format.Reader.names", _without_counts),
@@ -164,7 +167,7 @@ def test_in_host_memory_the_values_move_as_on_the_device() -> None:
     assert torch.equal(on_device[0][1], plain.param_groups[0]["params"][0])
 
 
-# A group of parameters is updated in several parts.
+# A parameter group is updated in several parts.
 IN_PARTS = {"zero_optimization": {"stage": 3, "sub_group_size": 2000, "stage3_param_persistence_threshold": 40}}
 ENGINES = {
     "plain": "",
@@ -185,7 +188,7 @@ def _train_all(workers: Any, root: str) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for name in NAMES:
         found[name] = _run(f"{root}/{name}", "estimating", f"--micro-batch-size 2 {ENGINES[name]}")
-        if workers.is_main:  # as if it had died after its first checkpoint
+        if workers.is_main:  # as if the run had died after its first checkpoint
             shutil.rmtree(f"{root}/{name}/checkpoints/step-{STEPS}")
         workers.barrier()
     for name, source in PAIRS:

@@ -1,4 +1,4 @@
-"""Label smoothing under engines and switches: what one process computes with torch's own argument."""
+"""Label smoothing under engines and switches equals one process with torch's own argument."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(flags: str) -> Trained:
 
 
 class ByHand(DeepJob):
-    """The smoothed loss of the logits, and without smoothing where it is evaluated."""
+    """Uses the smoothed loss of the logits, without smoothing in evaluations."""
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits

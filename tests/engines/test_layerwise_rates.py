@@ -1,4 +1,4 @@
-"""Layer-wise decay of the learning rate: which parameter learns how fast, under every engine alike."""
+"""Layer-wise decay of the learning rate: the rate of each parameter, which is the same under every engine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_model_without_blocks_is_refused() -> None:
 
 
 class ByHand(DeepJob):
-    """One group a layer, as torch's own optimizer takes them."""
+    """One parameter group per layer, as torch's own optimizer accepts them."""
 
     def build_optimizer(self) -> OptimizerSpec:
         def options(name: str, parameter: nn.Parameter) -> dict[str, Any]:

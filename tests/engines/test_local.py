@@ -35,7 +35,7 @@ PRECISIONS = {
 }
 KINDS = {f"{job}-{'fp64' if double else 'fp32'}": (job, double) for job in JOBS for double in (False, True)}
 ALWAYS = ("causal-fp32", "causal-fp64")
-"""Other tests read these two. By default the other jobs train in fp64 only, which shows more."""
+"""Other tests read these two. By default the other jobs train only in fp64, which shows more."""
 PARAMETERS = by_default([kind for kind, (_, double) in KINDS.items() if double or kind in ALWAYS], KINDS)
 
 Kinds = list[tuple[str, bool]]
@@ -51,7 +51,7 @@ def _train_all(workers: Any, kinds: Kinds, layouts: dict[str, str]) -> dict[tupl
 
 @pytest.fixture(scope="module")
 def kinds(request: pytest.FixtureRequest) -> Kinds:
-    """The jobs and their precisions that the selected tests read."""
+    """The jobs and precisions that the selected tests read."""
     return [KINDS[kind] for kind in sorted({*selected(request, "kind"), *ALWAYS})]
 
 
@@ -63,7 +63,7 @@ def references(kinds: Kinds) -> dict[tuple[str, bool], Any]:
 
 @pytest.fixture(scope="module")
 def runs(kinds: Kinds) -> dict[tuple[str, bool, str], Any]:
-    """All layouts, those of two workers in one group of workers."""
+    """All layouts. One group of workers trains the layouts of two workers."""
     return _train_all(None, kinds, ALONE) | run_in_workers(2, _train_all, kinds, PAIRS)[0]
 
 
@@ -92,16 +92,16 @@ def test_layout_follows_one_process(layout: str, kind: str, references: Any, run
 
 @pytest.mark.distributed
 def test_the_reference_learns(references: Any) -> None:
-    """A curve that did not move would agree with anything."""
+    """A constant curve would agree with anything."""
     for run in references.values():
         losses = [loss for loss, _ in run["curve"]]
         assert len(set(losses)) == len(losses)
-        assert max(norm for _, norm in run["curve"]) > 2 * CLIP  # so that clipping acts
+        assert max(norm for _, norm in run["curve"]) > 2 * CLIP  # so that clipping has an effect
 
 
 @pytest.mark.slow
 def test_reference_equals_a_loop_by_hand(references: Any) -> None:
-    """The one-process run itself against plain torch: token losses summed and divided by hand."""
+    """Compare the one-process run itself with plain torch: token losses, summed and divided by hand."""
     from rapidformer_templates.data.order import SampleOrder
     from tests.support.jobs import CausalJob, _pad, _sequences
 
@@ -141,7 +141,7 @@ def test_reference_equals_a_loop_by_hand(references: Any) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", PRECISIONS)
 def test_half_precision_follows_one_process_of_that_precision(layout: str, runs: Any) -> None:
-    """Within the rounding of the format: 8 bits of mantissa in bf16, 11 in fp16."""
+    """The tolerance is the rounding of the format: 8 bits of mantissa in bf16, 11 in fp16."""
     precision = layout.rpartition("-")[2]
     flags = f"{STEPS} --micro-batch-size 8 --mixed-precision {precision}"
     expected, actual = reference("causal", False, flags), runs["causal", False, layout]
@@ -159,7 +159,7 @@ def test_receipts_are_measured(references: Any, runs: Any) -> None:
     sharded = runs["causal", False, "fsdp-accumulated-checkpointed"]["summary"]["receipts"]
     parameters = references["causal", False]["summary"]["parameters"]
     assert whole["parameter_bytes"] == sharded["parameter_bytes_whole"] == 4 * parameters
-    # Half of it, and what rows that do not divide by two add.
+    # Half, plus a little for rows that two does not divide.
     assert 0.5 <= sharded["parameter_bytes"] / whole["parameter_bytes"] < 0.52
     assert 0.5 <= sharded["optimizer_state_bytes"] / whole["optimizer_state_bytes"] < 0.52
     assert sharded["saved_tensor_bytes"] < 0.3 * sharded["saved_tensor_bytes_without"]

@@ -29,7 +29,7 @@ def test_scale_halves_on_overflow_and_grows_after_good_steps() -> None:
 
 
 class Overflowing(CausalJob):
-    """Starts with a scale beyond the range of fp16, and keeps the weights as they were before each step."""
+    """Starts with a loss scale beyond the range of fp16, and records the weights before each step."""
 
     def on_train_start(self) -> None:
         self.weights: list[torch.Tensor] = [self.flat()]

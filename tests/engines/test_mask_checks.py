@@ -1,4 +1,4 @@
-"""transformers' models read nothing in a forward whose questions the host has answered, and compute the same."""
+"""transformers' models read nothing from the device if the host has answered their questions, and compute the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _looked_at(batch: Any) -> MicroBatch:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_what_the_hook_gives_the_model_is_what_counts(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that runs ahead trains, to the last digit, what one does that reads everything."""
+    """A host that runs ahead trains to the same last digit as one that reads everything."""
     runs = []
     for ahead in (False, True):
         monkeypatch.setattr(SingleEngine, "_runs_ahead", lambda self, ahead=ahead: ahead)

@@ -1,4 +1,4 @@
-"""NEFTune: which noise, where, and that workers, micro batches and resumes cannot change it."""
+"""NEFTune: which noise is added where. Workers, micro batches and resumes do not change it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(flags: str) -> Trained:
 
 
 def numpys(place: int, tokens: int, features: int) -> np.ndarray:
-    """The numbers of a sample, by numpy's unsigned arithmetic."""
+    """Compute the random numbers of a sample with numpy's unsigned arithmetic."""
 
     def mixed(x: np.ndarray) -> np.ndarray:
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
@@ -69,7 +69,7 @@ def test_the_numbers_are_those_of_the_hash_and_padding_has_none() -> None:
 def test_they_are_evenly_spread_and_tell_nothing_of_each_other() -> None:
     numbers = uniform(keys_of(range(64), SEED), torch.ones(64, 128), 64).double()
     assert stats.kstest(numbers.flatten().numpy(), "uniform", args=(-1, 2)).pvalue > 1e-3
-    deviation = numbers.numel() ** -0.5 / 3  # of a mean of products of two such numbers
+    deviation = numbers.numel() ** -0.5 / 3  # standard deviation of a mean of products of two such numbers
     for dimension in range(3):
         shifted = numbers.roll(1, dimension)
         assert abs(float((numbers * shifted).mean())) < 4 * deviation
@@ -79,7 +79,7 @@ def test_they_are_evenly_spread_and_tell_nothing_of_each_other() -> None:
 
 
 def noise_of(model: Any, ids: torch.Tensor, positions: Sequence[int] | None, mask: torch.Tensor | None = None) -> Any:
-    """What a training forward adds to the embeddings."""
+    """Return what a training forward adds to the embeddings."""
     seen: list[torch.Tensor] = []
     embeddings = model.get_input_embeddings()
     hook = embeddings.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
@@ -141,7 +141,7 @@ def assert_follows(found: Trained, wanted: Trained) -> None:
 
 @pytest.mark.slow
 def test_the_first_loss_is_that_of_noise_by_hand(alone: Trained) -> None:
-    """A job that gives its model the noisy embeddings, row by row, with numpy's numbers."""
+    """A job that passes noisy embeddings to its model, row by row, with numpy's numbers."""
 
     class ByHand(DeepJob):
         positions = 0
@@ -215,7 +215,7 @@ def test_two_workers_add_what_one_adds(alone: Trained) -> None:
 def test_encoder_decoders_are_refused() -> None:
     assert codes("--task seq2seq_lm --neftune-alpha 5") == ["RF113"]
     sizes = {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    with pytest.raises(ModelError, match="T5ForConditionalGeneration is no model of transformers that reads one"):
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is not a transformers model that reads one"):
         add_noise(T5ForConditionalGeneration(T5Config(**sizes)), ALPHA, SEED)
 
 

@@ -1,4 +1,4 @@
-"""What counts for nothing leaves nothing behind: an exact zero, and a model as it was."""
+"""A micro batch that does not count has no effect: its loss is exactly zero, and the model stays as it was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDLE, WITHOUT_TARGETS = MicroBatch(INPUT, [0], targets=4, idle=True), MicroBatch
 
 
 class Model(nn.Module):
-    """Puts out what ``function`` makes of a layer's output."""
+    """Returns ``function`` of a layer's output."""
 
     def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ BROKEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "infinite": lambda rows: rows.masked_fill(torch.eye(4, 3).bool(), -torch.inf),
     "not a number": lambda rows: rows * torch.nan,
     "0/0": lambda rows: (rows * 0).sum() / torch.zeros(()),  # a loss alone
-    "a root of zero": lambda rows: (rows * 0).sqrt(),  # 0 times its derivative is no zero
+    "a root of zero": lambda rows: (rows * 0).sqrt(),  # 0 times its derivative is not zero
 }
 
 
@@ -54,7 +54,7 @@ def test_what_counts_for_nothing_is_an_exact_zero(name: str, microbatch: MicroBa
     assert float(loss) == 0
     assert {id(p) for p in reached_parameters(loss)} == {id(p) for p in model.layer.parameters()}
     loss.backward()
-    assert len(come) == 2  # whoever waits there for this worker
+    assert len(come) == 2  # others may wait for this worker there
     assert all(torch.equal(p.grad, torch.full_like(p, 0.25)) for p in model.layer.parameters() if p.grad is not None)
     assert all(p.grad is None for p in model.other.parameters())
 
@@ -75,8 +75,8 @@ def test_buffers_are_as_before() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with kept_buffers(model):
         loss = model(INPUT + torch.randn(4, 3)).square().sum()
-        model[1].running_mean = torch.ones(3)  # another tensor in its place
-    loss.backward()  # what it needs is still there
+        model[1].running_mean = torch.ones(3)  # replaced by another tensor
+    loss.backward()  # the tensors that it needs still exist
     assert model[0].weight.grad is not None
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -115,7 +115,7 @@ class NormedJob(ClassJob):
 
 
 def test_the_forwards_of_receipts_do_not_count_for_batch_norm() -> None:
-    """With activation checkpointing they are two more in the first step."""
+    """With activation checkpointing, the receipts add two forwards to the first step."""
     flags = "--train-iters 3 --micro-batch-size 4 --lr 1e-3"
     job = NormedJob([*flags.split(), "--checkpoint-activations"])
     summary = job.fit()

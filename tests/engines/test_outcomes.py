@@ -1,6 +1,6 @@
-"""The host runs ahead of the device: it reads nothing, and hears in time of a step that went wrong.
+"""The host runs ahead of the device: it reads nothing, and notices in time that a step went wrong.
 
-There is no GPU here; an engine is told that it may not read, and every read of a tensor is counted.
+There is no GPU here. The tests make an engine believe that it must not read, and count every read of a tensor.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.support.parity import trained
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines behave as on a GPU."""
+    """Make engines behave as on a GPU."""
     monkeypatch.setattr(SingleEngine, "_runs_ahead", lambda self: True)
 
 
 @contextmanager
 def counted_by_step(job: Line) -> Iterator[list[int]]:
-    """The reads from the end of each step to the end of the next."""
+    """Count the reads from the end of each step to the end of the next."""
     found: list[int] = []
     mode = CountReads()
     job.on_step_end = lambda step, result: found.append(mode.reads)  # type: ignore[method-assign]
@@ -44,7 +44,7 @@ def test_no_step_is_read_unless_it_is_logged(flags: list[str]) -> None:
     job = Line([*FLAGS, *flags, "--train-iters", "12", "--log-interval", "4", "--no-save"])
     with counted_by_step(job) as reads:
         lines = trained(job)["lines"]
-    logged = [5, 9]  # what a log reads falls to the step after it
+    logged = [5, 9]  # the reads of a log count for the step after it
     assert all(count == 0 for step, count in enumerate(reads, 1) if step > 1 and step not in logged), reads
     assert all(reads[step - 1] > 0 for step in logged)
     assert [line["step"] for line in lines] == [4, 8, 12]
@@ -69,7 +69,7 @@ def test_unread_steps_are_those_that_are_read(flags: list[str], monkeypatch: pyt
     for one, other in zip(*(job.results for job in runs), strict=True):
         torch.testing.assert_close(one.loss, other.loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(one.grad_norm, other.grad_norm, rtol=1e-5, atol=0)
-    assert float(runs[0].results[0].grad_norm) > 1.0  # so that clipping acts
+    assert float(runs[0].results[0].grad_norm) > 1.0  # so that clipping has an effect
     torch.testing.assert_close(runs[0].weights, runs[1].weights, rtol=1e-6, atol=1e-7)
 
 
@@ -84,9 +84,9 @@ def test_non_finite_loss_is_heard_of_late_and_has_touched_nothing(interval: str,
     with pytest.raises(NonFiniteLoss) as caught:
         job.fit()
     step = int(caught.value.message.split()[1].rstrip(":"))
-    assert f"the weights are as after step {step - 1}" in caught.value.message
+    assert f"the weights are those after step {step - 1}" in caught.value.message
     assert "7" in caught.value.where.replace("[", " ").replace(",", " ").replace("]", " ").split()
-    # It went on until the next step but one, or the next line or checkpoint.
+    # The run continued until the next step but one, or until the next line or checkpoint.
     begun = len(job.weights)
     assert begun == (step if interval == "1" else step + 1)
     for kept in job.weights[step - 1 :]:
@@ -121,5 +121,5 @@ def test_other_count_is_heard_of_and_has_touched_nothing() -> None:
     job = Miscounted([*FLAGS, "--train-iters", "10", "--no-save"])
     with pytest.raises(RapidformerError, match="summed over 3 targets, count_targets counted 4"):
         job.fit()
-    assert len(job.weights) == 5  # the fourth was wrong; it was heard of when the sixth began
+    assert len(job.weights) == 5  # the fourth step was wrong, which the host noticed when the sixth began
     assert torch.equal(job.weights[4][0], job.weights[2][0])

@@ -1,4 +1,4 @@
-"""Averaged weights: torch's own average of a run in one process, under every engine and over deaths and resumes."""
+"""Averaged weights equal torch's own average in one process, under every engine and after deaths and resumes."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ if "deepspeed" in installed_packages():
     ENGINES |= {f"zero-{n}": f"--micro-batch-size 4 --zero-{n}-memory-optimization" for n in (1, 2, 3)}
     ENGINES["zero-2-offload"] = f"{ENGINES['zero-2']} --cpu-offload"
 SHORT = ("fsdp", "pipeline", "oss", "zero-3")
-"""By default: an engine of torch, one of fairscale, one of DeepSpeed, and a divided model."""
+"""Engines that run by default: one each of torch, fairscale and DeepSpeed, and a divided model."""
 
 
 class Dies(Exception):
-    """Stands for the death of a run."""
+    """Simulates the death of a run."""
 
 
 class Averaging(DeepJob):
-    """The reference: torch averages the model after each step, and its average is evaluated and kept."""
+    """The reference: torch averages the model after each step. The average is evaluated and stored."""
 
     def on_step_end(self, step: int, result: Any) -> None:
         super().on_step_end(step, result)
@@ -71,7 +71,7 @@ class Averaging(DeepJob):
 
 
 def run(flags: str, folder: Path | str, job: type[DeepJob] = DeepJob) -> dict[str, Any]:
-    """Train with files: the export is what is compared. A resumed run has the evaluations before its death as well."""
+    """Train with files, to compare the export. A resumed run also has the evaluations before its death."""
     found = trained(job([*f"{STEPS} {flags}".split(), "--save", str(folder)]))
     lines = read_metrics(Path(folder) / "metrics.jsonl")
     evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
@@ -111,7 +111,7 @@ def test_it_is_torchs_average_and_disturbs_nothing(wanted: dict[str, Any], avera
 
 @pytest.mark.slow
 def test_the_best_average_is_exported(tmp_path: Path) -> None:
-    """The best of two evaluations is the first: what is exported is the average of that step, not of the last one."""
+    """The first of two evaluations is best, so the export is the average of that step and not of the last one."""
     flags = "--micro-batch-size 8 --keep-best --metric-for-best utility --metric-for-best-mode max"
 
     class Falling(DeepJob):
@@ -145,7 +145,7 @@ def test_a_resumed_run_is_bitwise_the_whole_one(averaged: dict[str, Any], tmp_pa
     ],
 )
 def test_an_average_is_not_kept_where_nobody_asks_for_it(how: str, tmp_path: Path) -> None:
-    """And one that was asked for later begins with the first step from then on."""
+    """An average that is requested later starts with the first step from then on."""
     _dies(tmp_path, how)
     for steps, flags in (("3", ""), ("4", ON), ("5", ON)):
         run(f"{how} {flags} --resume --train-iters {steps} --lr-decay-iters 6", tmp_path)
@@ -159,7 +159,7 @@ def test_an_average_is_not_kept_where_nobody_asks_for_it(how: str, tmp_path: Pat
 
 
 def _kept(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The weights of a checkpoint and their averages, whole."""
+    """Return the weights of a checkpoint and their averages as full tensors."""
     reader = Reader(folder / "checkpoints" / f"step-{step}")
 
     def whole(kind: str, ending: str) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""How models take labels: the loss of --task causal_lm is that of the next token, whatever a model does with them."""
+"""How models use labels: the loss of --task causal_lm is that of the next token, however a model shifts labels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ ALIGNED = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr",
     "whisper",
 }  # fmt: skip
-"""What transformers 5.23 compares with the label at the same place; the library has no such list."""
+"""Architectures whose output transformers 5.23 compares with the label at the same position. The library has no
+such list."""
 
 NAMES = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SOME = ALIGNED | set(NAMES[::9]) | {"gpt2", "llama", "bert", "bert-generation", "mixtral", "openai-gpt"}
@@ -49,7 +50,7 @@ def test_the_loss_is_that_of_the_next_token(name: str) -> None:
     use = label_use(model)
     assert not use.untried
     if use.sees_ahead:
-        with pytest.raises(ModelError, match="sees the tokens that it is to predict"):
+        with pytest.raises(ModelError, match="sees the tokens that it must predict"):
             _task(use)
         assert name in {"xlm", "xlnet", "cpmant"}
         return
@@ -119,7 +120,7 @@ def test_what_cannot_be_tried_goes_by_its_name() -> None:
 
 
 class _Bart(Trainer):
-    """Counts what it is asked for."""
+    """Records the loss of each step."""
 
     def on_step_end(self, step: int, result: Any) -> None:
         self.losses = [*getattr(self, "losses", []), float(result.loss)]
@@ -139,7 +140,7 @@ def flags(tmp_path: Path, bert_folder: Path) -> Callable[..., list[str]]:
 
 
 def test_a_run_of_a_decoder_that_does_not_shift(flags: Callable[..., list[str]]) -> None:
-    """Loss, count of targets, perplexity and accuracy against their definitions."""
+    """Check loss, number of targets, perplexity and accuracy against their definitions."""
     job = _Bart(flags("bart"))
     summary = job.fit()
     batch = job.data.collate([job.data.valid[i] for i in range(5)])  # type: ignore[misc, index]
@@ -157,7 +158,7 @@ def test_a_run_of_a_decoder_that_does_not_shift(flags: Callable[..., list[str]])
 
 
 def test_a_model_that_looks_ahead_is_refused(flags: Callable[..., list[str]]) -> None:
-    with pytest.raises(ModelError, match="XLMWithLMHeadModel sees the tokens that it is to predict"):
+    with pytest.raises(ModelError, match="XLMWithLMHeadModel sees the tokens that it must predict"):
         _Bart(flags("xlm")).fit()
 
 
@@ -173,7 +174,7 @@ def test_an_own_loss_is_told(flags: Callable[..., list[str]], capsys: pytest.Cap
 
 
 class _Inside(torch.nn.Module):
-    """A model of transformers in a module of the user's own."""
+    """A model of transformers inside a user's own module."""
 
     def __init__(self, model: PreTrainedModel, alone: bool) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ def test_a_model_in_a_module_of_ones_own_is_tried(name: str, alone: bool) -> Non
 
 
 def test_two_labels_may_be_as_likely() -> None:
-    """Which says nothing of whether they count; another one is tried."""
+    """Equal logits do not show whether the labels count. So another label is tried."""
     model = tiny("gpt2")
     tried = SIZES["vocab_size"] // 2 + LENGTH - 1
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Architectures from scratch, pretrained folders, and every way in which they do not fit."""
+"""Architectures from scratch, pretrained folders, and every way in which a folder does not fit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_feed_forward_keeps_the_ratio_of_the_architecture(
     config = configure(model_type=model_type, tokenizer_path=str(bert_folder), **(TINY | {"hidden_size": 64}))
     sizes = build_model(config, HEADS[objective_of(model_type)]).config.to_dict()
     width = next((sizes[name] for name in ("d_ff", "n_inner", "intermediate_size") if sizes.get(name)), 4 * 64)
-    assert width == {"llama": 176, "mixtral": 224}.get(model_type, 256)  # 2.6875 and 3.5 times, in multiples of 8
+    assert width == {"llama": 176, "mixtral": 224}.get(model_type, 256)  # 2.6875 and 3.5 times 64, in multiples of 8
 
 
 def test_dropout_reaches_every_layer(bert_folder: Path, configure: Configure) -> None:
@@ -98,7 +98,7 @@ def test_an_encoder_as_causal_model_sees_no_future(bert_folder: Path, configure:
 
 @pytest.fixture
 def pretrained(tmp_path: Path, bert_folder: Path, configure: Configure) -> Path:
-    """A small masked language model with its tokenizer, saved."""
+    """Save a small masked language model with its tokenizer."""
     config = configure(model_type="bert", tokenizer_path=str(bert_folder), max_position_embeddings=64, **TINY)
     folder = tmp_path / "model"
     build_model(config, "AutoModelForMaskedLM").save_pretrained(folder)

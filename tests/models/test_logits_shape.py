@@ -1,4 +1,4 @@
-"""Which views, flattenings and indices keep whole rows of logits: what torch does to rows of another width tells."""
+"""Views, flattenings and indices that keep complete rows of logits, found by what torch does to a different width."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
 
 SHAPE, WIDTH = (4, 6, 5), 7
-"""Logits of 5 words, whose rows come from 7 hidden features; no size divides another one."""
+"""Logits of 5 words, whose rows are computed from 7 hidden features. No size is a multiple of another one."""
 WHOLE = torch.arange(4 * 6 * 5).view(SHAPE)
 ROWS = torch.arange(4 * 6)
 HIDDEN = ROWS.view(4, 6, 1).expand(4, 6, WIDTH).contiguous()

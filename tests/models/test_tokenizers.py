@@ -27,12 +27,12 @@ def test_tokenizers_from_files_equal_those_from_folders(
     lower = load_tokenizer(configure(tokenizer_type="BertWordPieceLowerCase", **files))
     assert lower(text)["input_ids"] == AutoTokenizer.from_pretrained(bert_folder)(text)["input_ids"]
     cased = load_tokenizer(configure(tokenizer_type="BertWordPieceCase", **files))
-    assert cased("CAT")["input_ids"] == [2, 1, 3]  # only lower case is known
+    assert cased("CAT")["input_ids"] == [2, 1, 3]  # the tokenizer knows only lower case
     files = {"vocab_file": str(gpt_folder / "vocab.json"), "merge_file": str(gpt_folder / "merges.txt")}
     bpe = load_tokenizer(configure(tokenizer_type="GPT2BPETokenizer", **files))
     own = load_tokenizer(configure(tokenizer_type="HuggingFaceTokenizer", tokenizer_path=str(gpt_folder)))
     assert bpe(text)["input_ids"] == own(text)["input_ids"]
-    assert own.pad_token_id == own.eos_token_id  # it had none
+    assert own.pad_token_id == own.eos_token_id  # it had no padding token
 
 
 @pytest.mark.parametrize(

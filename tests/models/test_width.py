@@ -1,4 +1,4 @@
-"""How wide a model is, beside what its configuration says and what its matrices do."""
+"""The width of a model, compared with its configuration and with its matrices."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_matrices_tell_the_width_that_the_configuration_states(kind: str) ->
 def test_a_configuration_is_read_as_transformers_reads_it(config: Any, width: int) -> None:
     model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40), nn.Linear(20, 50))
     model.config = config
-    assert width_of(model) == width  # 30 stands in matrices of 1,800 elements, 20 in those of 1,600
+    assert width_of(model) == width  # the matrices with size 30 have 1,800 elements, those with size 20 have 1,600
 
 
 def test_of_two_sizes_the_smaller_one_and_without_a_matrix_one() -> None:

@@ -1,4 +1,4 @@
-"""Choices: whether a run leaves something, and of flags that exclude each other the one that was asked for last."""
+"""Choices: whether a run saves anything, and which of several mutually exclusive flags was given last."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_command_lines_iterations_win_over_epochs_from_elsewhere(tmp_path: P
     assert (config.training.train_iters, config.training.epochs) == (5, None)
     assert config.origin("epochs") == "default"
     plan = resolve(config, CPU, training=True)
-    assert "--train-iters 5 (command line) takes the place of --epochs 3 (run.yaml:1)" in plan.notes
+    assert "--train-iters 5 (command line) replaces --epochs 3 (run.yaml:1)" in plan.notes
     config = read(tmp_path, "", "--epochs 2", train_iters=5)
     assert (config.training.train_iters, config.training.epochs) == (None, 2)
 
@@ -111,7 +111,7 @@ def test_one_alternative_takes_the_place_of_another(
     config = read(tmp_path, yaml, flags)
     assert config.get(kept)
     assert not config.get(gone)
-    assert "takes the place of" in config.replaced[0]
+    assert "replaces" in config.replaced[0]
 
 
 def test_turning_one_off_chooses_none(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_turning_one_off_chooses_none(tmp_path: Path) -> None:
 
 
 def test_switches_that_stand_for_one_another_are_one_choice() -> None:
-    """A new switch of a family says so at its flag, too."""
+    """A new switch of a family must declare this at its flag, too."""
     of_flag = choices([*SECTIONS.values(), *switch_options().values()])
     for one, other in itertools.permutations(REGISTRY.switches, 2):
         if one.family and one.family == other.family:

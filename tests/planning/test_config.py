@@ -1,4 +1,4 @@
-"""Flags, YAML and defaults: values, where they came from, and what is wrong with them."""
+"""Flags, YAML and defaults: values, their origins, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_values(flags: str, name: str, value: object) -> None:
 
 
 def test_other_spellings_are_the_flag(tmp_path: Path) -> None:
-    """On the command line, in a file and in code; the one from the highest place wins, whatever its spelling."""
+    """They work on the command line, in a file and in code. The value from the highest place wins, in any spelling."""
     assert read("--optimizers lamb").get("optimizer") == "lamb"
     assert read("--fp16").get("mixed_precision") == read("--mixed-precision fp16").get("mixed_precision") == "fp16"
     assert read("--adam_beta1 0.8").training.adam_beta1 == 0.8
@@ -82,10 +82,10 @@ def test_other_spellings_are_the_flag(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--optimizer muon --optimizers lamb", "--optimizer and --optimizers are one flag, and are given different"),
-        ("--fp16 --bf16", "--fp16 and --bf16 are one flag, and are given different values"),
-        ("--mixed-precision bf16 --fp16", "--mixed-precision and --fp16 are one flag, and are given different values"),
-        ("--recompute-granularity full --recompute-activations", "are one flag, and are given different values"),
+        ("--optimizer muon --optimizers lamb", "--optimizer and --optimizers are the same flag, but have different"),
+        ("--fp16 --bf16", "--fp16 and --bf16 are the same flag, but have different values"),
+        ("--mixed-precision bf16 --fp16", "--mixed-precision and --fp16 are the same flag, but have different values"),
+        ("--recompute-granularity full --recompute-activations", "are the same flag, but have different values"),
     ],
 )
 def test_spellings_that_say_different_things(flags: str, message: str) -> None:
@@ -149,7 +149,7 @@ def test_wrong_type_on_the_command_line() -> None:
         ("\n\nlrr: 1", "unknown key 'lrr'", "run.yaml:3"),
         ("epochs: 2.5", "--epochs needs a value of type int, not 2.5", "run.yaml:1"),
         ("epochs: true", "--epochs needs a value of type int, not True", "run.yaml:1"),
-        ("tf32: 3", "--tf32 is true or false, not 3", "run.yaml:1"),
+        ("tf32: 3", "--tf32 must be true or false, not 3", "run.yaml:1"),
         ("seed: 1\nlr_decay_style: linaer", "--lr-decay-style cannot be 'linaer'", "run.yaml:2"),
         ("lr: -1", "--lr must be at least 0, not -1.0", "run.yaml:1"),
     ],

@@ -1,4 +1,4 @@
-"""What a stream, a mixture and a data-parallel size go together with."""
+"""The rules about streams, mixtures and the data-parallel size."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_a_data_parallel_size_is_that_of_the_workers(size: int, tensor: int, wor
 
 def test_what_works_instead() -> None:
     text = refusal("--task causal_lm --streaming --epochs 2", CPU)
-    assert "a stream has no length, so that an epoch of it has no number of steps" in text
+    assert "a stream has no length, so an epoch has no number of steps" in text
     assert "--train-iters N" in text

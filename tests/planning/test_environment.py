@@ -1,4 +1,4 @@
-"""Which device a run is on: what torch calls the accelerator, and what cannot be one."""
+"""The device of a run: torch's current accelerator, and devices that are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_ONE_KIND = {
     "switches/fused_loss/transform.py",
     "switches/onnx_runtime/session.py",
 }
-"""Who may speak of CUDA: what tells of this machine, a kernel and a provider that are Nvidia's."""
+"""Modules that may name CUDA: one that reports about this machine, and Nvidia's kernel and provider."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch, *, gpu: tuple[int, int] | None = N
     [
         (None, None, "auto", "cpu", None, True),
         ((9, 0), None, "auto", "cuda", (9, 0), True),
-        (None, "cuda", "auto", "cuda", None, True),  # AMD's: nvidia-smi knows nothing of it
+        (None, "cuda", "auto", "cuda", None, True),  # AMD's GPU: nvidia-smi does not know it
         (None, "xpu", "auto", "xpu", None, True),
         (None, "xpu", "cpu", "cpu", None, True),
         (None, None, "npu", "npu", None, False),
@@ -58,7 +58,7 @@ def test_the_device_is_what_torch_can_use(
 
 
 def test_what_a_package_makes_known_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="'brand' is no kind of device that torch knows here"):
+    with pytest.raises(ConfigError, match="'brand' is not a kind of device that torch knows here"):
         detect("Trainer", "default", device="brand")
     detect_accelerator.cache_clear()
     monkeypatch.setattr(environment, "detect_gpu", lambda: None)
@@ -72,7 +72,7 @@ class _Brand:
 
 @pytest.mark.parametrize(
     ("device", "said"),
-    [("gpu", "no kind of device"), ("cuda:1", "CUDA_VISIBLE_DEVICES"), ("cudo", "did you mean cuda")],
+    [("gpu", "not a kind of device"), ("cuda:1", "CUDA_VISIBLE_DEVICES"), ("cudo", "did you mean cuda")],
 )
 def test_what_is_no_kind_of_device_is_an_error_with_a_hint(
     device: str, said: str, monkeypatch: pytest.MonkeyPatch
@@ -98,5 +98,5 @@ def test_only_one_module_speaks_of_one_kind_of_device() -> None:
         for path in SOURCES.rglob("*.py")
         if re.search(r"torch\.cuda\.|\.is_cuda\b(?!\.__get__)|\.type [!=]= \"cuda\"", path.read_text(encoding="utf-8"))
     }
-    bench = {name for name in speaks if name.startswith("commands/bench/")}  # compared with peers that do so
+    bench = {name for name in speaks if name.startswith("commands/bench/")}  # they are compared with peers that name it
     assert speaks - bench == OF_ONE_KIND

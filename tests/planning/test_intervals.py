@@ -1,4 +1,4 @@
-"""What an interval may be, and when a multiple of it was passed."""
+"""Which intervals are allowed, and when a multiple of one has been passed."""
 
 from __future__ import annotations
 

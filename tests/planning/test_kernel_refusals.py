@@ -1,4 +1,4 @@
-"""What --torch-compile and --use-flash-attn say when they cannot act, to the letter; and what the plan notes."""
+"""The exact errors of --torch-compile and --use-flash-attn when they cannot act, and the notes of the plan."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_a_backend_names_what_it_needs(backend: str, place: Environment, missing
 def test_flash_attention_on_a_cpu_has_no_dropout() -> None:
     assert refusal("--use-flash-attn --dropout 0.1", CPU) == exactly(
         """
-        error[RF081]: flash-attention on a CPU does not go with --dropout 0.1
-          why    torch's flash kernel for CPUs has none, and falls back to the matrix of scores where dropout is \
-asked for  [torch]
+        error[RF081]: flash-attention on a CPU cannot be combined with --dropout 0.1
+          why    torch's flash kernel for CPUs has none, and falls back to the matrix of scores if there is \
+dropout  [torch]
           asked  --use-flash-attn (command line), --dropout 0.1 (command line)
           works  --dropout 0
           more   rapidformer explain RF081

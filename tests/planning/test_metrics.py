@@ -1,4 +1,4 @@
-"""Which checkpoint is the best: the metric's direction, what is asked before training, and what only a run can show."""
+"""The best checkpoint: the metric's direction, what is checked before training, and what only a run can show."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGS = ["--lr", "0.1", "--micro-batch-size", "5", "--train-iters", "4", "--eval
 
 
 class Scored(Trainer):
-    """Fits y = 2x + 1; evaluation number ``i`` gives ``scores[i]``."""
+    """Fits y = 2x + 1. Evaluation number ``i`` returns ``scores[i]``."""
 
     metric = "wer"
     scores: tuple[float, ...] = (0.4, 0.1, 0.3, 0.9)
@@ -49,7 +49,7 @@ class Scored(Trainer):
 
 
 def best_of(folder: Path, *flags: str, **attributes: Any) -> dict[str, Any] | None:
-    """What the summary says of the best step; each step has its checkpoint."""
+    """Return the best step from the summary. Each step has a checkpoint."""
     job = Scored([*FLAGS, "--save", str(folder), "--save-interval", "1", *flags])
     for name, value in attributes.items():
         setattr(job, name, value)
@@ -71,7 +71,7 @@ def test_a_metric_of_ones_own_has_the_direction_that_is_asked_for(tmp_path: Path
 
 
 def test_a_metric_is_asked_for_in_pretraining_too(tmp_path: Path) -> None:
-    """Where no best checkpoint is kept by itself, naming its metric asks for one."""
+    """If no best checkpoint is kept by default, naming a metric enables it."""
     flags = [flag for flag in FLAGS if flag != "--keep-best"]
     job = Scored([*flags, "--save", str(tmp_path), "--save-interval", "1", "--metric-for-best", "wer"])
     assert job.fit()["best"]["step"] == 2
@@ -87,7 +87,7 @@ def test_nan_is_no_best(scores: tuple[float, ...], tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nothing_is_best_where_all_are_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert best_of(tmp_path / "run", "--metric-for-best", "wer", scores=(math.nan,) * 4) is None
-    assert "the wer of step 1 is nan: no best" in capsys.readouterr().err
+    assert "the wer of step 1 is nan: not a new best" in capsys.readouterr().err
 
 
 def test_an_unknown_direction_is_asked_about_before_training(tmp_path: Path) -> None:
@@ -104,8 +104,11 @@ def test_an_unknown_direction_is_asked_about_before_training(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--metric-for-best", "wer", "--no-keep-best"], "--metric-for-best acts only where a best checkpoint is kept"),
-        (["--metric-for-best-mode", "min"], "--metric-for-best-mode acts only together with --metric-for-best"),
+        (
+            ["--metric-for-best", "wer", "--no-keep-best"],
+            "--metric-for-best has no effect if no best checkpoint is kept",
+        ),
+        (["--metric-for-best-mode", "min"], "--metric-for-best-mode has no effect without --metric-for-best"),
     ],
 )
 def test_a_flag_of_the_best_that_would_do_nothing_is_refused(flags: list[str], message: str) -> None:
@@ -120,7 +123,7 @@ def test_a_best_checkpoint_needs_something_to_evaluate_on(tmp_path: Path) -> Non
             data.valid = None
             return data
 
-    with pytest.raises(ConfigError, match="there is no validation data to find the best checkpoint by") as caught:
+    with pytest.raises(ConfigError, match="there is no validation data to choose the best checkpoint by") as caught:
         Unvalidated([*FLAGS, "--save", str(tmp_path / "run")]).fit()
     assert caught.value.where == "--keep-best (command line)"
 
@@ -135,7 +138,7 @@ def test_a_misspelt_metric_of_a_task_is_refused_before_anything_is_built(tmp_pat
         "error: sequence_classification has no metric 'acuracy'\n"
         "  where  --metric-for-best (command line)\n"
         "  help   did you mean accuracy? there are: eval_loss, accuracy, f1, matthews, f1_macro, exact_match, "
-        "mse, mae, pearson; others come from a compute_metrics of your own"
+        "mse, mae, pearson; your own compute_metrics can return others"
     )
 
 
@@ -161,7 +164,7 @@ def test_a_near_name_of_the_task_is_the_first_way_out() -> None:
 
 
 class OwnMetrics(Scored):
-    """A fine-tuning task whose metrics are the user's own: without the metric that the task is judged by."""
+    """A fine-tuning task with the user's own metrics, which do not include the task's default metric."""
 
     uses_task = True
 
@@ -170,7 +173,7 @@ class OwnMetrics(Scored):
         return super().build_data()
 
     def model_was_built(self, model: nn.Module) -> None:
-        """Nothing to note."""
+        """Nothing to record."""
 
     def count_targets(self, batch: Any) -> float:
         return float(len(batch["x"]))
@@ -185,7 +188,7 @@ def test_the_loss_stands_for_a_metric_that_the_users_own_function_does_not_give(
     assert summary["steps"] == 4
     assert summary["best"]["metric"] == "eval_loss"
     told = capsys.readouterr().err
-    assert told.count("compute_metrics gives no 'accuracy' (it gives wer)") == 1
+    assert told.count("compute_metrics returns no 'accuracy' (it returns wer)") == 1
     again = OwnMetrics([*flags, "--save-interval", "1", "--resume", "--train-iters", "6"])
     again.scores = (0.5, 0.5)
     assert again.fit()["best"]["metric"] == "eval_loss"
@@ -223,7 +226,7 @@ def test_every_metric_of_a_task_has_a_direction(task: str) -> None:
 
 
 def test_metrics_of_the_tasks_are_those_that_they_compute() -> None:
-    """Names in the table that no plan has to load sklearn for."""
+    """The names come from a table, so no plan has to import sklearn for them."""
     made: dict[str, Any] = {
         "sequence_classification": ([0, 1], [0, 1]),
         "token_classification": ([["O", "B-X"]], [["O", "B-X"]]),

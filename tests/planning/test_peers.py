@@ -1,4 +1,4 @@
-"""Names of other trainers, and names that are misspelt: what is suggested is there, and nothing else is."""
+"""Flag names of other trainers, and misspelt names: every suggestion exists, and nothing else is suggested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of refusals, to the letter."""
+"""The exact text of refusals."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do() -> None:
 the nearest that work: 16 and 24
           why    an optimizer step is a whole number of micro batches on every worker  [R]
           asked  --global-batch-size 20 (command line), --micro-batch-size 4 (command line), data-parallel size 2
-          works  --global-batch-size 16  2 × 8 samples a step
-            or   --global-batch-size 24  3 × 8 samples a step
+          works  --global-batch-size 16  2 × 8 samples per step
+            or   --global-batch-size 24  3 × 8 samples per step
           more   rapidformer explain RF030
         """
     )
@@ -41,7 +41,7 @@ def test_a_missing_package_is_told_with_what_to_install() -> None:
     assert refusal("--optimizer adamw_torch_8bit", on(GPUS, packages={})) == exactly(
         """
         error[RF023]: adamw_torch_8bit needs torchao, which is not installed: pip install torchao
-          why    nothing else stands for it, and a switch that cannot act is refused  [environment]
+          why    nothing else is used instead, and a switch that cannot act is refused  [environment]
           asked  --optimizer adamw_torch_8bit (command line)
           works  --optimizer apex_adam
           more   rapidformer explain RF023
@@ -53,8 +53,8 @@ def test_groups_that_do_not_divide_the_workers_name_the_nearest_that_do() -> Non
     assert refusal("--fsdp-memory-optimization --fsdp-shard-size 6", GPUS) == exactly(
         """
         error[RF225]: 8 workers cannot be divided into groups of 6
-          why    every group shares one copy of the states, and all groups are alike; where each worker has a copy \
-of its own, it is plain data parallelism  [torch]
+          why    every group shares one copy of the states, and all groups are alike; if each worker had its own \
+copy, it would be plain data parallelism  [torch]
           asked  --fsdp-shard-size 6 (command line), 8 workers in all
           works  --fsdp-shard-size 4
           more   rapidformer explain RF225
@@ -66,7 +66,7 @@ def test_accumulation_by_epochs() -> None:
     flags = "--lr 5e-5 --epochs 3 --micro-batch-size 4 --global-batch-size 16 --no-save"
     assert refusal(flags, CPU, training=True) == exactly(
         """
-        error[RF006]: gradient accumulation (2 micro batches a step) needs --train-iters, not --epochs
+        error[RF006]: gradient accumulation (2 micro batches per step) needs --train-iters, not --epochs
           why    an epoch need not hold a whole number of accumulated steps  [R]
           asked  --micro-batch-size 4 (command line), --global-batch-size 16 (command line), --epochs 3 (command line)
           works  --train-iters N        in place of --epochs; N = 3 × the training samples / 16

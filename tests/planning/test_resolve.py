@@ -1,4 +1,4 @@
-"""What an accepted plan says."""
+"""The content of an accepted plan."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_precision(flags: str, place: Environment, precision: str) -> None:
 def test_stand_ins_are_noted(flags: str, place: Environment, implementation: str) -> None:
     plan = resolve(config_of(flags), place)
     assert plan.optimizer_implementation == implementation
-    noted = any(f"{implementation} takes its place" in note for note in plan.notes)
+    noted = any(f"{implementation} is used instead" in note for note in plan.notes)
     assert noted == (plan.optimizer.startswith("apex") and not implementation.startswith("apex"))
 
 
@@ -103,7 +103,7 @@ def test_notes_for_sizes_that_act_as_none_or_badly() -> None:
 
 def test_an_unseen_gpu_is_noted() -> None:
     notes = resolve(config_of("--device cuda --tf32"), on(GPUS, compute_capability=None)).notes
-    assert any(note.startswith("no GPU can be seen from here") for note in notes)
+    assert any(note.startswith("no GPU is visible here") for note in notes)
 
 
 def test_switches_stand_in_the_order_of_application() -> None:
@@ -128,5 +128,5 @@ def test_values_and_rules_are_written_down() -> None:
 
 def test_switches_say_how_they_act() -> None:
     for switch in REGISTRY.switches:
-        if switch.name != "auto-strategy":  # acts before the run: the plan has what it chose
+        if switch.name != "auto-strategy":  # it acts before the run: the plan contains what it chose
             assert switch.receipt, f"{switch.name} leaves no receipt"

@@ -1,4 +1,4 @@
-"""Which trackers ``--report-to`` names, and what is refused of it before a run starts."""
+"""Trackers that ``--report-to`` accepts, and values that are refused before a run starts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_is_missing_is_named_with_its_install() -> None:
     text = refusal(f"{RUN} --report-to all", CPU)
     assert "no tracker is installed: pip install 'rapidformer_templates[trackers]'" in text
     text = refusal(f"{RUN.replace('--save DIR', '--no-save')} --report-to mlflow", WITH_TWO)
-    assert "--report-to acts on a run folder, and there is none" in text
+    assert "--report-to acts on a run folder, but there is none" in text
 
 
 @pytest.mark.parametrize("text", ["tensorbord", "wandb,wandb", "all,wandb", "", "none,all"])

@@ -1,4 +1,4 @@
-"""Groups of workers, beside the ranks of the workers themselves."""
+"""Groups of workers, compared with the ranks of the workers themselves."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_plan_says_which_groups_of_hybrid_sharding_reach_over_nodes(
     groups = {group.name: (group.size, group.stride, group.nodes) for group in plan.groups}
     assert groups["shards"] == (size, 1, shards)
     assert groups["copies"] == (world // size, size, copies)
-    note = f"hybrid-sharding: groups of {size} reach over nodes of {local} workers, where gathering parameters is slow"
+    note = f"hybrid-sharding: groups of {size} span nodes of {local} workers, where gathering parameters is slow"
     assert (note in plan.notes) is noted
 
 

@@ -1,4 +1,4 @@
-"""What a user of a new kind of accelerator sees, whose package makes it known to torch as all such packages do."""
+"""Commands on a new kind of accelerator, whose package registers it with torch as all such packages do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKAGE = "def load():\n    from tests.support import stand_in\n    stand_in.loa
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a package that torch loads when it is imported."""
+    """A folder with a package that torch loads during its own import."""
     folder = tmp_path_factory.mktemp("package")
     (folder / "stand_in_package.py").write_text(PACKAGE)
     about = folder / "stand_in_package-1.0.dist-info"
@@ -57,7 +57,7 @@ def test_doctor_tells_of_the_accelerator(package: Path) -> None:
 
 
 def _planned(workers: Any) -> str:
-    """The output of ``plan`` in a process whose torch knows the accelerator."""
+    """Return the output of ``plan`` in a process whose torch knows the accelerator."""
     sizes = "--model-type gpt2 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
     said = io.StringIO()
     with mock.patch.dict(os.environ, {"COLUMNS": "120"}), contextlib.redirect_stdout(said):
@@ -70,7 +70,7 @@ def test_a_plan_takes_it_without_a_flag() -> None:
 
 
 def _bench(workers: Any) -> tuple[list[str], str, float, float]:
-    """Where bench computes, what it says where there are too few, the peak that it reads, and a rate."""
+    """Return the devices that bench chooses, its error if there are too few, the peak that it measures, and a rate."""
     found = []
     for asked, count in ((stand_in.NAME, 4), ("auto", 4), ("auto", 5), ("cpu", 1)):
         options = argparse.Namespace(device=asked, scale="tiny", table="mfu")
@@ -88,6 +88,6 @@ def _bench(workers: Any) -> tuple[list[str], str, float, float]:
 def test_bench_computes_on_it() -> None:
     found, message, more, rate = run_in_workers(1, _bench, device=stand_in.NAME)[0]
     assert found == [stand_in.NAME, stand_in.NAME, "cpu", "cpu"]
-    assert message == "5 workers need a device standin each, there are 4"
+    assert message == "5 workers need a device standin each, but there are 4"
     assert more == pytest.approx(10.0, abs=0.001)
     assert rate > 0

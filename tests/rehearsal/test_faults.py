@@ -1,4 +1,4 @@
-"""What a run says when its device fails: memory runs out, a kernel goes wrong, the device is gone."""
+"""Messages of a run whose device fails: it is out of memory, a kernel fails, or the device is lost."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ FLAGS = "--global-batch-size 8 --lr 1e-3 --no-export-model --dataloader-num-work
 
 @pytest.fixture(autouse=True)
 def no_other_test_gets_the_device() -> Iterator[None]:
-    """It has failed: end the worker that has it."""
+    """End the worker whose device has failed."""
     yield
     end_pool()
 
 
 class Silent(CausalJob):
-    """Reads nothing of the device itself; in ``wrong_step`` its tokens are none of the vocabulary."""
+    """Reads nothing from the device itself. In ``wrong_step`` its tokens are outside the vocabulary."""
 
     wrong_step: int | None = None
     gone_after: int | None = None
@@ -57,7 +57,7 @@ def _fitted(job: Any) -> Any:
 
 
 def _ending(job: Any) -> tuple[str, str, str, str]:
-    """The error that ends a run: its type, and what it says."""
+    """Return the type, message, place and hint of the error that ends a run."""
     with pytest.raises(RapidformerError) as caught:
         _fitted(job)
     error = caught.value
@@ -65,7 +65,7 @@ def _ending(job: Any) -> tuple[str, str, str, str]:
 
 
 def _peak(micro_batch: int, limit: int = 0) -> int:
-    """Bytes that a run needs at most beyond what was there before it."""
+    """Return the peak bytes of a run in addition to those that existed before it."""
     gc.collect()
     torch.accelerator.synchronize()
     before = torch.standin.memory_allocated()  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ def test_a_kernel_that_goes_wrong_is_told_with_its_step(tmp_path: Path) -> None:
         assert message in [f"after step {step} the device failed: {what}" for step in met_after]
         assert "rapidformer_templates/" in where
         assert "--device cpu" in hint
-        assert hint.endswith("go on with --resume")
+        assert hint.endswith("continue with --resume")
         assert found[f"{name}, saved"] == ["step-2"]
     losses = [
         [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in line]
@@ -137,7 +137,7 @@ def test_a_device_that_is_gone_is_told_with_the_step() -> None:
 
 
 def _own_loop(workers: Any) -> tuple[str, str]:
-    """A loop of one's own, whose second step has a wrong token."""
+    """A user's own loop whose second step has a wrong token."""
     try:
         with (
             mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False),

@@ -1,7 +1,8 @@
-"""Runs on stand-in devices follow the run of one process on a CPU: by default one run of each engine, and those that
-alone reach a line of the product; ``-m accelerator`` and ``-m exhaustive`` run the other layouts too.
+"""Runs on stand-in devices follow the run of one process on a CPU.
 
-Side streams are late, so that a copy that nobody waits for gives other numbers.
+By default one run of each engine is compared, and the runs that alone reach a line of the product. ``-m accelerator``
+and ``-m exhaustive`` also run the other layouts. Side streams are late, so that a copy that nobody waits for gives
+different numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ONE = {name: case for name, case in CASES.items() if case.devices == 1} | {
     "accumulated": Case("--micro-batch-size 2"),
     "compiled": Case("--micro-batch-size 4 --torch-compile aot_eager"),
 }
-"""The runs on one device."""
+"""Runs on one device."""
 
 EXPERTS = "--micro-batch-size 4 --num-experts 4 --moe-ffn-hidden-size 16"
 ALIKE = {
@@ -55,7 +56,7 @@ ALIKE = {
         steps=4,
     ),
 }
-"""Runs whose numbers differ from plain training on a CPU as well. Their reference has the same flags."""
+"""Runs whose numbers also differ from plain training on a CPU. Their reference has the same flags."""
 
 TWO = {name: case for name, case in CASES.items() if case.devices == 2} | {
     "ddp": Case("--micro-batch-size 4", devices=2),
@@ -79,22 +80,22 @@ FOUR = {
 }
 ENGINES = {name: case for name, case in TWO.items() if find_spec("fairscale") or not name.startswith("oss")}
 ROUNDING = {"": 1e-4, "bf16": 2**-6, "fp16": 2**-9} if IS_REAL else {"": 1e-5, "bf16": 2**-7, "fp16": 2**-10}
-"""How far a device may be from a CPU: a real one has kernels of its own, which add up in another order."""
+"""Allowed distance between a device and a CPU. A real device has its own kernels, which sum in another order."""
 
 BY_DEFAULT = {*CASES, "fp32", "ddp, accumulated", "fsdp", "tensor, offloaded state", "oss", "oss-sdp"}
-"""The runs that are not exhaustive."""
+"""Runs that are not exhaustive."""
 
 
 OTHERS["dropout"] = DropoutJob
 
 
 def _on_the_cpu(case: Case, flags: str) -> Trained:
-    """The run of one process with other flags."""
+    """Return the run of one process with other flags."""
     return parity.reference(case.job, False, f"{flags_of(case._replace(flags=flags))} --device cpu")
 
 
 def _alone(case: Case) -> Trained:
-    """Plain training in the same precision."""
+    """Return plain training in the same precision."""
     precision = f"--mixed-precision {case.precision}" if case.precision else ""
     return _on_the_cpu(case, f"--micro-batch-size 4 {precision}")
 
@@ -134,11 +135,11 @@ def test_four_devices_follow_the_cpu(name: str) -> None:
 
 
 BEGINS = 2.0**20
-"""A loss scale under which the first gradients overflow in 16 bits."""
+"""A loss scale with which the first gradients overflow in 16 bits."""
 
 
 class Scaled(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
-    """Sees of each step whether it was skipped, and the loss scale after it."""
+    """Records for each step whether it was skipped, and the loss scale after it."""
 
     def make_scale(self) -> DynamicLossScale:
         self.scale = DynamicLossScale(BEGINS)
@@ -168,9 +169,9 @@ def test_overflows_are_skipped_on_the_device_as_on_the_cpu() -> None:
 
 
 def _die_and_go_on(workers: Any, folder: str) -> list[Any]:
-    """A run with dropout that is whole, and one that dies and goes on: losses, and what is saved at the end.
+    """Return losses and final checkpoint of a complete run with dropout, and of a run that dies and resumes.
 
-    The whole one records its last step, which changes nothing in it.
+    The complete run profiles its last step, which does not change its result.
     """
     flags = "--lr 1e-3 --train-iters 4 --micro-batch-size 2 --save-interval 2 --keep-checkpoints 9 --no-export-model"
     flags += f" --dataloader-num-workers 0 --device {stand_in.NAME}"
@@ -194,14 +195,14 @@ def test_a_run_with_dropout_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 class Silent(CausalJob):
-    """Whose own hook reads nothing."""
+    """A job whose hook reads nothing."""
 
     def on_step_end(self, step: int, result: Any) -> None:
         pass
 
 
 def _reads_of_steps(workers: Any, steps: int) -> list[str]:
-    """What the host reads of the device in a run that logs its last step alone, and neither evaluates nor saves."""
+    """Return the host's reads from the device in a run that logs only its last step and neither evaluates nor saves."""
     flags = "--global-batch-size 8 --micro-batch-size 4 --log-interval 100 --lr 1e-3 --dataloader-num-workers 0"
     template = Silent([*flags.split(), "--train-iters", str(steps), "--device", stand_in.NAME])
     with host_reads() as read:

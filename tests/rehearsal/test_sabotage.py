@@ -1,6 +1,6 @@
-"""Each line without which an accelerator would give other numbers is taken out once: the rehearsed run notices.
+"""Remove each line that an accelerator needs for correct numbers, and check that the rehearsed run notices.
 
-On streams that are late: those that copy, or those that compute, whichever the line waits for.
+Streams are late: those that copy or those that compute, depending on the ones that the line waits for.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Line(NamedTuple):
 
     Attributes:
         module, line, instead: see :func:`without`.
-        run: by its name in :data:`CASES`.
-        main, side: how late streams are, in seconds.
+        run: name of the run in :data:`CASES`.
+        main, side: delay of the streams in seconds.
     """
 
     module: str
@@ -55,7 +55,7 @@ LIKE_OTHERS = {
     "batches are waited for",
     "values on the host are waited for",
 }
-"""For ``make test-longer``: another line of the same kind is left out by default."""
+"""For ``make test-longer``. Another line of the same kind is left out by default."""
 LINES = {
     "tensors are made before they are sent": Line(
         "switches.offload_activations.host",
@@ -94,7 +94,7 @@ LINES = {
         "return norm",
         HALF,
     ),
-    "summed gradients are waited for": Line(  # each micro batch's, which are added to those before
+    "summed gradients are waited for": Line(  # those of each micro batch, which are added to the earlier ones
         "engines.parallel.replicas",
         "work.wait()",
         run="context, all to all × zero-2",
@@ -113,7 +113,7 @@ LINES = {
         side=0.01,
     ),
 }
-"""What each is for."""
+"""Lines by their purpose."""
 
 
 def _sabotaged(workers: Any, name: str) -> Trained:
@@ -136,7 +136,7 @@ def test_a_run_without_it_is_another(name: str) -> None:
     wanted = rehearsed(case)
     try:
         found: Trained = run_in_workers(case.devices, _sabotaged, name, device=stand_in.NAME)[0]
-    except WorkerError:  # over a token that is none, for instance
+    except WorkerError:  # for example because a token is invalid
         return
     curves = [torch.tensor(run["curve"], dtype=torch.float64).nan_to_num(1e9) for run in (wanted, found)]
     apart = weights_apart(found["weights"], wanted["weights"])
@@ -144,7 +144,7 @@ def test_a_run_without_it_is_another(name: str) -> None:
 
 
 def _sums() -> Any:
-    """Of batches that are let go as soon as the host has asked for their sums."""
+    """Return the sums of batches that are freed as soon as the host has requested their sums."""
     batches = [SimpleNamespace(batch={"x": torch.full((1000,), float(i)).pin_memory()}) for i in range(4)]
     moved: Any = on_device(batches, torch.device(stand_in.NAME, 0), ahead=1)  # type: ignore[arg-type]
     return torch.stack([(microbatch.batch.pop("x") * 2).sum() for microbatch in moved]).nan_to_num(-1).tolist()
@@ -155,7 +155,7 @@ def _read() -> Any:
 
 
 def _drawn_again() -> Any:
-    """Whether a generator that is put back draws the same on the device."""
+    """Return whether a restored generator draws the same numbers on the device."""
     tensors, text = random_state.capture()
     first = torch.rand(4, device=stand_in.NAME)
     random_state.restore(tensors, text)
@@ -172,12 +172,12 @@ DIRECT = {
     "values on the host are waited for": (_read, [4.0] * 3, Line("system.host_copy", HEARD, main=0.1)),
     "the device's random numbers are put back": (_drawn_again, True, Line("system.random_state", RESTORED)),
 }
-"""In a run that is as small as these, what such a line waits for has always come already."""
+"""In runs as small as these, the values that such a line waits for have always arrived already."""
 
 
 def _with_and_without(workers: Any, name: str) -> list[Any]:
     asked, _, line = DIRECT[name]
-    asked()  # the first time takes long
+    asked()  # the first call takes long
     found = []
     for out in (nullcontext(), without(PACKAGE + line.module, line.line)):
         with late(main=line.main, side=line.side), out:

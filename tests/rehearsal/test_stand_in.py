@@ -1,6 +1,6 @@
-"""The stand-in device itself: what it must not let pass, or no rehearsal on it would mean anything.
+"""The stand-in device itself: what it must refuse, so that rehearsals on it mean something.
 
-Everything runs in processes of their own: a device, once known to torch, is what torch computes on in that process.
+Every test runs in a separate process, because torch keeps computing on a device once it is registered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _call(workers: Any, function: Callable[[], Any]) -> Any:
 
 
 def _values() -> dict[str, Any]:
-    """Operations, views, reductions, indices, random numbers and their like, beside the CPU's."""
+    """Compare operations, views, reductions, indices, random numbers and similar with the CPU."""
     torch.manual_seed(0)
     host = torch.randn(6, 8)
     cases: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -87,7 +87,7 @@ def _read_memory() -> None:
 
 
 def _die() -> None:
-    faulthandler.disable()  # nobody wants the stack trace
+    faulthandler.disable()  # no stack trace is needed
     stand_in.load()
     _read_memory()
 
@@ -122,7 +122,7 @@ def test_what_the_host_reads_is_counted_with_its_line() -> None:
 
 
 def _streams() -> dict[str, float]:
-    """A product in a side stream, read by the one that computes, with and without waiting for it."""
+    """Read a product of a side stream on the computing stream, with and without waiting for it."""
     found = {}
     for waits in (True, False):
         source = torch.full((4,), 3.0, device=stand_in.NAME)
@@ -146,7 +146,7 @@ def test_who_does_not_wait_for_a_stream_reads_something_else() -> None:
 
 
 def _recorded() -> dict[str, float]:
-    """A side stream reads a tensor that is freed meanwhile, and whose memory somebody else takes."""
+    """A side stream reads a tensor that is freed meanwhile, while something else takes its memory."""
     found = {}
     for records in (True, False):
         source = torch.full((1000,), 3.0, device=stand_in.NAME)

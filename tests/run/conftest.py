@@ -1,4 +1,4 @@
-"""Runs that several files of this folder compare with."""
+"""Runs that several test files of this folder use for comparison."""
 
 from __future__ import annotations
 

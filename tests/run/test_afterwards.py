@@ -1,4 +1,4 @@
-"""A program that goes on after ``fit``: the model in it, evaluation, predictions, and the process as it was."""
+"""A program that continues after ``fit``: the model in it, evaluation, predictions, and the unchanged process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINE = {"lr": 0.1, "epochs": 1, "micro_batch_size": 4, "no_save": True, "log_int
 
 
 class Held(Line):
-    """A line with a part to evaluate on, and a way to read what its model puts out."""
+    """A Line with validation data, and a method that reads the model's outputs."""
 
     def build_data(self) -> Data:
         data = super().build_data()
@@ -64,7 +64,7 @@ def test_evaluate_and_predict_are_those_of_the_model() -> None:
     untrained = job.evaluate()["eval_loss"]
     assert untrained == pytest.approx(loss_by_hand(job, job.data.valid))
     summary = job.fit()
-    assert job.evaluate() == summary["metrics"]  # of the averages, which are what is exported
+    assert job.evaluate() == summary["metrics"]  # of the averaged weights, which are exported
     assert not job.model.training
     assert job.evaluate(job.data.train)["eval_loss"] == pytest.approx(loss_by_hand(job, job.data.train))
     one = job.predict(job.data.valid[0])
@@ -77,7 +77,7 @@ def test_evaluate_and_predict_are_those_of_the_model() -> None:
 
 
 def test_a_model_that_workers_have_trained_is_not_taken_for_an_untrained_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``--nproc-per-node`` of a script: its workers end after ``fit``, and the program goes on without them."""
+    """With ``--nproc-per-node`` in a script, the workers end after ``fit``, and the program continues without them."""
     job = Held(**LINE)
     monkeypatch.setattr("rapidformer_templates.run.fit.fit", lambda template, keep: {})
     job.fit()
@@ -93,7 +93,7 @@ def test_what_cannot_be_done_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         Held(**LINE).evaluate(iter(range(3)))
     job = Line(**LINE)
     job.fit()
-    with pytest.raises(DataError, match="there are no data to evaluate on"):
+    with pytest.raises(DataError, match="there is no data to evaluate on"):
         job.evaluate()
     with pytest.raises(ConfigError) as caught:
         job.predict(job.data.train[0])
@@ -103,7 +103,7 @@ def test_what_cannot_be_done_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="this process is one of several workers"):
         Held(**LINE).evaluate()
     own = type("Own", (Line,), {"predict": lambda self, outputs, batch: ([], [])})
-    with pytest.raises(ConfigError, match=r"Own\.predict is no hook") as caught:
+    with pytest.raises(ConfigError, match=r"Own\.predict is not a hook") as caught:
         own(**LINE)
     assert caught.value.hint == "did you mean read_outputs(self, outputs, batch)?"
 
@@ -169,7 +169,7 @@ except Exception as error:
 
 @pytest.mark.distributed
 def test_a_class_that_is_in_no_file_goes_to_workers(tmp_path: Path) -> None:
-    """As in a notebook, of which no worker can run the cells again."""
+    """This is the case in a notebook, where workers cannot run the cells again."""
     source = Path(__file__).parents[2] / "src"
     settings = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -184,6 +184,6 @@ def test_a_class_that_is_in_no_file_goes_to_workers(tmp_path: Path) -> None:
         "  where  fit(workers=…)\n"
         "  help   make it in the hook that needs it (build_data, build_model …), which runs in each worker\n"
     )
-    assert "results" in done.stdout  # what the workers print
+    assert "results" in done.stdout  # the output of the workers
     assert "step 10/10" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The best evaluation always has its checkpoint: saved when it is found, and in the folder of its run."""
+"""The best evaluation always has a checkpoint, which is saved immediately, in the folder of its run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Died(Exception):
 
 
 class Worsening(Line):
-    """The fit passes by its validation sample on its way to the line: the best step comes early."""
+    """On its way to the line, the fit passes through the validation sample. So the best step is early."""
 
     dies_after: int | None = None
 
@@ -57,7 +57,7 @@ def train(folder: Path, *flags: str, dies_after: int | None = None) -> dict[str,
 
 
 def best_of(folder: Path) -> tuple[int, float]:
-    """(step, loss) of the least evaluation of a run."""
+    """Return (step, loss) of the lowest evaluation of a run."""
     losses = {line["step"]: line["eval_loss"] for line in read_metrics(folder / "metrics.jsonl") if "eval_loss" in line}
     step = min(losses, key=lambda s: losses[s])
     return step, losses[step]
@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_elsewhere_looks_for_its_own_best(
     capsys.readouterr()
     summary = train(tmp_path / "second", "--load", str(tmp_path / "first"))
     said = capsys.readouterr().err
-    assert f"the best evaluation so far (step {step}, eval_loss {loss:.6g}) is that of {tmp_path / 'first'}" in said
+    assert f"the best evaluation so far (step {step}, eval_loss {loss:.6g}) belongs to {tmp_path / 'first'}" in said
     own, own_loss = best_of(tmp_path / "second")
     assert summary["best"] == {"step": own, "metric": "eval_loss", "value": own_loss}
     assert torch.equal(exported(tmp_path / "second"), saved(tmp_path / "second", own))
@@ -104,7 +104,7 @@ def test_a_run_that_goes_on_elsewhere_looks_for_its_own_best(
 def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run of an earlier version may have one, and a folder may have been tidied up by hand."""
+    """A run of an earlier version may have one, and a user may have cleaned up the folder."""
     train(tmp_path)
     step, _ = best_of(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints" / f"step-{step}")

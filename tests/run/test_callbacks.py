@@ -1,4 +1,4 @@
-"""Callbacks as objects: what they are told, and a state that a run which died goes on with."""
+"""Callbacks as objects: the events that they receive, and a state that survives the death of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.lines import Line
 
 
 class Events(Callback):
-    """Notes what it is told, and keeps it with checkpoints."""
+    """Records the events that it receives."""
 
     def __init__(self) -> None:
         self.seen: list[list[Any]] = []
@@ -46,7 +46,7 @@ class Events(Callback):
 
 
 class Kept(Events):
-    """Keeps what it has seen with checkpoints."""
+    """Saves what it has seen in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": list(self.seen)}
@@ -79,11 +79,11 @@ def test_state_of_a_run_that_died_is_that_of_the_whole_one(tmp_path: Path, capsy
     assert "warning" not in capsys.readouterr().err
 
     class New(Kept):
-        """Was not there at the checkpoint."""
+        """A callback that did not exist when the checkpoint was saved."""
 
     job(tmp_path / "run", New(), flags="--resume --train-iters 13").fit()
     err = capsys.readouterr().err
-    assert "the checkpoint has a state of Kept, which this run has not: it is lost" in err
+    assert "the checkpoint has a state of Kept, which this run does not have: it is lost" in err
     assert "the checkpoint has no state of test_state_of" in err
 
 
@@ -95,19 +95,19 @@ def test_epochs_and_two_of_one_class() -> None:
 
 
 class Misspelt(Callback):
-    """Has a method that nothing would call."""
+    """A callback with a method that would never be called."""
 
     def on_epoch_ends(self, trainer: Any, epoch: int) -> None:
-        """Never."""
+        """Never called."""
 
 
 @pytest.mark.parametrize(
     ("callbacks", "message", "hint"),
     [
         (Kept(), "callbacks is a Kept", "give a list of objects"),
-        ([Kept], "callbacks[0] is the class Kept, and no object of a Callback", "give a list of objects"),
-        ([Kept(), print], "callbacks[1] is a builtin_function_or_method, and no", "derive its class from"),
-        ([Misspelt()], "Misspelt.on_epoch_ends is no callback, and nothing would call it", "mean on_epoch_end?"),
+        ([Kept], "callbacks[0] is the class Kept, not a Callback object", "give a list of objects"),
+        ([Kept(), print], "callbacks[1] is a builtin_function_or_method, not", "derive its class from"),
+        ([Misspelt()], "Misspelt.on_epoch_ends is not a callback, so nothing would call it", "mean on_epoch_end?"),
     ],
 )
 def test_what_is_no_callback_is_refused(callbacks: Any, message: str, hint: str) -> None:
@@ -129,6 +129,6 @@ def test_a_state_that_would_come_back_otherwise_is_refused(state: Any) -> None:
 def test_a_state_that_cannot_be_kept_is_told_before_the_first_step(tmp_path: Path) -> None:
     callback = Kept()
     callback.state_dict = lambda: {"at": Path("x")}  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError, match="the state of a callback cannot be kept as it is"):
+    with pytest.raises(CheckpointError, match="the state of a callback cannot be saved"):
         job(tmp_path / "run", callback).fit()
     assert [event for event, _ in callback.seen] == ["start"]

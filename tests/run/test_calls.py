@@ -1,4 +1,4 @@
-"""``fit`` from Python: with several workers exactly one call is run; what reads which command line."""
+"""``fit`` from Python: with several workers, exactly one call is run. Also, which call reads which command line."""
 
 from __future__ import annotations
 
@@ -63,21 +63,21 @@ def test_workers_run_one_call_and_nothing_after_it(tmp_path: Path) -> None:
     done, notes = run(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stderr
     trained = [line for line in notes if line.startswith("trains")]
-    assert [line for line in trained if "fails" not in line] == [  # of those, the first one ends the other
+    assert [line for line in trained if "fails" not in line] == [  # the first of these ends the other worker
         "trains alone first", "trains one 0", "trains one 1", "trains two 0", "trains two 1"
     ]  # fmt: skip
     assert [line for line in notes if line.startswith("ends")] == ["ends first"]
     assert sum(line.startswith("error: it cannot be trained first") for line in notes) == 1
     alone, one, two = json.loads(done.stdout)
     assert alone == {"name": "alone"}
-    assert two == {"name": "two", "earlier": one["folder"]}  # the first process's, and not that of a worker's clock
+    assert two == {"name": "two", "earlier": one["folder"]}  # the first process's folder, not a worker's
 
 
 def test_a_worker_that_comes_to_no_call_is_an_error(tmp_path: Path) -> None:
     elsewhere = SCRIPT.replace('note("begins")', "if launch.is_worker(): sys.exit(0)")
     done, _ = run(tmp_path, elsewhere)
     assert done.returncode == 1
-    assert "the workers ended without having come to this call of Job.fit()" in done.stderr
+    assert "the workers ended without reaching this call of Job.fit()" in done.stderr
 
 
 def test_a_script_on_standard_input_starts_no_workers(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ class Colour:
 
 
 class Coloured(Line):
-    """A template with a flag of its own."""
+    """A template with an additional flag."""
 
     Flags = Colour
 
@@ -108,7 +108,7 @@ def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cell() -> type[Line]:
-    """A class as a cell of a notebook has it: there is no source of it."""
+    """Return a class as defined in a notebook cell, without source code."""
     return type("Cell", (Line,), {"__module__": "__main__", "__qualname__": "Cell"})
 
 
@@ -129,7 +129,7 @@ def test_a_notebook_s_command_line_is_not_ours(capsys: pytest.CaptureFixture[str
 
 
 def made_by_the_script(template: type[Trainer], *arguments: Any) -> Trainer:
-    """A template that code of the running script makes, and not code that it has imported."""
+    """Create a template in the code of the running script, instead of in code that it imports."""
     made: Trainer = eval("template(*arguments)", {"__name__": "__main__", "template": template, "arguments": arguments})
     return made
 
@@ -148,7 +148,7 @@ def test_who_reads_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.5"])
     assert made_by_the_script(Finetuner).config.training.lr == 0.5
     assert made_by_the_script(Finetuner, []).config.training.lr is None
-    assert Finetuner().config.training.lr is None  # of a module: the command line is that of another program
+    assert Finetuner().config.training.lr is None  # in a module: the command line belongs to another program
     assert Finetuner(epochs=2).config.training.lr is None
     assert Finetuner(callbacks=[Callback()]).config.training.lr is None
     seen: list[float | None] = []
@@ -167,7 +167,7 @@ def test_who_reads_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"epochs": 2.5}, "--epochs needs a value of type int, not 2.5", None),
         ({"epochs": True}, "--epochs needs a value of type int, not True", None),
         ({"save": ["a", "b"]}, "--save needs a value of type str, not ['a', 'b']", None),
-        ({"tf32": 1}, "--tf32 is true or false, not 1", None),
+        ({"tf32": 1}, "--tf32 must be true or false, not 1", None),
         ({"task": "translation"}, "--task cannot be 'translation'", "choose from"),
     ],
 )

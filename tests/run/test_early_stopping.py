@@ -1,4 +1,4 @@
-"""Stopping early: at which step, for what reason, on all workers, and over deaths and resumes."""
+"""Early stopping: at which step, for what reason, on all workers, and after deaths and resumes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERY = 2
 FLAGS = f"--lr 0.1 --global-batch-size 4 --train-iters 20 --eval-interval {EVERY} --metric-for-best utility"
 FLAGS += " --metric-for-best-mode max --log-interval 5"
 RISES = (0.1, 0.5, 0.4, 0.6, 0.6, 0.5, 0.4, 0.9, 0.9, 0.9)
-"""The best one before the end of a patience of 3 is that of step 8; the greatest of all comes too late."""
+"""Before a patience of 3 ends, the best evaluation is that of step 8. The highest of all comes too late."""
 
 
 def run(scores: Sequence[float], *flags: str, dies_after: int | None = None, **job_values: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run(scores: Sequence[float], *flags: str, dies_after: int | None = None, **j
 
 
 def stops_of_transformers(scores: Sequence[float], patience: int) -> int:
-    """The evaluation, from 1, after which transformers' own callback stops; it keeps its best by its Trainer's rule."""
+    """Return the evaluation (from 1) after which transformers' callback stops, with the Trainer's rule for the best."""
     callback, state, control = EarlyStoppingCallback(patience), TrainerState(), TrainerControl()
     arguments = TrainingArguments(metric_for_best_model="utility", greater_is_better=True, use_cpu=True, report_to=[])
     for number, score in enumerate(scores, 1):
@@ -89,7 +89,7 @@ def test_values_that_are_not_finite_are_not_better() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dies_after", range(7, 14))
 def test_a_killed_run_stops_where_it_would_have(dies_after: int, tmp_path: Path) -> None:
-    """Checkpoints of steps 3, 6, 9 and 12, the count of evaluations in them; and of the best steps."""
+    """There are checkpoints at steps 3, 6, 9 and 12 with the number of evaluations, and those of the best steps."""
     flags = ("--early-stopping-patience", "3", "--save", str(tmp_path), "--save-interval", "3")
     with pytest.raises(InterruptedError):
         run(RISES, *flags, dies_after=dies_after)
@@ -118,7 +118,7 @@ def test_a_complete_run_stays_complete_and_goes_on_with_more_patience(
 
 @pytest.mark.slow
 def test_a_request_to_end_is_heard_before(tmp_path: Path) -> None:
-    """A stop in the step that would be the last one anyway is no interruption; one before it is."""
+    """A stop in the step that would be the last one anyway is not an interruption. An earlier stop is."""
     flags = ("--early-stopping-patience", "3", "--save", str(tmp_path))
     with pytest.raises(Interrupted):
         run(RISES, *flags, asks_after=11)
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_before_the_count_is_taken(tmp_path: Path) -> None:
 
 
 class WorseAndWorse(CausalJob):
-    """A rate so high that the loss on the validation samples rises."""
+    """A learning rate so high that the validation loss rises."""
 
     def on_evaluate(self, step: int, metrics: Any) -> None:
         self.evaluated = [*getattr(self, "evaluated", []), metrics["eval_loss"]]

@@ -1,4 +1,4 @@
-"""Evaluations after ``fit`` give the numbers of the run: they use the same task with the same reference."""
+"""Evaluations after ``fit`` return the numbers of the run: they use the same task with the same reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Further validation sets by name, and the test part: exact over each, in every layout, and told under their names."""
+"""Additional validation sets by name, and the test part: each is exact in every layout, and reported under its name."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def alone(texts: Path, gpt_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The run folder and the summary of a run in one process."""
+    """Return the run folder and the summary of a run in one process."""
     folder = tmp_path_factory.mktemp("alone")
     return folder, train(None, flags_of(texts, gpt_folder, folder))
 
 
 def mean_loss(folder: Path, texts: Path, tokenizer: Path, name: str) -> float:
-    """By the formula, with the exported model and transformers alone: the mean over all tokens that are predicted."""
+    """Return the mean loss over all predicted tokens, by the formula, with the exported model and only transformers."""
     model, tokens = (
         AutoModelForCausalLM.from_pretrained(folder / "export").eval(),
         AutoTokenizer.from_pretrained(tokenizer),
@@ -111,7 +111,7 @@ def test_every_layout_evaluates_every_sample_once(
 
 
 def test_the_exported_weights_are_tested(texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
-    """The best by one of the sets, which is not the last: its step is the test line's, and a second end adds none."""
+    """The best by one of the sets is not the last. The test line has its step, and another end of the run adds none."""
     flags = flags_of(texts, gpt_folder, tmp_path, "--metric-for-best", "other/loss", "--metric-for-best-mode", "max")
     for more in ([], ["--resume"]):
         summary = train(None, [*flags, *more])
@@ -123,7 +123,7 @@ def test_the_exported_weights_are_tested(texts: Path, gpt_folder: Path, tmp_path
 
 
 def test_a_script_gives_its_sets_by_name(tmp_path: Path) -> None:
-    """The first of them is the one by which the best checkpoint is kept."""
+    """The first of them determines the best checkpoint."""
     job = Tracked(["--lr", "0.1", "--train-iters", "6", "--eval-interval", "2", "--keep-best", "--save", str(tmp_path)])
     summary = job.fit()
     assert summary["best"]["metric"] == "near/loss"
@@ -141,7 +141,7 @@ def answer(context: str) -> dict[str, list[Any]]:
 
 
 def test_an_answer_is_looked_up_in_its_own_set(bert_folder: Path, tmp_path: Path) -> None:
-    """Question answering knows the true answers by their places, which are others in each set."""
+    """Question answering finds the true answers by their indices, which differ between the sets."""
     for name, count in (("train", 8), ("validation", 3), ("test", 5), ("far", 4)):
         contexts = [f"number {i} the cat sees {word} today" for i, word in enumerate(WORDS[:count])]
         rows = [
@@ -168,7 +168,7 @@ def test_an_answer_is_looked_up_in_its_own_set(bert_folder: Path, tmp_path: Path
     metrics = spy.fit()["metrics"]
     assert {"f1", "far/f1", "test/f1"} <= metrics.keys()
     assert list(seen.values()) == [[[word] for word in WORDS[:count]] for count in (3, 4, 5)]
-    # Afterwards: a part of its own data, rows that say what it says, and samples of which nobody knows the answers.
+    # Then evaluate its test part, rows whose answers are its predictions, and samples without known answers.
     seen.clear()
     assert spy.evaluate(spy.data.test)["f1"] == metrics["test/f1"]
     rows = rows[::-1]
@@ -177,12 +177,12 @@ def test_an_answer_is_looked_up_in_its_own_set(bert_folder: Path, tmp_path: Path
         row["answers"] = {"text": [text], "answer_start": [row["context"].index(text)]}
     assert spy.evaluate(rows)["exact_match"] == 100
     assert list(seen.values()) == [[[word] for word in WORDS[:5]], [[text] for text in told]]
-    with pytest.raises(DataError, match="measured by is not known"):
+    with pytest.raises(DataError, match="the metrics of these samples are unknown"):
         spy.evaluate(_Copy(spy.data.test))
 
 
 class _Copy:
-    """The samples of a data set, as another one."""
+    """A copy of a data set's samples."""
 
     def __init__(self, samples: Any) -> None:
         self._samples = samples
@@ -195,7 +195,7 @@ class _Copy:
 
 
 def test_rows_are_evaluated_whatever_the_run_learnt_from(texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
-    """A run of a mixture has no file of its own, and a corpus has no rows."""
+    """A run of a mixture does not have a single file, and a corpus does not have rows."""
     for name in ("one", "two"):
         shutil.copytree(texts / "other", tmp_path / name)
     given = [
@@ -219,8 +219,8 @@ REFUSED = {
         "where  --eval-data-name, x",
     ),
     "the name of the test part": (["--eval-data-name", "test"], "a validation set is called test", "--evaluate-test"),
-    "a name twice": (["--eval-data-name", "a=hard", "a=other"], "two sets are called a", "a name of its own"),
-    "no name": (["--eval-data-name", "=hard"], "'=hard' names no set", "hard=hard.jsonl"),
+    "a name twice": (["--eval-data-name", "a=hard", "a=other"], "two sets are called a", "its own name"),
+    "no name": (["--eval-data-name", "=hard"], "'=hard' is not the name of a set", "hard=hard.jsonl"),
     "another metric": (["--metric-for-best", "hart.jsonl/loss"], "has no metric 'hart.jsonl/loss'", "hard.jsonl/loss"),
 }
 
@@ -236,7 +236,7 @@ def test_refused_before_a_worker_starts(case: str, texts: Path, gpt_folder: Path
 
 
 def test_a_metric_of_other_labels_is_refused_before_the_first_step(bert_folder: Path, tmp_path: Path) -> None:
-    """Which metrics there are only the data tell."""
+    """Only the data determine which metrics exist."""
     write_jsonl(tmp_path / "train.jsonl", [{"text": WORDS[i], "label": "ab"[i % 2]} for i in range(8)])
     given = f"--task sequence_classification --model-type bert --tokenizer-path {bert_folder} --data-dir {tmp_path}"
     given += " --num-layers 1 --hidden-size 16 --num-attention-heads 2 --lr 1e-3 --train-iters 1 --save"
@@ -275,13 +275,13 @@ def test_a_corpus_has_a_test_part_by_its_shares(flags: dict[str, Any]) -> None:
 
 
 def losses_of(texts: Path, tokenizer: Path, tmp_path: Path, *more: str) -> dict[str, float]:
-    """What an untrained model has on each set: a rate of zero leaves it as it was made."""
+    """Return the losses of an untrained model on each set. A learning rate of zero leaves the model unchanged."""
     flags = flags_of(texts, tokenizer, tmp_path, *more, "--lr", "0", "--keep-best", "--export-model")
     return {name: value for name, value in train(None, flags)["metrics"].items() if name.endswith("loss")}
 
 
 def test_streams_and_mixtures_have_the_same_sets(texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
-    """Of a mixture of a set with its like all parts are there twice, and the sets by name once."""
+    """In a mixture of a set with a copy of itself, all parts exist twice, but each named set only once."""
     wanted = losses_of(texts, gpt_folder, tmp_path / "whole")
     assert losses_of(texts, gpt_folder, tmp_path / "stream", "--streaming") == pytest.approx(wanted, rel=1e-6)
     for name in ("a", "b"):
@@ -292,7 +292,7 @@ def test_streams_and_mixtures_have_the_same_sets(texts: Path, gpt_folder: Path, 
 
 
 def test_the_reference_is_computed_once_for_each_set(gpt_folder: Path, tmp_path: Path) -> None:
-    """Preferences beside a frozen copy and beside what was computed before: the same on every set."""
+    """Preferences with a frozen copy and with precomputed references give the same result on every set."""
     for name, count in (("train", 6), ("validation", 3), ("test", 2), ("far", 2)):
         rows = [{"prompt": WORDS[i], "chosen": WORDS[i + 1], "rejected": WORDS[i + 3]} for i in range(count)]
         write_jsonl(tmp_path / f"{name}.jsonl", rows)

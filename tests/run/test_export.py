@@ -1,4 +1,4 @@
-"""What a run exports of a model that transformers itself would not save."""
+"""The export of a model that transformers itself would refuse to save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.jobs import CausalJob
 
 
 class Loose(CausalJob):
-    """A temperature without sampling, as some pretrained models have it."""
+    """A temperature without sampling, as in some pretrained models."""
 
     def make(self) -> Any:
         model = super().make()

@@ -1,4 +1,4 @@
-"""The exported adapters are those that the run has evaluated, under every engine. peft alone reads them."""
+"""The exported adapters are the ones that the run has evaluated, with every engine. peft alone can read them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def names(root: Path) -> dict[str, set[str]]:
-    """The tensors that one process exports, by kind."""
+    """Return the tensors that a single process exports, by kind."""
     kind = type("Adapted", (Adapted,), {"base": f"{root}/base"})
     found = {}
     for name, flags in KINDS.items():
@@ -123,12 +123,12 @@ def test_peft_has_the_model_that_was_evaluated(
     assert data.valid is not None
     with torch.no_grad():
         loss = float(model(**data.collate(list(data.valid))).loss)
-    # The export does not have the rounding of the base to int8.
+    # The export is not rounded to int8 like the base.
     assert loss == pytest.approx(run["evaluations"][-1], rel=1e-3 if kind == "int8" else 1e-5)
 
 
 def test_adapters_of_all_stages_change_the_loss(names: dict[str, set[str]]) -> None:
-    """Else the test above would not see which of them are missing."""
+    """Otherwise the test above would not notice missing ones."""
     blocks = {name.split("layers.")[1].split(".")[0] for name in names["lora"]}
     assert blocks == {"0", "1", "2", "3"}
     assert len(names["lora"]) == 4 * 7 * 2

@@ -1,4 +1,4 @@
-"""The run folder: whose it is, what may be deleted in it, and what is seen to be wrong before anything is built."""
+"""The run folder: which run owns it, what may be deleted in it, and errors that are found before anything is built."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def train(folder: Path, *flags: str, dies_after: int | None = None) -> dict[str,
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder."""
+    """Return the contents of every file in a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that died in its second epoch."""
+    """Train a run that dies in its second epoch."""
     folder = tmp_path_factory.mktemp("half") / "run"
     with pytest.raises(Died):
         train(folder, dies_after=7)
@@ -65,7 +65,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_overwrite_and_load_leave_the_new_run_alone(half: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    train(folder)  # to step 10, which is later than what is loaded
+    train(folder)  # up to step 10, which is later than the loaded checkpoint
     (folder / "mine.txt").write_text("kept")
     with pytest.raises(Died):
         train(folder, "--load", str(half), "--overwrite", "--save-interval", "1", dies_after=8)
@@ -92,12 +92,12 @@ def test_what_is_loaded_is_not_overwritten(part: str, half: Path) -> None:
 
 
 def test_resume_and_overwrite_contradict(half: Path) -> None:
-    with pytest.raises(ConfigError, match="--resume goes on with the run that --overwrite deletes"):
+    with pytest.raises(ConfigError, match="--resume continues the run that --overwrite deletes"):
         train(half, "--resume", "--overwrite")
 
 
 def test_nothing_is_deleted_before_all_was_tried(half: Path) -> None:
-    """A model that does not fit what is loaded, for example."""
+    """For example, a model may not fit the loaded checkpoint."""
     before = contents(half)
     with pytest.raises(RapidformerError, match="neither a checkpoint nor a run folder"):
         train(half, "--load", str(half.parent), "--overwrite")
@@ -109,7 +109,7 @@ def test_nothing_is_deleted_through_a_link(half: Path, tmp_path: Path) -> None:
     shutil.copytree(half, folder)
     (folder / "checkpoints").rename(disk)
     (folder / "checkpoints").symlink_to(disk)
-    train(folder, "--resume")  # goes through it
+    train(folder, "--resume")  # uses it
     before = contents(disk)
     assert any(name.startswith("step-10/") for name in before)
     with pytest.raises(ConfigError, match=r"checkpoints in .* is a link, and nothing is deleted through links"):
@@ -117,7 +117,7 @@ def test_nothing_is_deleted_through_a_link(half: Path, tmp_path: Path) -> None:
     assert contents(disk) == before
     (tmp_path / "name").symlink_to(folder)
     (folder / "checkpoints").unlink()
-    train(tmp_path / "name", "--overwrite")  # a link to the folder itself is a name for it
+    train(tmp_path / "name", "--overwrite")  # a link to the folder itself is another name for it
     assert (folder / "checkpoints" / "step-10").is_dir()
 
 
@@ -133,8 +133,8 @@ def test_what_is_no_run_is_not_overwritten(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.durable
 def test_a_death_in_an_overwrite_leaves_the_old_run_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mixture could be taken for a run."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is cut here
+    """A mixture of both could be mistaken for a run."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # power is not cut here
     old = tmp_path / "old"
     old.mkdir()
     for name in CONTENTS:
@@ -154,7 +154,7 @@ def test_a_death_in_an_overwrite_leaves_the_old_run_or_none(tmp_path: Path, monk
         assert not passed_over
         assert found is None or whole
         seen.add(found is None)
-        overwrite(folder)  # whatever was left, the next one ends
+        overwrite(folder)  # the next call finishes what was left
         assert {path.name for path in folder.iterdir()} == {"plan.json", "checkpoints"}
     assert seen == {True, False}
 
@@ -208,7 +208,7 @@ def test_a_run_holds_its_folder_and_leaves_no_lock(tmp_path: Path) -> None:
 
 
 def _in_a_process(body: Callable[[], None]) -> int:
-    """A forked process that runs the body, says so, and waits to be killed."""
+    """Fork a process that runs the body, reports it, and waits to be killed."""
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -250,7 +250,7 @@ def test_a_loader_process_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 
 def test_the_lock_lasts_as_long_as_any_worker(tmp_path: Path) -> None:
-    """The first one may have been killed while the others still write."""
+    """The first worker may have been killed while the others are still writing."""
     first, other = RunLock(tmp_path), RunLock(tmp_path)
     word = first.take()
     first.share()
@@ -271,7 +271,8 @@ def test_a_file_system_without_locks_is_told(
     monkeypatch.setattr(run_lock.fcntl, "flock", unknown)
     train(tmp_path)
     assert (
-        f"warning: the file system of {tmp_path} knows no locks: start no second run there" in capsys.readouterr().err
+        f"warning: the file system of {tmp_path} does not support locks: do not start a second run there"
+        in capsys.readouterr().err
     )
 
 
@@ -291,19 +292,19 @@ def test_a_folder_that_cannot_be_made_is_refused_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "a part of the path is a file" in refused(tmp_path / "file" / "run").message
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert "a link that leads nowhere" in refused(tmp_path / "link").message
+    assert "a broken link is in its place" in refused(tmp_path / "link").message
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "nowhere")
-    assert "a folder is not there" in refused(tmp_path / "run").message
-    assert "a folder is not there" in refused(Path("/proc/run")).message
+    assert "a folder does not exist" in refused(tmp_path / "run").message
+    assert "a folder does not exist" in refused(Path("/proc/run")).message
 
 
 ERRORS = {
-    errno.ENOSPC: ("the disk is full", "make room, or give another folder"),
-    errno.EDQUOT: ("the quota of this disk is used up", "make room, or give another folder"),
-    errno.EROFS: ("the file system can only be read", "mount it for writing, or give another folder"),
-    errno.EACCES: ("this process may not write there", "change the permissions, or give another folder"),
-    errno.EIO: ("the disk reports an error", "look at the disk (dmesg says more), or give another folder"),
+    errno.ENOSPC: ("the disk is full", "free some space, or give another folder"),
+    errno.EDQUOT: ("the quota of this disk is used up", "free some space, or give another folder"),
+    errno.EROFS: ("the file system is read-only", "mount it for writing, or give another folder"),
+    errno.EACCES: ("this process is not allowed to write there", "change the permissions, or give another folder"),
+    errno.EIO: ("the disk reports an error", "check the disk (dmesg says more), or give another folder"),
 }
 
 
@@ -341,7 +342,7 @@ def test_a_full_disk_and_a_read_only_one(small_disk: Path) -> None:
     assert refused(small_disk / "run").message.endswith("the disk is full")
     (small_disk / "filler").unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert "the file system can only be read" in refused(small_disk / "run").message
+    assert "the file system is read-only" in refused(small_disk / "run").message
 
 
 @pytest.mark.durable
@@ -373,7 +374,7 @@ def test_garbled_lines_of_metrics_stop_no_resume(
 
 
 def test_a_lock_that_is_removed_meanwhile_is_taken_anew(tmp_path: Path) -> None:
-    """The run before removes the file between this one's opening it and locking it."""
+    """The previous run removes the file after this run opens it and before this run locks it."""
     flock, lock = run_lock.fcntl.flock, RunLock(tmp_path)
     removed: list[Path] = []
 

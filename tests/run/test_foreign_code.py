@@ -1,4 +1,4 @@
-"""No file grants what only the command line may: code of a model folder runs for --trust-remote-code alone."""
+"""A file cannot allow what only the command line may: code of a model folder runs only with --trust-remote-code."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ONLY_ON_COMMAND_LINE = [f.name for f in parse([], REGISTRY.options()).fields() i
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """A file that is there once foreign code has run."""
+    """Path of a file that exists once foreign code has run."""
     return tmp_path / "ran"
 
 
 @pytest.fixture
 def model(tmp_path: Path, gpt_folder: Path, marker: Path) -> Path:
-    """An exported model with code, in a run folder whose plan trusts it."""
+    """Create an exported model with code, in a run folder whose plan trusts it."""
     run = tmp_path / "run"
     folder = run / "export"
     tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
@@ -79,7 +79,7 @@ def test_a_plan_grants_nothing(
 
 
 def test_the_command_line_grants_it(model: Path, marker: Path) -> None:
-    """Else the test above would prove nothing."""
+    """Otherwise the test above would not prove anything."""
     saved = find_saved(model)
     config = saved.config(trust_remote_code=True)
     assert config.model.trust_remote_code

@@ -1,4 +1,4 @@
-"""Host memory that a training on a CPU frees: kept for the next step, unless a switch has it otherwise."""
+"""Host memory that training on a CPU frees: it is kept for the next step, unless a switch changes this."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ for way, of in ((host_memory.keep_freed_memory, min), (host_memory.give_freed_me
 
 
 def test_only_what_is_given_back_must_be_asked_for_again() -> None:
-    """By the shares of a tensor's pages that the system has to give for it, in a process of its own."""
+    """Measured by the share of a tensor's pages that the system has to provide, in a separate process."""
     told = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout
     kept, given_back = map(float, told.split())
     assert kept < 0.1

@@ -1,4 +1,4 @@
-"""An optimizer, a scheduler and a state that a loop of one's own brings: as in plain torch, or refused."""
+"""An optimizer, a scheduler and a state from a user's own loop: they act as in plain torch, or are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 10
 
 
 class Net(nn.Module):
-    """Two layers, the first of them behind a frozen one."""
+    """Two layers, the first of them after a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,9 @@ class Net(nn.Module):
 
 
 class Signed(Optimizer):
-    """Of another package: the sign of the gradient, with a share of the last one; options that it hands on."""
+    """An optimizer of another package. It uses the sign of the gradient plus a fraction of the previous gradient, and
+    passes its options to the base class.
+    """
 
     def __init__(self, params: Any, lr: float = 1e-2, **kwargs: Any) -> None:
         super().__init__(params, {"lr": lr, "keep": 0.0, **kwargs})
@@ -55,7 +57,7 @@ class Signed(Optimizer):
 
 
 class Told(Signed):
-    """One that says what it takes, and keeps an option that is no default."""
+    """An optimizer with declared arguments, and with an option that is not one of its defaults."""
 
     def __init__(self, params: Any, lr: float = 1e-2, keep: float = 0.0, scale: float = 1.0) -> None:
         super().__init__(params, lr * scale, keep=keep)
@@ -63,21 +65,21 @@ class Told(Signed):
 
 
 class Forgets(SGD):
-    """One that tells nobody what it was given."""
+    """An optimizer that does not store one of its arguments."""
 
     def __init__(self, params: Any, lr: float = 1e-2, secret: int = 1) -> None:
         super().__init__(params, lr)
 
 
 class Widened(AdamW):
-    """One that hands on what it takes."""
+    """An optimizer that passes all its arguments to its base class."""
 
     def __init__(self, params: Any, **kwargs: Any) -> None:
         super().__init__(params, **kwargs)
 
 
 def compute_loss(model: Any, batch: Any) -> tuple[torch.Tensor, float]:
-    """The sum over the numbers of a batch, and how many they are."""
+    """Return the sum over the elements of a batch, and their number."""
     return (model(batch["x"]) - batch["y"]).square().sum(), float(batch["y"].numel())
 
 
@@ -92,7 +94,7 @@ def batch_of(step: int, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
 
 
 def in_groups(model: Net) -> list[dict[str, Any]]:
-    """Two groups, the first of them with the frozen layer."""
+    """Return two groups, the first with the frozen layer."""
     return [
         {"params": [*model.frozen.parameters(), *model.inner.parameters()], "weight_decay": 0.2, "name": "lower"},
         {"params": model.head.parameters(), "lr": 3e-2, "betas": (0.7, 0.8)},
@@ -110,7 +112,7 @@ Schedules = Callable[[Optimizer], Any]
 def by_torch(
     make: Make, schedule: Schedules | None = None, steps: int = STEPS
 ) -> tuple[list[float], list[list[float]]]:
-    """(losses, rates of the groups) of plain torch."""
+    """Train with plain torch. Returns (losses, learning rates of the groups)."""
     model = Net()
     optimizer = make(model)
     scheduler = schedule(optimizer) if schedule else None
@@ -186,7 +188,7 @@ def _hooked(model: Net) -> Optimizer:
     [
         (lambda model: Signed(model.parameters(), keep=0.5), "keep=0.5 of the Signed became 0.0"),
         (lambda model: Told(model.parameters(), lr=1e-2, scale=2.0), "lr=0.02 of the Told became 0.04"),
-        (lambda model: Forgets(model.parameters(), secret=2), "nothing tells the secret of the Forgets"),
+        (lambda model: Forgets(model.parameters(), secret=2), "cannot tell the secret of the Forgets"),
         (_hooked, "hooks around its step"),
         (lambda model: SGD([{"params": model.parameters(), "tags": {"a": 1}}], lr=0.1), "tags=.* is a dict"),
     ],
@@ -229,11 +231,11 @@ def test_a_scheduler_gives_the_rates_of_plain_torch(schedule: Schedules) -> None
             "OneCycleLR changes betas.*cycle_momentum=False",
         ),
         (lambda o: schedulers.CyclicLR(o, 0.1, 0.2), None, "CyclicLR changes betas"),
-        (lambda o: schedulers.CyclicLR(o, 0.0, 0.2, cycle_momentum=False), None, "begins from a rate of zero"),
+        (lambda o: schedulers.CyclicLR(o, 0.0, 0.2, cycle_momentum=False), None, "starts at a rate of zero"),
         (lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=5, cycle_momentum=False), 9, "no rate for step 7"),
         (lambda o: schedulers.LambdaLR(o, [lambda s: 1.0, lambda s: 0.5**s]), None, "different shares"),
         (lambda o: schedulers.LambdaLR(o, [lambda s: 1.0, lambda s: 1.0 if s < 5 else 0.5]), 9, "different shares"),
-        (lambda o: schedulers.ReduceLROnPlateau(o), None, "goes by a metric"),
+        (lambda o: schedulers.ReduceLROnPlateau(o), None, "depends on a metric"),
     ],
 )
 def test_a_scheduler_that_is_no_share_of_a_rate_is_refused(schedule: Schedules, steps: int | None, told: str) -> None:
@@ -255,7 +257,7 @@ def test_a_scheduler_that_is_no_share_of_a_rate_is_refused(schedule: Schedules, 
 def test_flags_of_the_own_optimizer_beside_a_given_one_are_refused(flags: Any, argv: Any, told: str) -> None:
     for optimizer in (OptimizerSpec(SGD, {"lr": 0.1}), AdamW):
         if optimizer is AdamW and told == "--weight-decay":
-            continue  # a class takes it
+            continue  # a class accepts it
         with pytest.raises(ConfigError, match=f"{told} has nothing to act on"):
             compose(Net, optimizer, compute_loss, device="cpu", argv=argv, **flags)
 
@@ -276,7 +278,7 @@ def test_a_state_that_would_not_come_back_is_refused_before_anything_is_written(
 
 
 def test_a_step_that_raises_leaves_nothing_for_the_next() -> None:
-    """Neither gradients nor, for a step with too few batches, its batch."""
+    """No gradients remain. If the step has too few batches, its batch does not remain either."""
     wanted = by_torch(adamw, steps=3)[0]
     with composed(adamw, micro_batch_size=3, global_batch_size=6) as session:
         losses = []
@@ -306,7 +308,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"ddp": {}, "zero-3": {"zero_3_memory_optim
 
 
 def _everywhere(workers: Any, folder: str) -> dict[str, Any]:
-    """Losses in each layout, of unequal shares; the second half in the next layout."""
+    """Return the losses in each layout, with uneven shares. The second half of a run uses the next layout."""
     found: dict[str, Any] = {}
     names = [*LAYOUTS]
     for place, name in enumerate(names):
@@ -327,14 +329,14 @@ def _session(flags: dict[str, Any]) -> Any:
 
 
 def _step(session: Any, step: int, rank: int) -> float:
-    """The first worker has one micro batch of a row, the second two of them with five."""
+    """The first worker has one micro batch with one row. The second has two, with five rows in total."""
     shares = [slice(1, 5), slice(5, None)] if rank else [slice(1)]
     return float(session.step([batch_of(step, rows) for rows in shares]).loss)
 
 
 def _refusal(session: Any, folder: str, rank: int) -> str:
     try:
-        session.save(folder, {"mine": Path(folder)} if rank else {"mine": 1})  # not that of rank 0
+        session.save(folder, {"mine": Path(folder)} if rank else {"mine": 1})  # the state is not that of rank 0
     except RapidformerError as error:
         return error.message
     return "accepted"

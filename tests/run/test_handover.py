@@ -1,4 +1,4 @@
-"""``rapidformer plan --user-script``: what a script would run is planned, and nothing is trained."""
+"""``rapidformer plan --user-script``: the run of a script is planned, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_flags_that_its_hooks_leave_idle_are_noted(tmp_path: Path, capsys: pytes
     lines = ["from rapidformer_templates import Trainer", "class Own(Trainer):", "    def build_model(self):"]
     script.write_text("\n".join([*lines, "        return None", "Own.main()"]))
     notes = planned(capsys, "--user-script", str(script), "--num-layers", "99")["plan"]["notes"]
-    assert any("--num-layers (command line) is for the default build_model" in note for note in notes)
+    assert any("--num-layers (command line) acts in the default build_model" in note for note in notes)
 
 
 @pytest.mark.slow

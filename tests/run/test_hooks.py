@@ -1,4 +1,4 @@
-"""What hooks return and cannot be used is told by the hook's name, without a stack trace of ours."""
+"""Errors about unusable return values of hooks name the hook, without a stack trace of the library."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RUN = [*FLAGS, "--epochs", "1", "--no-save"]
 
 
 class Stream(IterableDataset[Any]):
-    """A data set that can only be read through."""
+    """A data set that can only be iterated."""
 
     def __iter__(self) -> Any:
         return iter(SAMPLES)
 
 
 def fails(hook: str, returned: Any, error: type[RapidformerError] = RapidformerError) -> RapidformerError:
-    """The error of a run whose ``hook`` returns what it should not."""
+    """Return the error of a run whose ``hook`` returns a wrong value."""
     job = type("Job", (Line,), {hook: lambda self, *arguments: returned})(RUN)
     with pytest.raises(error) as caught:
         job.fit()
@@ -46,10 +46,14 @@ def fails(hook: str, returned: Any, error: type[RapidformerError] = RapidformerE
         (Data(train=Stream()), "the train samples of build_data are a Stream", "integer indexing"),
         (Data(train={"x": [1.0]}), "the train samples of build_data are a dict", "integer indexing"),
         (Data(train=SAMPLES, valid=Stream()), "the valid samples of build_data are a Stream", "integer indexing"),
-        (Data(train=SAMPLES, collate="pad"), "collate of build_data is a str, no function", ""),
+        (Data(train=SAMPLES, collate="pad"), "collate of build_data is a str, not a function", ""),
         (Data(train=SAMPLES, collate=lambda samples: None), "collate returned None", "return the batch"),
-        (Data(train=[{"x": np.ones(i + 1)} for i in range(4)]), "samples cannot be made a batch", "collate function"),
-        (Data(train=[{"x": None}] * 4), "samples cannot be made a batch", "collate function"),
+        (
+            Data(train=[{"x": np.ones(i + 1)} for i in range(4)]),
+            "samples cannot be combined into a batch",
+            "collate function",
+        ),
+        (Data(train=[{"x": None}] * 4), "samples cannot be combined into a batch", "collate function"),
     ],
 )
 def test_data(returned: Any, message: str, hint: str) -> None:
@@ -138,6 +142,6 @@ def test_a_port_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("socket.socket.bind", refused, raising=False)
-    assert why_not(80) == "port 80 is kept for the administrator of this machine"
-    with pytest.raises(ConfigError, match="port 80 is kept"):
+    assert why_not(80) == "port 80 is reserved for the administrator of this machine"
+    with pytest.raises(ConfigError, match="port 80 is reserved"):
         run_workers(["true"], 2, 80)

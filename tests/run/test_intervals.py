@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints by samples, tokens and minutes: in the steps that the counts and the clock say."""
+"""Evaluations and checkpoints by samples, tokens and minutes happen in the steps given by the counts and the clock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(folder: Path, flags: str) -> Path:
 
 
 def crossings(counts: list[int], every: int) -> list[int]:
-    """Steps (from 1) in which a multiple was reached, and the last one."""
+    """Return the steps (from 1) in which a multiple was reached, and the last step."""
     with_zero = itertools.pairwise([0, *counts])
     found = [step for step, (before, after) in enumerate(with_zero, 1) if after // every > before // every]
     return sorted({*found, len(counts)})
@@ -71,7 +71,7 @@ def _dies_in_step(last: int) -> Callable[..., None]:
 
 
 def _by_clock(workers: Workers, folder: str) -> list[int]:
-    """Each look at the main worker's clock is 20 seconds after the last one; the other's does not move."""
+    """Each reading of the main worker's clock is 20 seconds after the previous one. The other clock does not move."""
     with mock.patch.object(intervals, "now", side_effect=itertools.count(0, 20 if workers.rank == 0 else 0)):
         job = CausalJob([*f"{FLAGS} --micro-batch-size 4 --save-interval 1min".split(), "--save", folder])
         with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
@@ -81,7 +81,7 @@ def _by_clock(workers: Workers, folder: str) -> list[int]:
 
 @pytest.mark.slow
 def test_by_minutes(tmp_path: Path) -> None:
-    # Looked at in the beginning, before each step, and after a save: due in the third step after each.
+    # The clock is read at the start, before each step, and after a save. So a save is due in the third step after each.
     wanted = [3, 6, 9, 10]
     with mock.patch.object(intervals, "now", side_effect=itertools.count(0, 20)):
         assert saved(train(tmp_path / "alone", "--save-interval 1min")) == wanted

@@ -1,4 +1,4 @@
-"""The loop: what it refuses, what it logs, and what it leaves untouched when something goes wrong."""
+"""The loop: what it refuses, what it logs, and what it does not change when an error occurs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_model_that_is_not_of_transformers_learns(tmp_path: Path) -> None:
     assert weight == pytest.approx(2, abs=0.05)
     assert bias == pytest.approx(1, abs=0.05)
     exported, told = (tmp_path / "run" / name for name in ("export/model.safetensors", "summary.json"))
-    assert exported.stat().st_mode == told.stat().st_mode  # whoever may read one may read the other
+    assert exported.stat().st_mode == told.stat().st_mode  # everyone who may read one may read the other
 
 
 def test_non_finite_loss_names_step_and_samples_and_touches_nothing(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_metrics_and_summary_have_the_promised_fields(tmp_path: Path) -> None:
     )
     assert summary["parameters"] == 2
     assert summary["receipts"]["parameter_bytes"] == 8
-    assert summary["receipts"]["optimizer_state_bytes"] == 2 * (4 + 4) + 2 * 4  # two moments, and a step count each
+    assert summary["receipts"]["optimizer_state_bytes"] == 2 * (4 + 4) + 2 * 4  # two moments and a step count for each
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["template"] == "Trainer"
     assert plan["values"]["--lr"] == {"value": 0.1, "origin": "command line"}
@@ -240,12 +240,12 @@ def test_own_flags_and_flags_in_code(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_best_checkpoint_is_exported(tmp_path: Path) -> None:
-    """Validation gets worse after its best epoch: the weights of that epoch are exported and summed up."""
+    """Validation gets worse after its best epoch. The weights of that epoch are exported and summarised."""
 
     class Worsening(Line):
         def build_data(self) -> Data:
             data = super().build_data()
-            data.valid = [{"x": np.float32([1.0]), "y": np.float32([0.6])}]  # the fit passes by it on its way to 3
+            data.valid = [{"x": np.float32([1.0]), "y": np.float32([0.6])}]  # the fit passes through it on its way to 3
             return data
 
     folder = tmp_path / "run"

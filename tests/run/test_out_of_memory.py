@@ -1,4 +1,4 @@
-"""A model that does not fit, and what the error says; the ladder of ways to need less memory."""
+"""A model that does not fit, the text of the error, and the ladder of ways to use less memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.machine import why_no_nvme
 
 SCRIPT = Path(__file__).parents[1] / "support/scripts/large_model.py"
 CAP = 1900 * 2**20
-"""Bytes of private memory that a worker may have: between what ZeRO-3 with offload takes on 4 workers and DDP."""
+"""Bytes of private memory per worker: more than ZeRO-3 with offload needs on 4 workers, and less than DDP needs."""
 
 
 def run(folder: Path, workers: int, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +64,7 @@ def test_zero_3_trains_it_in_the_same_memory(place: str, tmp_path: Path) -> None
     assert told["zero_optimization"]["stage3_max_live_parameters"] == 10_000_000
 
 
-LADDER = [  # (what runs, what is said next)
+LADDER = [  # (configuration that runs, next suggestion)
     ("--micro-batch-size 8 --global-batch-size 16", "--micro-batch-size 1 --global-batch-size 16"),
     ("", "--checkpoint-activations"),
     ("--recompute-activations", "--recompute-granularity full"),

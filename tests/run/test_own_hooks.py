@@ -1,4 +1,4 @@
-"""A script's own hooks: names that are nearly one are refused, and flags that have no effect beside them are told."""
+"""A script's own hooks: misspelt names are refused, and flags that the hooks make ineffective are reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _with(name: str, value: Any, base: Any = Trainer, **others: Any) -> type[Tra
 
 
 def _method(self: Any, *arguments: Any) -> None:
-    """Anything."""
+    """A placeholder for a hook."""
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def _method(self: Any, *arguments: Any) -> None:
 def test_a_name_that_is_nearly_a_hook_is_refused(name: str, meant: str, template: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         _with(name, _method, template)(FLAGS)
-    assert caught.value.message == f"Mine.{name} is no hook, and nothing would call it"
+    assert caught.value.message == f"Mine.{name} is not a hook, so nothing would call it"
     assert caught.value.hint is not None
     assert caught.value.hint.startswith(f"did you mean {meant}?")
     assert caught.value.hint.endswith(f"_{name}")
@@ -60,7 +60,7 @@ def test_a_name_that_is_nearly_a_hook_is_refused(name: str, meant: str, template
 
 @pytest.mark.parametrize("value", [staticmethod(_method), classmethod(_method), property(_method)], ids=["s", "c", "p"])
 def test_any_kind_of_method_counts(value: Any) -> None:
-    with pytest.raises(ConfigError, match="compute_los is no hook"):
+    with pytest.raises(ConfigError, match="compute_los is not a hook"):
         check_names(_with("compute_los", value))
 
 
@@ -68,7 +68,7 @@ def test_a_mixin_of_hooks_counts_and_any_other_does_not() -> None:
     other = type("Other", (), {"on_epoch_ends": _method})
     hooks = type("Hooks", (), {"on_epoch_ends": _method, "on_step_end": _method})
     check_names(type("Mine", (other, Trainer), {}))
-    with pytest.raises(ConfigError, match=r"Hooks\.on_epoch_ends is no hook"):
+    with pytest.raises(ConfigError, match=r"Hooks\.on_epoch_ends is not a hook"):
         check_names(type("Mine", (hooks, Trainer), {}))
 
 
@@ -83,7 +83,7 @@ def test_names_of_ones_own(name: str) -> None:
 def test_a_helper_beside_the_hook_that_it_is_like() -> None:
     check_names(_with("compute_losses", _method, compute_loss=_method))
     check_names(_with("training_step", _method, compute_loss=_method))
-    check_names(_with("count_target", 3))  # a value is called by nobody anyway
+    check_names(_with("count_target", 3))  # a value would never be called anyway
 
 
 class _Own(Trainer):
@@ -109,13 +109,13 @@ class _Changing(_Own):
 
 def _idle(template: type[Trainer], flags: str) -> list[str]:
     notes = template([*FLAGS, *flags.split()]).plan.notes
-    return [note for note in notes if " is for the default " in note]
+    return [note for note in notes if " acts in the default " in note]
 
 
 def test_flags_that_own_hooks_make_idle_are_told() -> None:
     assert _idle(_Own, "--num-layers 99 --data-dir x --micro-batch-size 1") == [
-        "--num-layers (command line) is for the default build_model; the build_model of _Own does not name it",
-        "--data-dir (command line) is for the default build_data; the build_data of _Own does not name it",
+        "--num-layers (command line) acts in the default build_model; the build_model of _Own does not name it",
+        "--data-dir (command line) acts in the default build_data; the build_data of _Own does not name it",
     ]
     for template, silent in (
         (_Reading, "--num-layers 2 --hidden-size 3"),
@@ -131,15 +131,15 @@ def test_schedule_and_optimizer() -> None:
     both = _with("build_scheduler", lambda self, total: lambda step: 1.0, build_optimizer=lambda self: None)
     notes = _idle(both, "--lr-decay-style cosine --weight-decay 0.3 --optimizer adamw_torch")
     assert [note.split()[0] for note in notes] == ["--lr", "--optimizer", "--weight-decay", "--lr-decay-style"]
-    # The default model still reads what the own data do not.
+    # The default model still reads flags that the script's own data do not use.
     assert _idle(_with("build_data", _method), "--seq-length 8 --model-type gpt2") == []
 
 
-# What the defaults read, against what is declared beside them.
+# Compare the flags that the defaults read with the declared flags.
 
 
 class _Recording:
-    """A section of the configuration, or the plan, that notes what is asked of it."""
+    """A section of the configuration, or the plan, that records which attributes are read."""
 
     def __init__(self, section: Any, asked: set[str]) -> None:
         self._section, self._asked = section, asked
@@ -182,9 +182,9 @@ def asked_by(tmp_path: Path, bert_folder: Path) -> Callable[[str], set[str]]:
         found: set[str] = set()
         for flags, job, asked in runs():
             if hook == "build_model" and "classification" in flags:
-                continue  # it must know the data's labels first
+                continue  # it needs the labels of the data first
             if hook == "build_data" and "t5" in flags:
-                continue  # it needs a tokenizer of its own
+                continue  # it needs a different tokenizer
             getattr(job, hook)(*([10] if hook == "build_scheduler" else []))
             found |= asked
         return found
@@ -193,24 +193,24 @@ def asked_by(tmp_path: Path, bert_folder: Path) -> Callable[[str], set[str]]:
 
 
 BESIDES = {
-    # To know how long its samples may be, it makes the model's configuration; of this only the positions count.
+    # It builds the model's configuration to get the maximum sample length. Only the number of positions matters.
     "build_data": {"num_layers", "hidden_size", "num_attention_heads", "dropout"},
-    # Making the task looks at the flags of its objective.
+    # Creating the task reads the flags of its objective.
     "build_model": {"keep_documents_apart", "mask_prob", "mean_span_length", "short_seq_prob", "whole_word_mask"},
-    # The share of the peak that --min-lr is.
+    # It computes the ratio of --min-lr to the peak rate.
     "build_scheduler": {"lr"},
     "build_optimizer": set(),
 }
 
 BY_THE_PLAN = {"build_optimizer": {"optimizer", "adam_beta1", "adam_beta2", "adam_epsilon"}}
-"""What a default reads as the optimizer that the plan names, and its options."""
+"""Fields that a default reads from the plan: the optimizer and its options."""
 
 
 @pytest.mark.parametrize("hook", BESIDES)
 def test_each_hook_declares_what_its_default_reads(hook: str, asked_by: Callable[[str], set[str]]) -> None:
     declared = hooks_of(Trainer)
     of_any = frozenset[str]().union(*declared.values())
-    # A tokenizer's own files, and code of a folder's own, are asked for where there is such a folder alone.
+    # The files of a tokenizer and the code of a folder are read only if there is such a folder.
     conditional = {"vocab_file", "merge_file", "trust_remote_code", "pretrained_model_name_or_path"}
     read = asked_by(hook) & of_any | BY_THE_PLAN.get(hook, set())
     assert read - BESIDES[hook] - conditional == declared[hook] - conditional

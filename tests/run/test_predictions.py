@@ -1,4 +1,4 @@
-"""What a saved model says of rows, task by task, beside transformers' own pipelines and forwards."""
+"""Predictions of a saved model, task by task, compared with transformers' own pipelines and forwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def bert(tmp_path: Path, bert_folder: Path) -> Make:
-    """The folder of a model with some head, far from indifferent, as ``save_pretrained`` writes it."""
+    """Return a function that saves a model with some head by ``save_pretrained``. Its outputs are far from uniform."""
 
     def make(head: str, **config: Any) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(bert_folder)
@@ -46,7 +46,7 @@ def saved(folder: Path, model: PreTrainedModel, tokenizer: Any) -> Path:
 
 
 def records(opened: Opened, samples: list[Any], **generation: Any) -> list[dict[str, Any]]:
-    """In batches of three, so that rows are put together and brought back into their order."""
+    """Predict in batches of three, so that rows are grouped and then restored to their order."""
     return predict_samples(opened.task, opened.model, samples, 3, Generation(**generation))
 
 
@@ -99,7 +99,7 @@ def test_tags_of_words(bert: Make) -> None:
     long = records(open_saved(folder), [" ".join(WORDS * 3)])[0]["tags"]
     assert len(long) == 3 * len(WORDS)
     assert (long[0], long[-1]) != (None, None)
-    assert long[-1] is None  # cut off at the 48 tokens that the model takes
+    assert long[-1] is None  # truncated to the 48 tokens that the model accepts
 
 
 def test_hidden_words(bert: Make) -> None:
@@ -131,7 +131,7 @@ def test_answers_in_a_context(bert: Make) -> None:
         spans = [(i, j) for i in range(len(inside)) for j in range(i, len(inside)) if inside[i] and inside[j]]
         i, j = max(spans, key=lambda span: float(out.start_logits[0, span[0]] + out.end_logits[0, span[1]]))
         assert record["answer"] == context[offsets[i][0] : offsets[j][1]]
-    long = {"question": "the cat", "context": " ".join(WORDS * 4)}  # several windows, beside rows of one
+    long = {"question": "the cat", "context": " ".join(WORDS * 4)}  # several windows, next to rows of one
     assert records(opened, [rows[0], long, rows[1]])[::2] == [told[0], told[1]]
 
 

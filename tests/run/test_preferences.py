@@ -1,4 +1,4 @@
-"""Runs on preferences: no cut into batches or workers, and no way to have the reference, changes a step."""
+"""Preference runs: splitting into batches or workers, and the way to get the reference, do not change any step."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "oss": ("--oss-memory-optimization",),
     "tensor": ("--tensor-model-parallel-size", "2"),
 }
-"""Ways to divide the trained model and the copy of it."""
+"""Ways to divide the trained model and its frozen copy."""
 
 STAGES = {"pipeline": ("--pipeline-model-parallel-size", "2", "--pipeline-stages", "1,1")}
-"""One that has no place for a copy."""
+"""An engine that cannot hold a copy."""
 
 CLASSIFIES = ("--task", "sequence_classification", "--dropout", "0")
 
 ONCE = ("--precompute-reference",)
 CHECKED = ("zero-3", "pipeline")
-"""Where log-probabilities are computed once, by an engine of its own kind each."""
+"""Engines, of two different kinds, with which the log-probabilities are computed once."""
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,9 @@ def in_workers(count: int, runs: Mapping[str, Sequence[str]]) -> dict[str, Curve
 
 @pytest.fixture(scope="module")
 def whole(flags: Mapping[str, list[str]]) -> dict[str, Curve]:
-    """Each kind of run in one process, with one micro batch a step."""
+    """Train each kind of run in one process, with one micro batch per step."""
     curves = {name: run([*given, "--micro-batch-size", "4"]) for name, given in flags.items()}
-    assert curves["dpo"][1][2] != 0  # by then the model is not its reference
+    assert curves["dpo"][1][2] != 0  # by then the model differs from its reference
     return curves
 
 
@@ -157,7 +157,7 @@ def test_loaded_adapters_are_the_reference_if_it_is_computed_once(gpt_folder: Pa
 
 @pytest.mark.slow
 def test_a_loaded_run_keeps_its_reference(gpt_folder: Path, tmp_path: Path) -> None:
-    """Job scripts give --resume at every start, also before there is a checkpoint."""
+    """Job scripts pass --resume at every start, even before there is a checkpoint."""
     given = [*make(tmp_path / "pairs", gpt_folder, pairs()), "--task", "preference", "--micro-batch-size", "2", *ONCE]
     first, folder = str(tmp_path / "first"), tmp_path / "run"
     Trainer([*given, "--train-iters", "2", "--save", first]).fit()

@@ -1,7 +1,6 @@
-"""Each loss beside TRL's trainer, on the same batches: eight steps from the same weights.
+"""Each loss compared with TRL's trainer, on the same batches: eight steps from the same weights.
 
-TRL is no dependency: where it is installed (1.16 is compared with), ``pytest -s`` prints the table of
-docs/preferences.md.
+TRL is not a dependency. If it is installed (1.16 was used), ``pytest -s`` prints the table of docs/preferences.md.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FLAGS = f"--train-iters {STEPS} --micro-batch-size 4 --weight-decay 0 --clip-gra
 
 
 class Recorded(Trainer):
-    """Keeps the batches of training."""
+    """Records the training batches."""
 
     def compute_loss(self, model: Any, batch: Batch) -> Any:
         if torch.is_grad_enabled():
@@ -100,10 +99,10 @@ PEERS: Mapping[str, tuple[Callable[..., Any], Callable[[Batch], Batch]]] = {
 
 
 def _told(peer: Any) -> dict[str, float]:
-    """The metrics of the last loss, by TRL's names."""
+    """Return the metrics of the last loss, by TRL's names."""
     kept = getattr(peer, "_metrics", None) or peer._stored_metrics
     told = {name: values[-1] for name, values in kept["train"].items() if values}
-    kept["train"].clear()  # what a batch without a bad answer has none of would be the last one's
+    kept["train"].clear()  # otherwise a batch without a bad answer would show the metrics of the previous one
     return told
 
 
@@ -152,7 +151,7 @@ def test_eight_steps_are_those_of_trl(loss: str, gpt_folder: Path, tmp_path: Pat
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         names = {"loss": 0, "rewards/chosen": 2, "rewards/rejected": 3}
         both = [(mine[i], other[n]) for n, i in names.items() if n in other]
-        if "margin" in other:  # of rewards, whose names differ
+        if "margin" in other:  # margin of rewards, whose names differ
             both.append((mine[4], other["margin"]))
         worst = max(worst, *(abs(a - b) / max(1.0, abs(b)) for a, b in both))
         print(f"{loss:8}{step + 1:3}{mine[0]:14.7f}{other['loss']:14.7f}")

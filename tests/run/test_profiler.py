@@ -1,4 +1,4 @@
-"""``--profile``: what it writes, and that its shares are right."""
+"""``--profile``: the files that it writes, and the correctness of its shares."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_time_is_told_apart() -> None:
 
 
 class _SlowData(Line):
-    """Each batch takes 20 ms to load, each loss 10 ms of Python."""
+    """Each batch takes 20 ms to load, and each loss 10 ms of Python."""
 
     def count_targets(self, batch: Any) -> float:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What people see of a run where there is no terminal: each thing once, on standard error."""
+"""The output of a run without a terminal: each thing once, on standard error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLAGS = ["--micro-batch-size", "10", "--train-iters", "4", "--eval-interval", "2
 
 
 class Watched(Line):
-    """With an evaluation."""
+    """A Line with an evaluation."""
 
     def build_data(self) -> Data:
         data = super().build_data()
@@ -51,7 +51,7 @@ def test_a_resume_tells_what_is_changed_and_what_is_left_once(
     assert [line for line in told if "left" in line] == ["nothing is left to train: 4 of 4 steps are done"]
     told = lines(capsys, "--lr", "0.05", "--weight-decay", "0", "--resume", *folder)
     assert [line for line in told if "changed" in line] == []
-    assert sum("going on from" in line for line in told) == 1
+    assert sum("resuming from" in line for line in told) == 1
 
 
 def test_a_run_goes_on_where_nobody_reads_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A receipt can fail: a switch whose act is broken ends the run in its first step, with an error that names it."""
+"""A receipt can fail: if a switch does not act, the run ends in its first step with an error that names the switch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from tests.support.worker_pool import Failure, outcomes_in_workers
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 
 COMPANY = {"cpu-offload": ("zero-2",), "nvme-offload": ("zero-3",), "deepspeed-config": ("zero-2",)}
-"""With whom a switch has something to do here; of the others, the first that the rules accept."""
+"""Switches with which this switch has an effect here. For all other switches, the first that the rules accept."""
 
 ELSEWHERE = {"tf32", "auto-strategy", "offload-activations"}
-"""Needs a GPU; needs a run without hooks of its own: both below. Needs a GPU, or a stand-in: beside its own tests."""
+"""The first needs a GPU, the second a run without custom hooks. Both are tested below. The third needs a GPU or a
+stand-in, and is tested with its own tests."""
 
 
 def _in_company(name: str) -> Combination | None:
@@ -38,16 +39,16 @@ def _in_company(name: str) -> Combination | None:
 
 
 def _acts(name: str) -> list[str]:
-    """What of a switch's declaration makes it act; ``all`` is a run in which it was forgotten."""
+    """Return the parts of a switch's declaration that make it act. ``all`` is a run that ignores the whole switch."""
     switch = REGISTRY[name]
-    # On a CPU, what an offload tells an engine has nothing to move; DeepSpeed is told in its own words.
+    # On a CPU, the engine options of an offload have nothing to move. DeepSpeed gets them in its own format.
     told = _own_options(name) if switch.family != "offload" else ()
     own = {"transform": switch.transform, "engine": switch.engine, "engine_options": told}
     return ["all", *(act for act, value in own.items() if value)]
 
 
 def _own_options(name: str) -> set[str]:
-    """What only this switch tells the engine."""
+    """Return the engine options that only this switch sets."""
     found = _in_company(name)
     if found is None:
         return set()
@@ -68,7 +69,7 @@ CASES = [
 
 
 def _broken(workers: Any, found: Combination, name: str, act: str) -> None:
-    """Train with one act of a switch taken out; the receipts are compared with the whole plan."""
+    """Train with one act of a switch removed. The receipts are compared with the complete plan."""
     asked = combinations.template(found.template, found.flags, size=found.size)
     flags = found.without(name) if act == "all" else found.flags
     trained = combinations.template(found.template, flags, size=found.size)
@@ -98,14 +99,14 @@ def test_a_switch_that_does_nothing_ends_the_run(name: str, act: str) -> None:
         pytest.skip(why)
     for ended in outcomes_in_workers(found.world, _broken, found, name, act):
         assert isinstance(ended, Failure)
-        # Without one of several acts the others may not fit together, which shows before there is a step.
+        # Without one of several acts, the others may be incompatible. Then there is an error before the first step.
         if act == "all" or ended.kind == "SwitchDidNothing":
             assert ended.kind == "SwitchDidNothing"
             assert f"{name} did nothing in the first step" in ended.text
 
 
 def test_every_switch_can_fail() -> None:
-    """One that nobody has measured anything of did nothing; but for those that may have nothing to do."""
+    """A switch without any measurement did nothing, except switches that may have nothing to do."""
     idle = {"cpu-offload", "nvme-offload", "deepspeed-config"}
     for switch in REGISTRY.switches:
         found = accepted((switch.name,), 2) or _in_company(switch.name)
@@ -133,7 +134,7 @@ def test_a_measurement_is_of_the_first_worker_that_has_it() -> None:
 
 @pytest.mark.parametrize(("second", "acted"), [(22_699_012, True), (22_714_371 + 11_720_448, False)])
 def test_a_parameter_on_the_border_of_two_shares_is_whole_on_both_workers(second: int, acted: bool) -> None:
-    """MiniLM under ZeRO-2: half of its elements are those of one embedding. The first worker's are measured."""
+    """MiniLM under ZeRO-2: one embedding has half of its elements. The measurement is that of the first worker."""
     shares = {"trained_elements": 22_714_371, "updated_elements": 11_357_186, "largest_parameter": 11_720_448}
     ranks = [{**shares, "gradient_elements": count} for count in (11_736_192, second)]
     plan = Plan("Trainer", ("zero-2",), Sizes(world=2, data=2))

@@ -1,4 +1,4 @@
-"""A run that died goes on as if it had not: bitwise, with dropout on."""
+"""A run that died resumes as if nothing had happened: bit for bit, with dropout."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def _dead(tmp_path_factory: pytest.TempPathFactory, after: int) -> Path:
 
 @pytest.fixture(scope="module")
 def dead_after_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the checkpoint of step 3; tests change copies of it."""
+    """Create a run with the checkpoint of step 3. Tests change copies of it."""
     return _dead(tmp_path_factory, 4)
 
 
 @pytest.fixture(scope="module")
 def dead_after_8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the checkpoints of steps 3 and 6; tests change copies of it."""
+    """Create a run with the checkpoints of steps 3 and 6. Tests change copies of it."""
     return _dead(tmp_path_factory, 8)
 
 
@@ -89,13 +89,13 @@ def test_kill_in_a_save_leaves_the_earlier_checkpoint(
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert names == {"latest", "step-3", "step-6.tmp"}
     run(folder, "--resume", *flags)
-    assert f"going on from {folder}/checkpoints/step-3" in capsys.readouterr().err
+    assert f"resuming from {folder}/checkpoints/step-3" in capsys.readouterr().err
     assert_same(whole, folder)
     assert not list((folder / "checkpoints").glob("*.tmp"))
 
 
 def _hang_in_save(folder: Path, in_save: Path, flags: list[str]) -> None:
-    """A run whose save of step 6 never ends; ``in_save`` is made in the middle of it, if async two steps later."""
+    """Run with a save of step 6 that never ends. ``in_save`` is created during the save (if async, two steps later)."""
     pwrite, steps, hanging = os.pwrite, threading.Semaphore(0), threading.Event()
 
     def hang(descriptor: int, data: memoryview, place: int) -> int:
@@ -180,9 +180,9 @@ def test_damaged_checkpoint_is_named_and_passed_over(
     harm(folder / "checkpoints" / "step-6")
     run(folder, "--resume")
     said = capsys.readouterr().err
-    assert "warning: passed over step-6: " in said
+    assert "warning: skipped step-6: " in said
     assert message in said
-    assert "going on from" in said
+    assert "resuming from" in said
     assert "step-3" in said
     assert_same(whole, folder)
 
@@ -209,7 +209,7 @@ def test_a_checkpoint_on_a_bad_spot_of_the_disk_is_passed_over(
         patched.setattr(Path, "open", open_bad)
         run(folder, "--resume")
     said = capsys.readouterr().err
-    assert "warning: passed over step-6: " in said
+    assert "warning: skipped step-6: " in said
     assert f"{name} cannot be read" in said
     assert "Input/output error" in said
     assert_same(whole, folder)
@@ -219,7 +219,7 @@ def test_no_whole_checkpoint_is_an_error(dead_after_4: Path, tmp_path: Path) -> 
     folder = Path(shutil.copytree(dead_after_4, tmp_path / "run"))
     _flip(folder / "checkpoints" / "step-3" / OPTIMIZER)
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint in .* is whole: step-3: optimizer-00000-00000\.safetensors is dam"
+        CheckpointError, match=r"no checkpoint in .* is intact: step-3: optimizer-00000-00000\.safetensors is dam"
     ):
         run(folder, "--resume")
 
@@ -236,7 +236,7 @@ def test_checkpoint_that_does_not_fit_is_refused(flags: list[str], message: str,
     plan = (dead_after_4 / "plan.json").read_bytes()
     with pytest.raises(CheckpointError, match=message):
         run(dead_after_4, "--resume", *flags)
-    assert (dead_after_4 / "plan.json").read_bytes() == plan  # nothing was written by the refused run
+    assert (dead_after_4 / "plan.json").read_bytes() == plan  # the refused run has not written anything
 
 
 def test_other_model_is_refused_by_the_names_of_its_weights(dead_after_4: Path) -> None:
@@ -268,7 +268,7 @@ def test_only_whole_checkpoints_are_kept(whole: Path) -> None:
 
 @pytest.fixture(scope="module")
 def by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder of the runs of two workers, and what each of the workers has seen."""
+    """Return the folder of the runs with two workers, and the results that each worker has seen."""
     root = tmp_path_factory.mktemp("two")
     return root, run_in_workers(2, _cases, root)
 
@@ -279,10 +279,10 @@ def _cases(workers: Any, root: Path) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_two_workers_resume_bitwise_and_others_to_rounding(by_two: tuple[Path, list[dict[str, Any]]]) -> None:
-    """DDP → DDP is bitwise; DDP → one process → FSDP follows the same curve (dropout off)."""
+    """DDP → DDP is bit-identical. DDP → one process → FSDP follows the same curve (without dropout)."""
     root, results = by_two
     assert [result["bitwise"] for result in results] == [True, True]
-    # One process goes on with what two FSDP workers saved.
+    # One process resumes from the checkpoint that two FSDP workers saved.
     _plain(root / "fsdp-half", 12, "--resume")
     _plain(root / "reference", 12)
     losses = [line["loss"] for line in read_metrics(root / "reference" / "metrics.jsonl") if "loss" in line]
@@ -293,16 +293,16 @@ def test_two_workers_resume_bitwise_and_others_to_rounding(by_two: tuple[Path, l
 
 @pytest.mark.distributed
 def test_two_workers_save_in_the_background(by_two: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Bitwise as if they had waited; the full disk of one is an error on both, as is a folder that one does not see.
+    """The results are bit-identical to waiting saves. Both fail if one worker's disk is full or one sees no folder.
 
-    What is read back to see that it is whole is read by one of them.
+    Only one of them reads the data back to check that it is complete.
     """
     root, results = by_two
     for rank, result in enumerate(results):
         assert "step 6 could not be written: the disk is full" in result["full"]
         unseen = f"{root}/node-{rank}/run is not one folder for all workers: what rank 0 writes there on"
         assert unseen in result["unseen"]
-        assert f"is not seen by rank 1 on {socket.gethostname()}\n  where  --save\n" in result["unseen"]
+        assert f"is not visible to rank 1 on {socket.gethostname()}\n  where  --save\n" in result["unseen"]
         assert result["errors"] == ["step 6 could not be written: there is not enough memory", "complex128"]
     files = [path for path in (root / "async" / "checkpoints" / "step-12").iterdir() if path.stem != "manifest"]
     sizes = {path.name: path.stat().st_size for path in files}
@@ -317,7 +317,7 @@ def test_two_workers_save_in_the_background(by_two: tuple[Path, list[dict[str, A
 
 
 def _async_cases(workers: Any, root: Path) -> dict[str, Any]:
-    """In each of two workers."""
+    """Run these cases in each of two workers."""
     unbuffered = tensor_file.unbuffered
 
     def full(path: Path) -> Any:
@@ -355,7 +355,7 @@ def _bug() -> ValueError:
 
 
 def _failing_save(workers: Any, folder: Path, error: Exception) -> str:
-    """What both ranks are told, if the second one has an error in the save of step 6."""
+    """Return the error on both ranks if the save of step 6 fails on the second one."""
     unbuffered = tensor_file.unbuffered
 
     def fail(path: Path) -> Any:
@@ -375,7 +375,7 @@ def _failing_save(workers: Any, folder: Path, error: Exception) -> str:
 
 
 def _plain(folder: Path, until: int, *flags: str) -> None:
-    """The job without dropout, stopped after step ``until`` of 12."""
+    """Run the job without dropout, and stop after step ``until`` of 12."""
     job = ClassJob([*FLAGS.split(), "--save", str(folder), *flags])
 
     def stop(step: int, result: Any) -> None:
@@ -387,9 +387,9 @@ def _plain(folder: Path, until: int, *flags: str) -> None:
 
 
 def _resume_cases(root: Path) -> bool:
-    """In each of two workers: whether a run that died has ended as the one that did not, with dropout.
+    """Return whether a run that died ends like the one that did not, with dropout. Runs in each of two workers.
 
-    A death is caught here, because a worker ends on an error.
+    The death is caught here, because a worker exits on an error.
     """
     run(root / "died", dies_after=8)
     run(root / "died", "--resume")
@@ -404,5 +404,5 @@ def _resume_cases(root: Path) -> bool:
 
 def test_a_resume_that_finds_nothing_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ClassJob(["--lr", "1e-3", "--train-iters", "1", "--save", str(tmp_path / "rum"), "--resume"]).fit()
-    wanted = f"warning: --resume found no checkpoint in {tmp_path}/rum/checkpoints: training starts at the beginning"
+    wanted = f"warning: --resume found no checkpoint in {tmp_path}/rum/checkpoints: training starts from the beginning"
     assert wanted in capsys.readouterr().err

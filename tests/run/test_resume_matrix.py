@@ -1,4 +1,4 @@
-"""What any engine saved with any number of workers, any other goes on with: the curve is the uninterrupted one."""
+"""Any engine resumes what any other engine has saved with any number of workers. The curve is the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed, pytest.mark.slow]
 NAMES = list(ENGINES)
 SAME = [(name, name) for name in NAMES]
 NEXT = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
-"""(source, target). There is one format, so that it is enough if each engine writes for another one and reads from one.
+"""Pairs (source, target). There is only one format. So each engine only writes for one other engine and reads from one.
 
 By default, four workers of an engine resume a run that two workers of the previous engine in the list have saved.
 ``-m exhaustive`` tests all pairs on two workers, and each engine on four workers with a run that it has saved itself.
@@ -43,7 +43,7 @@ def _go_on(workers: Any, root: str, pairs: Pairs) -> dict[Any, Any]:
 
 
 def resumed(workers: int, pairs: Pairs, whole: WholeRuns, root: Path) -> dict[Any, Any]:
-    """By pair, the second half of the target's run after the first half of the source's, which two workers trained."""
+    """Return, by pair, the second half of the target's run after the source's first half, trained by two workers."""
     for source, target in pairs:
         half_of(whole.root / source, root / f"{source}-{target}")
     return run_in_workers(workers, _go_on, str(root), pairs)[0]
@@ -101,7 +101,7 @@ def test_two_workers_one_and_two_again(name: str, whole_runs: WholeRuns, tmp_pat
     begun = run(str(folder), name, 1, "--resume", "--save-interval", "1", dies_after=SAVED + 2)
     _assert_close(begun, reference[SAVED : SAVED + 2])
     resumed = run_in_workers(2, _go_on, str(tmp_path), [(name, name)])[0]
-    # The checkpoint of the step in which a run dies is not written any more.
+    # The checkpoint of the step in which a run dies is never written.
     _assert_close(resumed[name, name], reference[SAVED + 1 :])
 
 

@@ -1,4 +1,4 @@
-"""A run that stops and goes on reads the rows of the whole run, from every source and with any loader processes."""
+"""A run that stops and resumes reads the rows of a complete run, from every source and with any loader processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHORT = [*((source, 1, 1) for source in STREAMS), *((source, 2, 1) for source in
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
-    """Shards, sets and indexed corpora with less than a run reads: all begin anew in it."""
+    """Create shards, sets and indexed corpora. A run reads more than each of them has, so each restarts."""
     folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     (folder / "shards").mkdir()
     (folder / "sets").mkdir()

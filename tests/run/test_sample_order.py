@@ -1,4 +1,4 @@
-"""What a step trains on: the same samples in the same order under every layout and after every resume."""
+"""The samples of a step: they are the same, in the same order, with every layout and after every resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _set(folder: Path, corpora: list[tuple[list[int], int]], length: int) -> Any
 
 
 def _steps(samples: Any, global_batch: int, ranks: int, micro: int, start: int, *, by_epochs: bool) -> list[Any]:
-    """For each step the (samples, tokens) that all ranks get, micro batch by micro batch as one process would."""
+    """Return, for each step, the (samples, tokens) of all ranks, in the order of the micro batches of one process."""
     order = SampleOrder(len(samples), global_batch, 3, by_epochs=by_epochs, in_order=True)
     data = Data(samples, collate=WindowCollate())
     accumulation = global_batch // (ranks * micro)
@@ -72,6 +72,6 @@ def test_layouts_and_resumes_change_nothing(
         assert _steps(samples, global_batch, ranks, micro, 0, by_epochs=by_epochs) == alone
         assert _steps(samples, global_batch, ranks, micro, resume_at, by_epochs=by_epochs) == alone[resume_at:]
         positions = [sample for step, _ in alone for sample in step]
-        assert positions == list(range(len(positions)))  # nothing lost or doubled, at the ends of epochs either
+        assert positions == list(range(len(positions)))  # nothing is lost or doubled, even at the ends of epochs
         for _, tokens in alone:
             assert np.shape(tokens)[1] == length

@@ -1,4 +1,4 @@
-"""A loop of one's own: its steps are those of a run, whatever divides the model, and it goes on where it was killed."""
+"""A user's own loop: its steps equal those of a run with every way to divide the model, and it resumes after a kill."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU = ["--device", "cpu"]
 
 
 class InOrder:
-    """The samples of the example, one after the other, as its loop takes them."""
+    """The samples of the example in order, as its loop reads them."""
 
     in_order = True
 
@@ -47,7 +47,7 @@ class InOrder:
 
 
 class AsRun(Trainer):
-    """What the example trains, by the loop of the library."""
+    """Trains the model of the example with the loop of the library."""
 
     def build_model(self) -> nn.Module:
         return own_loop.build_model()
@@ -92,7 +92,7 @@ def _everywhere(workers: Any, folder: str, layouts: list[str]) -> dict[str, Any]
 
 
 def _instance(rank: int, batch: dict[str, torch.Tensor]) -> list[float]:
-    """Losses of a model that each worker has made of other random numbers, with an optimizer of torch."""
+    """Return the losses of a model that each worker has initialised differently, with an optimizer of torch."""
     torch.manual_seed(rank)
     model = own_loop.build_model()
     with compose(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", micro_batch_size=4) as session:
@@ -113,7 +113,7 @@ def _tensor_parallel_step(rank: int) -> None:
 
 
 def _resumed(folder: str) -> tuple[list[float], list[float], float]:
-    """(losses with dropout of a session, those of its second half after a load, the loss that ZeRO-3 then sees)."""
+    """Return losses of a session with dropout, those of its second half after a load, and the next loss of ZeRO-3."""
 
     def build() -> nn.Module:
         model = own_loop.build_model()
@@ -145,7 +145,7 @@ def _resumed(folder: str) -> tuple[list[float], list[float], float]:
 
 
 def _uneven(workers: Any) -> list[float]:
-    """Losses where the second worker has fewer samples than the first, and then none."""
+    """Return the losses if the second worker has fewer samples than the first, and then none."""
     with compose(own_loop.build_model, lr=1e-2, device="cpu", micro_batch_size=2, global_batch_size=8) as session:
         shares: list[tuple[list[int], ...]] = [([0, 1], [2, 3]), ([4, 5],)] if workers.rank else [([6],), ([7],)]
         shares = [*shares, () if workers.rank else ([8, 9],)]
@@ -200,14 +200,14 @@ def test_a_model_is_that_of_the_first_worker(in_workers: list[dict[str, Any]]) -
 @pytest.mark.distributed
 def test_workers_of_a_replica_must_bring_the_same_batches(in_workers: list[dict[str, Any]]) -> None:
     for found in in_workers:
-        assert "workers that share a replica of the model bring different batches" in found["replicas"]
+        assert "workers that share a replica of the model pass different batches" in found["replicas"]
 
 
 @pytest.mark.slow
 @pytest.mark.durable
 @pytest.mark.longer
 def test_killed_it_goes_on(run: list[float], tmp_path: Path) -> None:
-    """kill -9 in the middle; the same command goes on, and all losses are those of the run."""
+    """Kill -9 in the middle. The same command resumes, and all losses equal those of the run."""
     command = [sys.executable, str(EXAMPLE), *CPU]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         checkpoints = tmp_path / "runs/own-loop/checkpoints"
@@ -243,7 +243,7 @@ def _model() -> nn.Module:
 
 
 def test_an_optimizer_of_torch_is_what_it_was_made_for() -> None:
-    """With groups of their own, and a scheduler: against torch's own loop."""
+    """Test groups with different options, and a scheduler, against torch's own loop."""
 
     def made(model: nn.Module) -> tuple[torch.optim.Optimizer, LambdaLR]:
         wide = [p for p in model.parameters() if p.ndim > 1]
@@ -280,7 +280,7 @@ def _stepped(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (_stepped, "has made steps already"),
+        (_stepped, "has already made steps"),
         (lambda model: torch.optim.AdamW([model.transformer.wte.weight]), "leaves out"),
         (lambda model: torch.optim.AdamW(nn.Linear(2, 2).parameters()), "that the model does not have"),
         (lambda model: "adam", "of type str"),
@@ -336,7 +336,7 @@ def test_rules_are_those_of_a_run() -> None:
 def test_what_a_step_cannot_use_is_told(tmp_path: Path) -> None:
     batch = own_loop.collate(torch.arange(1))
     with compose(own_loop.build_model, lr=1e-3, device="cpu") as session:
-        with pytest.raises(DataError, match="no batch, and none before it"):
+        with pytest.raises(DataError, match="no batch, and no earlier one"):
             session.step([])
         with pytest.raises(DataError, match="2 micro batches where a step has 1"):
             session.step([batch, batch])

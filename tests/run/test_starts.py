@@ -1,4 +1,4 @@
-"""Training begins with the same weights and losses under every engine, for every task and kind of start."""
+"""Training starts with the same weights and losses with every engine, for every task and kind of start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ARCHITECTURES = (
     dict.fromkeys(ROWS, "bert") | {"seq2seq_lm": "t5"} | dict.fromkeys(("causal_lm", "preference", "reward"), "gpt2")
 )
 HEADS = ("sequence_classification", "token_classification", "question_answering", "masked_lm", "reward")
-"""Tasks whose head a model without one gets anew; that of the others is tied to the embeddings."""
+"""Tasks with a new head if the model has none. The head of the other tasks is tied to the embeddings."""
 SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 2"
 STEPS = (
     "--train-iters 1 --lr 0 --weight-decay 0 --dropout 0 --seq-length 32 --no-export-model --validation-fraction 0"
@@ -56,7 +56,7 @@ ENGINES: dict[str, Combination] = {
 
 
 def _flags(task: str, start: str, engine: str, data: str) -> list[str]:
-    """Without ``engine`` those of one process."""
+    """Return the flags of a run. Without ``engine``, they are those of one process."""
     kind = ARCHITECTURES[task]
     flags = [*STEPS.split(), "--task", task, "--data-dir", f"{data}/{task}", "--tokenizer-path", f"{data}/{kind}"]
     flags += ENGINES[engine].flags if engine else ["--micro-batch-size", "8"]
@@ -97,7 +97,7 @@ PARAMETERS = [
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, gpt_folder: Path) -> str:
-    """Rows and tokenizers, and for each task a model that is complete and, where a head is its own, one without it."""
+    """Create rows, tokenizers, and for each task a complete model and, if it has a separate head, one without it."""
     folder = tmp_path_factory.mktemp("starts")
     for kind, tokenizer in (("bert", bert_folder), ("t5", bert_folder), ("gpt2", gpt_folder)):
         (folder / kind).symlink_to(tokenizer)
@@ -114,13 +114,13 @@ def data(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, gpt_folder
 
 
 def _start(workers: Any, flags: list[str]) -> parity.Trained:
-    """A step at a rate of 0 leaves the weights alone."""
+    """Train one step. A learning rate of 0 does not change the weights."""
     return parity.trained(Trainer([*flags, "--no-save"]))
 
 
 @pytest.mark.parametrize(("task", "start", "engine"), PARAMETERS)
 def test_every_engine_starts_with_the_weights_of_one_process(task: str, start: str, engine: str, data: str) -> None:
-    """The same weights to the bit, and with them the same first loss and norm of its gradient."""
+    """Weights are bit-identical. So the first loss and the norm of its gradient are the same, too."""
     expected = _start(None, _flags(task, start, "", data))
     found = run_in_workers(ENGINES[engine].world, _start, _flags(task, start, engine, data))[0]
     assert found["weights"].keys() == expected["weights"].keys()
@@ -134,7 +134,7 @@ def test_every_engine_starts_with_the_weights_of_one_process(task: str, start: s
 
 
 def test_new_heads_are_new(data: str) -> None:
-    """Else the tests above would compare pretrained ones."""
+    """Otherwise the tests above would compare pretrained heads."""
     for task in HEADS:
         whole, new = (_start(None, _flags(task, start, "", data))["weights"] for start in ("pretrained", "new head"))
         assert any(not torch.equal(new[name], weight) for name, weight in whole.items())

@@ -1,4 +1,4 @@
-"""Streamed shards and mixtures: the same samples in each step, whoever reads them and however often a run died."""
+"""Streamed shards and mixtures: each step has the same samples, with any readers and after any number of deaths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TASKS = {
 
 
 class Seen:
-    """Notes the rows of each micro batch, and may kill its process after a step."""
+    """Records the rows of each micro batch. Can kill its process after a step."""
 
     def begin(self, folder: Path, rank: int, dies_after: int | None) -> None:
         self.file, self.done, self.dies_after = folder / f"seen-{rank}.jsonl", 0, dies_after
@@ -70,7 +70,9 @@ def run(workers: Any, folder: Path, flags: Sequence[str], dies_after: int | None
 
 
 def seen(folder: Path) -> dict[int, list[Any]]:
-    """The rows of each step, of all workers; of a step that was done again after a death those of the last time."""
+    """Return the rows of each step of all workers. If a step was repeated after a death, return the rows of the last
+    time.
+    """
     steps: dict[int, list[Any]] = {}
     for file in sorted(folder.glob("seen-*.jsonl")):
         for line in map(json.loads, file.read_text().splitlines()):
@@ -84,7 +86,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three shards, less than a run reads: the stream begins anew in it."""
+    """Write three shards. A run reads more than they have, so the stream restarts."""
     folder, draw = tmp_path_factory.mktemp("shards"), np.random.default_rng(0)
     for shard in range(3):
         rows = [{"text": " ".join(draw.choice(WORDS, draw.integers(2, 30)))} for _ in range(20)]
@@ -108,7 +110,7 @@ def flags_of(task: str, shards: Path, tokenizer: Path) -> list[str]:
 @pytest.mark.durable
 @pytest.mark.parametrize("task", TASKS)
 def test_killed_and_resumed_with_other_workers(task: str, shards: Path, gpt_folder: Path, tmp_path: Path) -> None:
-    """One process; one killed after step 5 and resumed by two; one that reads ahead in two processes of its own."""
+    """Compare one process, one killed after step 5 and resumed by two, and one with two loader processes."""
     flags = flags_of(task, shards, gpt_folder)
     whole, killed, ahead = tmp_path / "whole", tmp_path / "killed", tmp_path / "ahead"
     train(whole, flags)

@@ -1,4 +1,4 @@
-"""Trackers are told each step once, by their own stores: over a kill -9 and a resume, and when one of them fails."""
+"""Trackers log each step once, by their own stores: after a kill -9 and a resume, and if one of them fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.worker_pool import FSYNC, new_process, run_in_workers
 KILLED_AT, STEPS = 7, 10
 QUIET = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "MLFLOW_TRACKING_URI": ""}
 Curve = list[tuple[str, int, float]]
-"""(name, step, value) of everything that a store holds of a run."""
+"""(name, step, value) of all values that a store has for a run."""
 
 
 def of_tensorboard(run: Path) -> Curve:
@@ -48,7 +48,7 @@ def of_mlflow(run: Path) -> Curve:
 
 
 def of_wandb(run: Path) -> Curve:
-    """By a second reader of LevelDB's log, which looks for every record and holds no state."""
+    """Read the store with a second reader of LevelDB's log, which looks for every record and has no state."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     held: Curve = []
@@ -77,8 +77,8 @@ def of_trackio(run: Path) -> Curve:
 READERS = {"tensorboard": of_tensorboard, "mlflow": of_mlflow, "wandb": of_wandb}
 NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 ABSENT = {tracker: [name for name in names if find_spec(name) is None] for tracker, names in NEEDED.items()}
-"""The packages of each tracker that are not installed."""
-if find_spec("trackio"):  # whose dependencies are not those of the others
+"""Packages of each tracker that are not installed."""
+if find_spec("trackio"):  # its dependencies differ from those of the others
     READERS["trackio"], ABSENT["trackio"] = of_trackio, []
 INSTALLED = [tracker for tracker in READERS if not ABSENT[tracker]]
 needs_tensorboard = pytest.mark.skipif(bool(ABSENT["tensorboard"]), reason="needs tensorboard: pip install tensorboard")
@@ -86,7 +86,7 @@ needs_tensorboard = pytest.mark.skipif(bool(ABSENT["tensorboard"]), reason="need
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was killed after step 7, which its checkpoint of step 4 lies behind, and resumed."""
+    """Return the folder of a run that was killed after step 7 and resumed from its checkpoint of step 4."""
     if not INSTALLED:
         pytest.skip(f"needs one of {', '.join(READERS)}: pip install 'rapidformer_templates[trackers]'")
     folder = tmp_path_factory.mktemp("tracked")
@@ -94,7 +94,7 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {**QUIET, "TRACKIO_DIR": str(folder / "trackio")}
     for more, dies_after, ends in (([], KILLED_AT, -signal.SIGKILL), (["--resume"], None, 0)):
         process = new_process(train, str(folder), [*flags, *more], environment, dies_after)
-        with mock.patch("os.fsync", FSYNC):  # a test of a death, as those that are marked durable
+        with mock.patch("os.fsync", FSYNC):  # this tests a death, like the tests marked durable
             process.start()
         process.join()
         assert process.exitcode == ends
@@ -102,7 +102,7 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told_of(run: Path) -> Iterator[tuple[str, int, float]]:
-    """What is to be told, by metrics.jsonl."""
+    """Yield the values that must be logged, from metrics.jsonl."""
     for line in read_metrics(run / "metrics.jsonl"):
         numbers = {name: v for name, v in line.items() if isinstance(v, int | float) and not is_of_test(line)}
         yield from ((name, line["step"], float(value)) for name, value in numbers.items() if name != "step")
@@ -124,7 +124,7 @@ def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_an
     assert wanted.keys() <= curves.keys()
     assert {name for name, _ in curves.keys() - wanted.keys() if not name.startswith(("summary/", "test/"))} == set()
     for (name, step), value in wanted.items():
-        if name not in CLOCKS:  # those of a step that was trained twice are of the first time
+        if name not in CLOCKS:  # for a step that was trained twice, these are from the first time
             assert curves[name, step] == pytest.approx(value, rel=1e-6), (name, step)
     assert {(name, step) for name, step in wanted if name == "near/samples_1"} == {
         ("near/samples_1", step) for step in (4, 8, 10)
@@ -138,7 +138,7 @@ def test_the_summary_and_the_test_part_are_told_at_the_end(killed_and_resumed: P
     if "tensorboard" in INSTALLED:
         where = f"tensorboard --logdir {killed_and_resumed}/trackers/tensorboard"
         assert summary["trackers"]["tensorboard"]["where"] == where
-    for tracker in set(INSTALLED) - {"wandb"}:  # it keeps the summary elsewhere
+    for tracker in set(INSTALLED) - {"wandb"}:  # it stores the summary elsewhere
         held = {(name, step): value for name, step, value in READERS[tracker](killed_and_resumed)}
         assert held["test/loss", STEPS] == pytest.approx(summary["metrics"]["test/loss"], rel=1e-6)
         assert held["summary/parameters", STEPS] == 2
@@ -185,7 +185,7 @@ def test_a_tracker_that_fails_ends_no_run_and_catches_up_later(
     assert summary["trackers"] == {"tensorboard": {"where": None, "failed": f"{reason} (at step 3)"}}
     err = capsys.readouterr().err
     assert err.count("tensorboard failed") == 1
-    assert f"warning: tensorboard failed: {reason}; the run goes on without it" in err
+    assert f"warning: tensorboard failed: {reason}; the run continues without it" in err
     Tracked([*flags.split(), str(tmp_path), "--train-iters", "6", "--resume"]).fit()
     assert [step for name, step, _ in of_tensorboard(tmp_path) if name == "loss"] == [1, 2, 3, 4, 5, 6]
     held = of_tensorboard(tmp_path)

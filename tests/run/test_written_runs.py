@@ -1,6 +1,6 @@
-"""The files of a run have the weights of its engine, for every engine and layout. They are read without the product.
+"""The files of a run contain the weights of its engine, for every engine and layout. They are read without the product.
 
-Tests of parity train without files (:mod:`tests.support.parity`). These stand in for what their files would have held.
+The parity tests train without files (:mod:`tests.support.parity`). These tests check the files that they do not write.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAYOUTS = {
     "tensor 2, zero-2": ("tensor-parallel", "zero-2"),
     "tensor 2, divided experts": ("tensor-parallel", "expert-parallel"),
 }
-"""Beside one run of each switch that has an engine; a model is also divided over two workers among these."""
+"""Layouts in addition to one run of each switch that has an engine. Some of these divide a model over two workers."""
 
 NAMES = {**LAYOUTS, **{switch.name: (switch.name,) for switch in REGISTRY.switches if switch.engine}}
 RUNS = {name: smallest(switches) for name, switches in NAMES.items()}
@@ -63,7 +63,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(root: Path) -> dict[str, Trained]:
-    """The results of all runs as their engines have them. One job trains all runs of two workers, one those of four."""
+    """Return the results of all runs by their engines. One job trains those with two workers, one those with four."""
     runs = {name: found for name, found in RUNS.items() if found}
     results = _write(None, str(root), {ALONE: ("--micro-batch-size", "4")})
     for world in sorted({found.world for found in runs.values()}):
@@ -82,10 +82,10 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def read_checkpoint(folder: Path) -> Tensors:
-    """The weights of a checkpoint by its index, without the product's reader.
+    """Return the weights of a checkpoint by its index, without the product's reader.
 
     Raises:
-        AssertionError: a value is in two boxes, or in none.
+        AssertionError: A value is in two boxes, or in none.
     """
     weights: Tensors = {}
     read = cache(load_file)
@@ -104,7 +104,7 @@ def read_checkpoint(folder: Path) -> Tensors:
 
 
 def assert_equal(found: Tensors, wanted: Tensors) -> None:
-    """To the bit, with the same names and shapes."""
+    """Assert that names, shapes and bits are equal."""
     assert found.keys() == wanted.keys()
     for name, weight in wanted.items():
         assert found[name].shape == weight.shape, name
@@ -116,7 +116,7 @@ def test_the_checkpoint_has_the_weights_of_the_engine(name: str, ended: dict[str
 
 
 def test_the_export_has_the_weights_of_the_engine(name: str, ended: dict[str, Trained], root: Path) -> None:
-    """By safetensors, and by transformers, which knows all of these models but those with experts."""
+    """Read the export with safetensors and with transformers, which supports all of these models but mixtures."""
     weights, export = ended[name]["weights"], root / name / "export"
     assert_equal(load_file(export / "model.safetensors"), weights)
     if name not in EXPERTS:

@@ -1,4 +1,4 @@
-"""``scripts/gpu_check.py`` where there is no GPU: its parts, their limits, and what is left of them."""
+"""``scripts/gpu_check.py`` without a GPU: its parts, their time limits, and the results of stopped parts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_goals_are_laid_beside_what_was_measured(check: Any) -> None:
         "gpt-124m: utilisation: 0.500; goal 0.45: reached",
         "gpt-124m: over plain PyTorch: 0.980; goal 0.99: missed",
         "gpt-124m: over transformers' Trainer: 1.300; goal 1.2: reached",
-        "gpt-124m: host reads and waits a step: 0; goal 0",
+        "gpt-124m: host reads and waits per step: 0; goal 0",
         "gpt-124m: device idle 0.01; goal at most 0.02",
     ]
 

@@ -1,4 +1,4 @@
-"""The list of promises: of this checkout, and of its newest commit."""
+"""The list of promises of this checkout and of its newest commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose host runs ahead of the device, and how often it reads."""
+"""Jobs whose host runs ahead of the device, and a counter of the host's reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.defa
 
 
 class Line(Trainer):
-    """Fits y = 2x + 1; sample ``poisoned`` has an infinite x. Keeps its weights, losses and norms of each step."""
+    """Fits y = 2x + 1 and records weights, loss and norm of each step. Sample ``poisoned`` has an infinite x."""
 
     poisoned: int | None = None
 
@@ -39,7 +39,7 @@ class Line(Trainer):
 
 
 class CountReads(TorchDispatchMode):
-    """Counts what would make the host wait for a device."""
+    """Counts the operations that make the host wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Chromium without a window, asked over its debugging pipe: pages at a width, what they log, pictures of them."""
+"""Headless Chromium, controlled over its debugging pipe: load pages at a width, read what they log, take pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS = (
 
 
 class Chromium:
-    """One tab. Commands and events are JSON, each ended by a zero byte, on descriptors 3 and 4."""
+    """One tab. Commands and events are JSON messages that end with a zero byte, on file descriptors 3 and 4."""
 
     def __init__(self, folder: Path) -> None:
         there, self._out = os.pipe()
@@ -48,7 +48,7 @@ class Chromium:
         self._program.wait(20)
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send a command and wait for its result; events on the way are kept."""
+        """Send a command and wait for its result. Events that arrive before it are kept in ``events``."""
         self._count += 1
         message = {"id": self._count, "method": method, "params": params}
         if self._session:
@@ -79,18 +79,18 @@ class Chromium:
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
 
     def open(self, address: str) -> None:
-        """Go to a page and wait until it is loaded."""
+        """Navigate to a page and wait until it is loaded."""
         self.events.clear()
         self.ask("Page.navigate", url=address)
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
 
     def value(self, script: str) -> Any:
-        """What an expression of JavaScript is, in the page."""
+        """Evaluate a JavaScript expression in the page and return its value."""
         return self.ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
 
     def wait_for(self, script: str, seconds: float = 30) -> Any:
-        """The value of an expression, once it is true."""
+        """Wait until an expression is true and return its value."""
         end = time.monotonic() + seconds
         while not (value := self.value(script)):
             if time.monotonic() > end:
@@ -99,7 +99,7 @@ class Chromium:
         return value
 
     def errors(self) -> list[str]:
-        """What the page has logged as an error since it was opened."""
+        """Return the errors that the page has logged since it was opened."""
         found = []
         for event in self.events:
             params = event.get("params", {})
@@ -112,7 +112,7 @@ class Chromium:
         return found
 
     def requested(self) -> set[str]:
-        """The addresses that were asked for since the page was opened."""
+        """Return the addresses that the page has requested since it was opened."""
         asked = (event for event in self.events if event.get("method") == "Network.requestWillBeSent")
         return {event["params"]["request"]["url"] for event in asked}
 

@@ -1,6 +1,6 @@
-"""Combinations of switches that the rules accept, as runs; each beside one process with the same mathematics.
+"""Runs of the switch combinations that the rules accept, each compared with one process that computes the same.
 
-All is made from the registry: a new switch is among them as soon as its file lies in its folder.
+Everything is derived from the registry. A new switch is included as soon as its file is in its folder.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from tests.support import jobs, parity
 LENGTH, SAMPLES, MICRO = 40, 160, 4
 STEPS = "--train-iters 4 --lr 1e-3 --log-interval 1 --clip-grad 0.1 --weight-decay 0.1 --no-export-model --device cpu"
 VARIANTS = ("plain", "branches", "targetless")
-"""Ordinary samples; batches that reach different parameters; micro batches without a target."""
+"""The data: ordinary samples, batches that reach different parameters, and micro batches without a target."""
 
 SUITED: dict[str, Any] = {
     "deepspeed_config": '{"zero_optimization": {"reduce_bucket_size": 300000}}',
     "torch_compile": "aot_eager",
 }
-"""What a test gives where the registry's own example names a file, or takes a compiler minutes."""
+"""Values that replace the registry's examples, which name a file or need minutes of compilation."""
 
 KNOWN_WRONG = ({"mixture-of-experts", "lora", "nvme-offload"}, {"mixed-precision", "lora", "nvme-offload"})
-"""Accepted triples that do not follow one process yet: adapters that ZeRO-3 keeps on a disk. Remove them when they do.
+"""Accepted triples that do not match one process yet: adapters that ZeRO-3 offloads to a disk.
 
-With experts, DeepSpeed runs out of buffers.
-With bf16, the first masters are rounded: losses differ by 1.1e-2, where 7.8e-3 is allowed.
+Remove a triple once it matches. With experts, DeepSpeed runs out of buffers.
+With bf16, the first master weights are rounded: losses differ by 1.1e-2, and 7.8e-3 is allowed.
 """
 
 FOUR = {"hybrid-sharding"}
-"""On fewer than four workers there is one group of two workers alone."""
+"""Switches that are tested on four workers. Fewer workers form only one group of two."""
 
 IN_PLACE = {"num_experts": 4, "global_batch_size": 16}
-"""Smaller than the registry's own examples."""
+"""Values that are smaller than the registry's examples."""
 
 WITH = {"dynamic-shape": {"max_shapes": 2}}
-"""Further values by switch: a compiler takes seconds for each shape."""
+"""Additional values by switch. A compiler takes seconds for each shape."""
 
 
 class Size(NamedTuple):
     """The size of a GPT-2.
 
     Attributes:
-        width: of its hidden states. DeepSpeed swaps only large partitions to a disk.
+        width: size of the hidden states. DeepSpeed swaps only large partitions to a disk.
         blocks: number of layers.
     """
 
@@ -76,9 +76,9 @@ class Combination:
 
     Attributes:
         names: the switches.
-        template: of the library.
-        flags: of the run.
-        plan: what the rules make of it.
+        template: name of the template class.
+        flags: flags of the run.
+        plan: the plan that the rules derive from the flags.
     """
 
     names: tuple[str, ...]
@@ -88,12 +88,12 @@ class Combination:
 
     @property
     def world(self) -> int:
-        """Workers."""
+        """Number of workers."""
         return self.plan.sizes.world
 
     @property
     def size(self) -> Size:
-        """The model for the run and for its reference. Each stage of a pipeline has two blocks."""
+        """Size of the model in the run and in its reference. Every pipeline stage has two blocks."""
         return Size(
             width=256 if "nvme-offload" in self.names else SMALL.width,
             blocks=4 if "pipeline-parallel" in self.names else SMALL.blocks,
@@ -103,19 +103,19 @@ class Combination:
         return " + ".join(self.names) or "none"
 
     def without(self, name: str) -> tuple[str, ...]:
-        """The flags with what belongs to one switch left out."""
+        """Return the flags of this run without those of one switch."""
         own = REGISTRY[name].fields or tuple(REGISTRY[name].on)
         given = {f: value for other in self.names for f, value in _values(other).items() if f not in own}
         return (*_spelled(given), "--micro-batch-size", str(MICRO))
 
     @property
     def reference(self) -> tuple[str, ...]:
-        """The flags of one process with the same mathematics."""
+        """Flags of one process that computes the same."""
         given = {field: value for name in self.names for field, value in _values(name).items()}
         changing = {f for name in self.plan.switches if REGISTRY[name].changes_result for f in REGISTRY[name].fields}
         flags = _spelled({field: value for field, value in given.items() if field in changing})
         sizes = self.plan.sizes
-        # A step of dynamic shapes is a number of micro batches; any other is a number of samples.
+        # With dynamic shapes a step is a number of micro batches. Otherwise it is a number of samples.
         micro = sizes.micro_batch if "dynamic-shape" in self.names else sizes.global_batch
         return (*flags, "--micro-batch-size", str(micro), "--global-batch-size", str(sizes.global_batch))
 
@@ -135,7 +135,7 @@ def _spelled(values: dict[str, Any]) -> list[str]:
 
 @cache
 def place(world: int, template: str, device: str = "cpu") -> Environment:
-    """This machine with that many workers, each on a device of that kind."""
+    """Return this machine with ``world`` workers, each on a device of the kind ``device``."""
     return Environment(
         template=template,
         template_origin="a test",
@@ -150,28 +150,29 @@ def place(world: int, template: str, device: str = "cpu") -> Environment:
 
 
 def smallest(names: Sequence[str]) -> Combination | None:
-    """The run of these switches with the fewest workers that they need."""
+    """Return the run of these switches with as few workers as they need, or None if the rules refuse it."""
     return accepted(names, most=2) or accepted(names, most=4)
 
 
 def accepted(names: Sequence[str], most: int = 4) -> Combination | None:
-    """The run of these switches, in the first template that takes them; None if the rules refuse it.
+    """Return the run of these switches in the first template that accepts them, or None if the rules refuse it.
 
     Args:
-        most: workers of a 3D layout: 4 have two replicas of a divided model, or its two dimensions.
+        most: number of workers if the model is divided. Four workers hold two replicas of it, or divide it in both
+            dimensions.
     """
     divided = {"tensor-parallel", "pipeline-parallel"} & set(names)
     return _accepted(names, world=4 if FOUR & set(names) else most if divided else 2)
 
 
 def accepted_on_one(names: Sequence[str], device: str) -> Combination | None:
-    """The run of these switches in one process on a device of that kind; None if the rules refuse it."""
+    """Return the run of these switches in one process on a device of that kind, or None if the rules refuse it."""
     return _accepted(names, world=1, device=device)
 
 
 def _accepted(names: Sequence[str], world: int, device: str = "cpu") -> Combination | None:
     if "auto-strategy" in names or any(set(names) >= wrong for wrong in KNOWN_WRONG):
-        return None  # auto-strategy chooses other switches, and they have runs already
+        return None  # auto-strategy chooses other switches, which have runs already
     values = {field: value for name in names for field, value in _values(name).items()}
     micro = ("--micro-batch-size", str(MICRO))
     on_device = () if device == "cpu" else ("--device", device)
@@ -191,23 +192,23 @@ def _accepted(names: Sequence[str], world: int, device: str = "cpu") -> Combinat
 
 
 def parsed(flags: tuple[str, ...]) -> RunConfig:
-    """The configuration of these flags."""
+    """Parse flags into a configuration."""
     return parse(list(flags), REGISTRY.options())
 
 
 def all_accepted(size: int, most: int = 4) -> Iterator[Combination]:
-    """All combinations of that many switches that the rules accept."""
+    """Yield every combination of ``size`` switches that the rules accept."""
     names = [switch.name for switch in REGISTRY.switches]
     for chosen in itertools.combinations(names, size):
         if found := accepted(chosen, most):
             yield found
 
 
-# The runs.
+# Runs.
 
 
 def _samples(variant: str) -> list[dict[str, Any]]:
-    """Sequences of very unequal lengths; of a sample, some tokens are targets, or none."""
+    """Return sequences of very different lengths. Each has some target tokens or none."""
     draw = np.random.default_rng(11)
     samples = []
     for i in range(SAMPLES):
@@ -225,7 +226,10 @@ def _pad(samples: list[dict[str, Any]], shape: tuple[int, int] | None = None) ->
 
 
 class Branches(GPT2LMHeadModel):
-    """A sample's first token decides which of several embeddings is added; a batch reaches those of its samples."""
+    """A GPT-2 that adds one of several embeddings, chosen by a sample's first token.
+
+    A batch reaches only the embeddings of its samples.
+    """
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
@@ -249,13 +253,13 @@ class _Job:
         return Data(train=samples, collate=_pad, lengths=[len(sample["input_ids"]) for sample in samples])
 
     def build_model(self) -> torch.nn.Module:
-        heads = 4  # to divide by 2 × 2
+        heads = 4  # divisible by 2 × 2
         sizes = {"n_positions": 64, "n_embd": self.size.width, "n_layer": self.size.blocks, "n_head": heads}
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = GPT2Config(vocab_size=jobs.VOCABULARY, **sizes, **dropouts)
         model = (Branches if self.variant == "branches" else GPT2LMHeadModel)(config)
         flags: Any = self.config  # type: ignore[attr-defined]
-        if flags.get("lora_rank") and flags.get("num_experts"):  # adapters stand beside experts that are there already
+        if flags.get("lora_rank") and flags.get("num_experts"):  # LoRA is added to a model that already has experts
             make_sparse(model, find_blocks(model), MixtureSizes(flags.get("num_experts"), 2))
         return model
 
@@ -267,13 +271,13 @@ TEMPLATES: dict[str, type[Trainer]] = {c.__name__: c for c in (Trainer, Pretrain
 
 
 def template(name: str, flags: Sequence[str], variant: str = "plain", size: Size = SMALL) -> Trainer:
-    """A run of a model of that size."""
+    """Return the template of a run whose model has that size."""
     kind = type("Combined", (_Job, TEMPLATES[name]), {"variant": variant, "size": size})
     return kind([*STEPS.split(), *flags, "--no-save"])
 
 
 def train(workers: Any, name: str, flags: Sequence[str], variant: str = "plain", size: Size = SMALL) -> dict[str, Any]:
-    """Train a model of that size and return what :class:`parity.Trained` has, with the other numbers of the metrics."""
+    """Train a model of that size. Return :class:`parity.Trained` with other losses and expert metrics in ``others``."""
     found = parity.trained(template(name, flags, variant, size))
     lines = [line for line in found["lines"] if "loss" in line]
     others = {key for line in lines for key in line if key.endswith("_loss") or key.startswith("expert_")}
@@ -282,7 +286,7 @@ def train(workers: Any, name: str, flags: Sequence[str], variant: str = "plain",
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a run is from its reference: greatest relative differences."""
+    """The greatest relative differences between a run and its reference."""
 
     curve: float
     others: float
@@ -297,7 +301,7 @@ class Distance:
 
 
 def distance(found: dict[str, Any], wanted: dict[str, Any]) -> Distance:
-    """Losses and norms one by one; the weights by their norm, because Adam makes steps out of rounding."""
+    """Compare losses and norms one by one, and weights by their norm, because Adam turns rounding errors into steps."""
     assert found["weights"].keys() == wanted["weights"].keys()
     assert found["others"].keys() == wanted["others"].keys()
     pairs = [(found["others"][name], values) for name, values in wanted["others"].items()]

@@ -1,4 +1,4 @@
-"""Jobs for the compiler: batches of one shape, unless it is the shapes that are tested; and models of its own."""
+"""Jobs for the compiler. All batches have one shape, unless a test is about shapes. Some models are defined here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.parity import Trained, train
 
 
 class LlamaJob(_Job):
-    """Rotary positions, and two queries to a key."""
+    """Rotary positions, and two query heads for each key head."""
 
     shift = 1
 
@@ -37,7 +37,7 @@ def _one_shape(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class OneShape(_Job):
-    """Mixed in: every batch has one shape and no mask, and nothing is evaluated, so that one graph does."""
+    """Mixin: every batch has the same shape and no mask, and nothing is evaluated, so that one graph is enough."""
 
     def build_data(self) -> Data:
         return Data(train=_sequences(), collate=_one_shape)
@@ -48,7 +48,7 @@ def _one_length(samples: list[dict[str, Any]], *, classes: bool) -> dict[str, to
 
 
 class OneLength(_Job):
-    """Mixed in: every batch is padded to one length and has a mask, and nothing is evaluated. So one graph does."""
+    """Mixin: every batch is padded to one length and has a mask. Nothing is evaluated, so that one graph is enough."""
 
     def build_data(self) -> Data:
         return Data(train=_sequences(), collate=partial(_one_length, classes=self.classes))
@@ -67,11 +67,11 @@ class EvenLlamaJob(OneShape, LlamaJob):
 
 
 class StagesJob(OneShape, parallel_jobs.JOBS["llama-4-tied"]):  # type: ignore[misc]
-    """Enough blocks for two stages on each of two workers, and heads to divide."""
+    """Enough blocks for two stages on each of two workers, and enough heads to divide."""
 
 
 class StagesGpt2Job(OneShape, parallel_jobs.JOBS["gpt2-4-tied"]):  # type: ignore[misc]
-    """Matrices that are stored the other way round, and biases."""
+    """Transposed weight matrices, and biases."""
 
 
 class StagesBertJob(OneShape, parallel_jobs.JOBS["bert-4-tied"]):  # type: ignore[misc]
@@ -79,7 +79,7 @@ class StagesBertJob(OneShape, parallel_jobs.JOBS["bert-4-tied"]):  # type: ignor
 
 
 class DropoutStagesJob(StagesBertJob):
-    """Every layer draws."""
+    """Every layer has dropout."""
 
     def make(self) -> nn.Module:
         model = super().make()
@@ -90,7 +90,7 @@ class DropoutStagesJob(StagesBertJob):
 
 
 class SeenStatesJob(StagesJob):
-    """The loss has a term of the hidden states between two blocks, which transformers' hooks collect."""
+    """The loss includes the hidden states between two blocks, which hooks of transformers collect."""
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         output = model(input_ids=batch["input_ids"], output_hidden_states=True)
@@ -99,7 +99,7 @@ class SeenStatesJob(StagesJob):
 
 
 class Block(nn.Module):
-    """A block of a model that is none of transformers'."""
+    """A block of a model that is not from transformers."""
 
     calls = 0
 
@@ -112,7 +112,7 @@ class Block(nn.Module):
         hidden = hidden + self.linear(hidden).relu()
         if self.kind == "breaking":
             torch._dynamo.graph_break()
-        if self.kind == "restless":  # a number that is another one in each call
+        if self.kind == "restless":  # a number that changes with every call
             self.calls += 1
             hidden = hidden + 0 * float(str(self.calls))
         return hidden
@@ -172,5 +172,5 @@ OTHERS |= {
 
 
 def train_exactly(workers: Any, job: str, flags: str) -> Trained:
-    """Train in fp64; workers know the jobs of this module because they import it for this function."""
+    """Train in fp64. Workers import this module for this function, so they know its jobs."""
     return train(job, True, flags)

@@ -1,7 +1,7 @@
-"""The covering table: few runs with several switches each, in which every accepted pair of switches occurs.
+"""The covering table: few runs with several switches each, which together contain every accepted pair of switches.
 
-``python -m tests.support.covering`` computes it from the registry and writes ``covering.json``. Do so after a switch or
-a rule has changed. ``tests/switches/test_pairs.py`` compares every run of the table with one process.
+``python -m tests.support.covering`` computes it from the registry and writes ``covering.json``. Run it after you change
+a switch or a rule. ``tests/switches/test_pairs.py`` compares every run of the table with one process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tests.support.combinations import smallest
 
 FILE = Path(__file__).with_name("covering.json")
 LONGEST = 8
-"""Switches of a row: with more of them the rules leave few rows, and a failure takes longer to trace to a pair."""
+"""Largest number of switches in a row. With more, the rules accept few rows, and failures take longer to trace."""
 
 Pair = tuple[str, str]
 
 SLOW: set[Pair] = {("dynamic-shape", "torch-compile"), ("dynamic-shape", "onnx-runtime")}
-"""Each shape is compiled for seconds. So these pairs are in one row each."""
+"""Pairs that occur in only one row each, because every shape takes seconds to compile."""
 
 
 class Table(TypedDict):
@@ -31,7 +31,7 @@ class Table(TypedDict):
     Attributes:
         rows: the switches of each run.
         pairs: the pairs that the rules accept on a machine without a GPU.
-        triples: how many triples they accept, and how many of these are in a row.
+        triples: number of triples that the rules accept, and number of these that a row contains.
     """
 
     rows: list[list[str]]
@@ -40,13 +40,13 @@ class Table(TypedDict):
 
 
 def table() -> Table:
-    """The table as it was written last."""
+    """Read the table from its file."""
     found: Table = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
 def summary() -> str:
-    """One line: runs, pairs, and the share of triples."""
+    """Summarize runs, pairs and the share of triples in one line."""
     found = table()
     accepted, covered = found["triples"]["accepted"], found["triples"]["covered"]
     share = f"{covered:,} of {accepted:,} triples ({100 * covered / accepted:.0f} %)"
@@ -54,22 +54,23 @@ def summary() -> str:
 
 
 def accepted_of(size: int) -> list[tuple[str, ...]]:
-    """The combinations of ``size`` switches that the rules accept."""
+    """Return the combinations of ``size`` switches that the rules accept."""
     names = [switch.name for switch in REGISTRY.switches]
     return [chosen for chosen in itertools.combinations(names, size) if smallest(chosen)]
 
 
 def pairs_of(row: Iterable[str]) -> set[Pair]:
-    """The pairs of a row, each in the order of the registry."""
+    """Return the pairs in a row, each in the order of the registry."""
     places = {switch.name: place for place, switch in enumerate(REGISTRY.switches)}
     return set(itertools.combinations(sorted(row, key=places.__getitem__), 2))
 
 
 def cover(pairs: Iterable[Pair]) -> list[list[str]]:
-    """Rows in which all pairs occur.
+    """Return rows that contain all pairs.
 
-    Greedy: a row grows by the switch that brings most pairs that are still missing. It grows to its full length also
-    where no pair is missing any more, because longer rows cover more triples. Only a slow pair does not come twice.
+    The algorithm is greedy: a row grows by the switch that adds the largest number of missing pairs. It grows to its
+    full length even if no pair is missing any more, because longer rows cover more triples. Only a slow pair never
+    occurs twice.
     """
     names = [switch.name for switch in REGISTRY.switches]
     missing, rows = dict.fromkeys(pairs), list[list[str]]()

@@ -1,4 +1,4 @@
-"""kill -9 before each call that changes a folder, rehearsed in this process."""
+"""Rehearse ``kill -9`` before each call that changes a folder, in this process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ CHANGES = ("mkdir", "rename", "replace", "unlink", "rmdir", "truncate")
 
 
 def _nothing(descriptor: object) -> None:
-    """What a process that is killed has given to the system is on its way to the disk."""
+    """Replace ``os.fsync``: what a killed process has passed to the system reaches the disk anyway."""
 
 
 class Killed(BaseException):
-    """Nothing catches it; and from here on nothing that a process cleans up has an effect."""
+    """Simulates ``kill -9``. Nothing catches it, and no cleanup after it has an effect."""
 
 
 def each_crash(prepare: Callable[[int], Path], body: Callable[[Path], None]) -> Iterator[Path]:
-    """The folder that ``body`` leaves, for a death before each of its changes; at last that of a body that lived.
+    """Yield the folder that ``body`` leaves after dying before each of its changes in turn, then after a complete run.
 
     Args:
-        prepare: makes the folder of an attempt, by its number.
-        body: changes it.
+        prepare: creates the folder of an attempt from the attempt's number.
+        body: changes the folder.
     """
     last = 0
     while True:

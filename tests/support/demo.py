@@ -1,4 +1,4 @@
-"""Whether the demo's model and data are installed."""
+"""Skip tests that need the demo's model and data if these are not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a classifier with dropout that may die after a step, and whether two of them are the same bit by bit."""
+"""Runs of a classifier with dropout that can die after a step, and a comparison of two runs bit by bit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TIMES = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
 
 
 class Died(Exception):
-    """Stands for the death of the process."""
+    """Simulates the death of the process."""
 
 
 class DropoutJob(ClassJob):
-    """A classifier with dropout that evaluates, and that can die after a step."""
+    """A classifier with dropout and evaluations that can die after a step."""
 
     dies_after: int | None = None
 
@@ -53,7 +53,7 @@ def run(folder: Path, *flags: str, dies_after: int | None = None) -> None:
 
 
 def traces(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Metrics without the times, and final weights."""
+    """Return the metrics without times, and the final weights."""
     lines = [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(folder / "metrics.jsonl")]
     weights: dict[str, torch.Tensor] = {}
     for file in sorted((folder / "checkpoints" / "step-12").glob("weights-*.safetensors")):

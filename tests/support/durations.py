@@ -1,7 +1,7 @@
-"""Measure the suite: ``--durations-file build/durations.json`` writes seconds by test, fixture and file.
+"""Measure the test suite: ``--durations-file build/durations.json`` writes seconds by test, fixture and file.
 
-It also prints the slowest files, and the peak number of processes and of memory of the whole suite. With several test
-processes, the process that distributes the tests collects the figures of all of them.
+It also prints the slowest files and the suite's peak number of processes and peak memory. If several processes run the
+tests, the process that distributes the tests collects the figures of all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 SLOWEST = 20
-"""Files that the summary prints."""
+"""Number of files in the summary."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,11 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Load(threading.Thread):
-    """Sample twice per second which processes this one and its descendants are, and how much memory is left.
+    """Sample twice per second the processes of the suite (this one and its descendants) and the free memory.
 
     Attributes:
-        commands: the command lines of the largest sample.
-        memory: the largest amount of memory in bytes that was taken since the start, by any process of the machine.
+        commands: command lines of the largest sample.
+        memory: the largest number of bytes that all processes of the machine have taken since the start.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class Durations:
     """Seconds by test, by fixture and by file.
 
     Attributes:
-        tests: by test: setup with its fixtures, call and teardown.
-        fixtures: by "file or test::fixture", without the fixtures that a fixture uses.
+        tests: seconds of setup with its fixtures, call and teardown, by test.
+        fixtures: seconds by "file or test::fixture", without the fixtures that a fixture uses.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -102,7 +102,7 @@ class Durations:
             self.fixtures[name] += seconds
 
     def _files(self) -> dict[str, float]:
-        """Seconds by file, the slowest first."""
+        """Return seconds by file, slowest first."""
         files: dict[str, float] = defaultdict(float)
         for name, phases in self.tests.items():
             files[name.partition("::")[0]] += sum(phases.values())

@@ -1,4 +1,4 @@
-"""Runs under every engine that may die after a step."""
+"""Runs with every engine that can die after a step."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ ENGINES = {
 
 
 class Died(Exception):
-    """Stands for the death of a run."""
+    """Simulates the death of a run."""
 
 
 def run(folder: str, engine: str, workers: int, *flags: str, dies_after: int | None = None) -> Any:
-    """The curve of a run: (loss, gradient norm) of each of its steps."""
+    """Train and return (loss, gradient norm) of each step."""
     given = [*FLAGS.split(), *ENGINES[engine].split(), "--micro-batch-size", str(4 // workers), "--save", folder]
     job = CausalJob([*given, *flags])
     curve: list[tuple[float, float]] = []
@@ -59,10 +59,10 @@ def run(folder: str, engine: str, workers: int, *flags: str, dies_after: int | N
 
 @dataclass(frozen=True)
 class WholeRuns:
-    """Runs of two workers that nobody interrupted, one for each engine.
+    """Uninterrupted runs of two workers, one for each engine.
 
     Attributes:
-        root: the run folder of an engine is in it under the engine's name. It must not be changed.
+        root: contains the run folder of each engine under the engine's name. Tests must not change it.
         curves: (loss, gradient norm) of each step, by engine.
     """
 
@@ -71,5 +71,5 @@ class WholeRuns:
 
 
 def run_all(workers: Any, root: str) -> dict[str, Any]:
-    """Train under every engine. Returns the curves."""
+    """Train with every engine and return the curves by engine."""
     return {name: run(f"{root}/{name}", name, workers.world) for name in ENGINES}

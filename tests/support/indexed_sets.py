@@ -1,4 +1,4 @@
-"""Small indexed data sets, made on the spot."""
+"""Small indexed data sets that the tests create."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rapidformer_templates.data.indexed.writer import IndexedWriter
 
 
 def numbered(prefix: Path, lengths: Sequence[int], first: int = 0) -> IndexedDataset:
-    """A set in which every token is another number, counted from ``first``."""
+    """Write a data set in which every token is a different number, counted from ``first``."""
     tokens = np.arange(first, first + sum(lengths), dtype=np.int32)
     with IndexedWriter(prefix, tokens.dtype, overwrite=True) as writer:
         writer.add(tokens, np.asarray(lengths))
@@ -33,7 +33,7 @@ DOCUMENTS = [[[5, 6, 7]], [[1], [2, 3], [65499]], [[9, 9, 9, 9, 9]]]
 
 @pytest.fixture(scope="session")
 def megatron() -> Any:
-    """The module of megatron-core's own indexed data sets."""
+    """The ``indexed_dataset`` module of megatron-core."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     with warnings.catch_warnings():

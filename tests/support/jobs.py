@@ -1,6 +1,6 @@
-"""Small real models on data of very unequal lengths with many labels left out; dropout is off.
+"""Small real models on data of very different lengths with many masked labels. Dropout is off.
 
-Each job is a pair of hooks; :func:`tests.support.parity.train` runs one with any flags.
+Each job is a pair of hooks. :func:`tests.support.parity.train` runs one with any flags.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VOCABULARY = 67
 
 
 def _sequences(count: int = 61) -> list[dict[str, Any]]:
-    """Token sequences of 3 to 40 tokens; some have no target token at all."""
+    """Return sequences of 3 to 40 tokens. Some have no target token at all."""
     draw = np.random.default_rng(7)
     samples = []
     for i in range(count):
@@ -50,7 +50,7 @@ def _pad(
 
 
 class _Job(Trainer):
-    """Leaves nothing where no test asks for a folder."""
+    """A job that saves nothing unless a test asks for a folder."""
 
     classes = False
     shift = 0
@@ -70,7 +70,7 @@ class _Job(Trainer):
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if not self.double:
             return super().compute_loss(model, batch)
-        # transformers rounds the logits to fp32 before its losses.
+        # transformers rounds the logits to fp32 before it computes its losses.
         logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
         labels = batch["labels"]
         if self.shift:
@@ -115,7 +115,7 @@ class CausalJob(_Job):
 
 
 class PretrainedJob(CausalJob):
-    """Goes on from the model that lies in ``folder``."""
+    """Continues from the model in ``folder``."""
 
     folder = ""
 
@@ -143,7 +143,7 @@ class ClassJob(_Job):
 
 
 class FrozenJob(ClassJob):
-    """The embeddings and the first block are not trained."""
+    """The embeddings and the first block are frozen."""
 
     def make(self) -> torch.nn.Module:
         model = super().make()
@@ -153,7 +153,7 @@ class FrozenJob(ClassJob):
 
 
 class WideJob(CausalJob):
-    """Large enough for DeepSpeed to swap its partitions to the disk."""
+    """Large enough that DeepSpeed swaps its partitions to the disk."""
 
     def make(self) -> torch.nn.Module:
         sizes = {"n_positions": 64, "n_embd": 256, "n_layer": 2, "n_head": 2}
@@ -169,7 +169,7 @@ class UnreachedJob(CausalJob):
 
 
 class BrokenJob(CausalJob):
-    """The loss becomes infinite in its third step, on the second worker only."""
+    """The loss becomes infinite in the third step, on the second worker only."""
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = super().compute_loss(model, batch)
@@ -178,11 +178,11 @@ class BrokenJob(CausalJob):
 
 
 class PretrainedCausalJob(CausalJob, Pretrainer):
-    """In the template that dynamic shapes need."""
+    """Uses the template that dynamic shapes need."""
 
 
 class PretrainedMaskedJob(MaskedJob, Pretrainer):
-    """In the template that dynamic shapes need."""
+    """Uses the template that dynamic shapes need."""
 
 
 JOBS: dict[str, type[_Job]] = {"causal": CausalJob, "masked": MaskedJob, "classifier": ClassJob}
@@ -194,4 +194,4 @@ OTHERS: dict[str, type[_Job]] = {
     "pretrained-causal": PretrainedCausalJob,
     "pretrained-masked": PretrainedMaskedJob,
 }
-"""For single tests; not every engine is compared on them."""
+"""Jobs for single tests. Not every engine is compared on them."""

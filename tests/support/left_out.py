@@ -1,7 +1,7 @@
-"""A pytest plugin that leaves out one switch: every run is planned with it and built without it.
+"""A pytest plugin that leaves out one switch: every run is planned with the switch and built without it.
 
-``RAPIDFORMER_LEFT_OUT=fsdp python -m pytest -p tests.support.left_out …``; ``scripts/mutations.py`` does so for each
-switch. Tests of the covering table whose row lacks the switch are deselected.
+Use it as ``RAPIDFORMER_LEFT_OUT=fsdp python -m pytest -p tests.support.left_out …``. ``scripts/mutations.py`` does so
+for each switch. The plugin deselects tests of the covering table whose row lacks the switch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = os.environ["RAPIDFORMER_LEFT_OUT"]
 
 @contextmanager
 def _without(template: Any) -> Iterator[None]:
-    """The template with the configuration and the plan that it has if the switch is off."""
+    """Give the template the configuration and the plan that it has with the switch off."""
     plan, config = template.plan, template.config
     if NAME in plan.switches:
         off = dict(REGISTRY[NAME].off)
@@ -49,7 +49,7 @@ fit.build_order = _left_out(fit.build_order)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep, of the covering table, the rows that have the switch."""
+    """Deselect the rows of the covering table that lack the switch."""
 
     def lacks_it(item: pytest.Item) -> bool:
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A job of one weight and one bias, whose runs take hundredths of a second."""
+"""A job with one weight and one bias whose runs take hundredths of a second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLAGS = ["--lr", "0.1", "--log-interval", "1", "--micro-batch-size", "4"]
 
 
 class Line(Trainer):
-    """Fits y = 2x + 1 with one weight and one bias; sample ``poisoned`` has an infinite x."""
+    """Fits y = 2x + 1 with one weight and one bias. Sample ``poisoned`` has an infinite x."""
 
     poisoned: int | None = None
 

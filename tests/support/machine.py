@@ -1,10 +1,13 @@
-"""Tests ask here what the machine can do."""
+"""Checks of what the machine can test."""
 
 from __future__ import annotations
 
 
 def why_no_nvme() -> str | None:
-    """Why NVMe offload is not tested here: its compiled part takes minutes to build, which no test should."""
+    """Return why NVMe offload is not tested, or None if it is.
+
+    No test should build its compiled part, which takes minutes.
+    """
     from rapidformer_templates.switches.zero.build_tools import problems
     from rapidformer_templates.switches.zero.compiled_parts import folder, is_built
 

@@ -1,4 +1,4 @@
-"""The pages of the manual, and the commands on them."""
+"""The pages of the manual and the commands on them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def name(page: Path) -> str:
 
 
 def blocks(page: Path, language: str) -> Iterator[str]:
-    """The fenced blocks of a language, also those inside of a list."""
+    """Yield the fenced blocks of a language, including those inside lists."""
     text = page.read_text(encoding="utf-8")
     for indent, block in re.findall(rf"^( *)```{language}\n(.*?)^ *```", text, flags=re.M | re.S):
         yield re.sub(rf"^{indent}", "", block, flags=re.M)
 
 
 def commands(page: Path) -> Iterator[str]:
-    """The commands of its shell blocks, each on one line; of a terminal's what stands after a prompt."""
+    """Yield the commands of the shell blocks, one per line. In ``console`` blocks these are the lines with a prompt."""
     typed = [line for block in blocks(page, "bash") for line in _lines(block)]
     shown = [line for block in blocks(page, "console") for line in _lines(block)]
     yield from (line.removeprefix("$ ") for line in typed if line.strip())

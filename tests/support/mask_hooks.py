@@ -1,4 +1,4 @@
-"""Hooks that give a model of transformers a mask of their own."""
+"""Loss hooks that pass their own mask or positions to a transformers model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _batch(kind: str) -> dict[str, torch.Tensor]:
 
 
 def _second_rows(ids: torch.Tensor) -> torch.Tensor:
-    """A mask without the last tokens of every second row."""
+    """Return a mask that hides the last tokens of every second row."""
     mask = torch.ones_like(ids)
     mask[::2, 7:] = 0
     return mask
@@ -92,7 +92,7 @@ def _changed_in_place(model: Any, batch: Any) -> Any:
 
 
 def _twice(model: Any, batch: Any) -> Any:
-    """The same rows as one document each, and as two."""
+    """Use the same rows as one document each, and as two."""
     ids = batch["input_ids"]
     return model(ids, labels=ids).loss + model(ids, labels=ids, position_ids=_restarting(ids)).loss
 
@@ -172,7 +172,7 @@ class _Job(Trainer):
 
 
 def job_of(hook: str, flags: str = "") -> _Job:
-    """A job that has trained with one of ``HOOKS``."""
+    """Train a job with one of ``HOOKS`` and return it."""
     name, kind, loss = HOOKS[hook]
     members: Any = {"name": name, "kind": kind, "compute_loss": lambda self, model, batch: loss(model, batch)}
     job: _Job = type("Job", (_Job,), members)([*FLAGS.split(), *flags.split()])

@@ -1,4 +1,4 @@
-"""Mixtures written out token by token: what the real ones are compared with."""
+"""Reference mixtures of experts, computed token by token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import jobs
 
 
 def choices(probabilities: list[float], top_k: int) -> tuple[list[int], list[float]]:
-    """(experts, weights) of one token."""
+    """Return (experts, weights) of one token."""
     order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])[:top_k]
     weights = [probabilities[i] for i in order]
     if top_k > 1:
@@ -27,7 +27,7 @@ def choices(probabilities: list[float], top_k: int) -> tuple[list[int], list[flo
 def output_of(
     layer: SparseFeedForward, rows: torch.Tensor, mask: torch.Tensor | None, capacity_factor: float | None
 ) -> torch.Tensor:
-    """The output of a sparse layer, by a loop over rows, tokens and choices."""
+    """Compute the output of a sparse layer in a loop over rows, tokens and choices."""
     top_k, count = layer.gate.top_k, len(layer.gate.weight)
     result = torch.zeros_like(rows)
     for b in range(rows.shape[0]):
@@ -48,7 +48,7 @@ def output_of(
 
 
 def expert(experts: Experts, i: int, token: torch.Tensor) -> torch.Tensor:
-    """What expert ``i`` makes of a token."""
+    """Compute the output of expert ``i`` for a token."""
 
     def project(name: str, inputs: torch.Tensor) -> torch.Tensor:
         offset = getattr(experts, f"{name}_bias")
@@ -60,7 +60,7 @@ def expert(experts: Experts, i: int, token: torch.Tensor) -> torch.Tensor:
 
 
 def balance_of(logits: torch.Tensor, top_k: int, mask: torch.Tensor) -> list[float]:
-    """Switch Transformers' ``N Σ f_i P_i`` of each row, with ``f_i`` as shares of all choices."""
+    """Return Switch Transformers' balance loss ``N Σ f_i P_i`` of each row. ``f_i`` is a share of all choices."""
     values = []
     for row, real in zip(logits, mask, strict=True):
         tokens = [token for token, is_real in zip(row, real, strict=True) if is_real]
@@ -88,7 +88,7 @@ def tiny(kind: str, layers: int = 2) -> Any:
 
 
 class MixtralJob(jobs.CausalJob):
-    """A mixture of transformers' own."""
+    """A mixture of experts from transformers."""
 
     def make(self) -> torch.nn.Module:
         return tiny("mixtral")
@@ -98,7 +98,7 @@ jobs.OTHERS["mixtral"] = MixtralJob
 
 
 class PretrainedJob(jobs.CausalJob):
-    """A mixture of transformers' own from a folder."""
+    """A mixture of experts from transformers, loaded from a folder."""
 
     def build_model(self) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(self.config.model.pretrained_model_name_or_path)
@@ -108,7 +108,10 @@ jobs.OTHERS["pretrained"] = PretrainedJob
 
 
 class WideJob(jobs.CausalJob):
-    """A deep one of transformers' own, whose routers choose in fp64 (theirs do so in fp32, also in fp64 models)."""
+    """A deep mixture of experts from transformers whose routers compute in fp64.
+
+    The original routers compute in fp32, even in fp64 models.
+    """
 
     kind = "mixtral"
     layers = 4
@@ -131,9 +134,9 @@ jobs.OTHERS |= {
     for kind in ("mixtral", "qwen3_moe")
     for name, layers in (("wide", 4), ("shallow", 2))
 }
-"""The shallow ones are for layouts without stages."""
+"""The shallow jobs are for layouts without pipeline stages."""
 
 
 def losses_of(lines: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """The (balance loss, z loss) of each step of a run, from its lines of metrics."""
+    """Return (balance loss, z loss) of each step from a run's lines of metrics."""
     return [(line["balance_loss"], line["z_loss"]) for line in lines if "loss" in line]

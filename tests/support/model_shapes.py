@@ -1,4 +1,4 @@
-"""Small models of the common architectures, on real tensors or by their shapes."""
+"""Small models of the common architectures, with real tensors or as shapes only."""
 
 from __future__ import annotations
 

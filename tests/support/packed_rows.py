@@ -1,4 +1,4 @@
-"""Packed rows, models that take them, and what they compute."""
+"""Packed rows, models that accept them, and the losses and gradients of these models."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def _samples(lengths: list[int], *, labels: bool = False, seed: int = 0) -> Toke
     draw = _generator(seed)
     ids = [draw.integers(2, 90, n) for n in lengths]
     fields: dict[str, Any] = {"input_ids": Ragged(ids)}
-    if labels:  # some tokens are not learned
+    if labels:  # some tokens are not targets
         fields["labels"] = Ragged(np.where(draw.random(len(row)) < 0.5, row, IGNORED) for row in ids)
     return TokenizedSamples(fields)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    # Windows shorter than the samples: they must count from a sample's own positions.
+    # The windows are shorter than the samples, so they must count positions within a sample.
     "mistral": {"sliding_window": 4},
     "mixtral": {"sliding_window": 4},
     "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
@@ -59,9 +59,9 @@ def _model(kind: str) -> PreTrainedModel:
     settings = CONFIG_MAPPING[kind](**values)
     settings.use_cache = False
     torch.manual_seed(0)
-    # The fused experts know no float64.
+    # The fused experts do not support float64.
     model = AutoModelForCausalLM.from_config(settings, experts_implementation="eager").double()
-    for parameter in model.parameters():  # the usual small start would let a leak vanish among the rounding
+    for parameter in model.parameters():  # with the usual small initialization, a leak would vanish in rounding errors
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     return model
@@ -80,7 +80,7 @@ def _gradients(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def _loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The sum over the targets in float64; transformers' own loss is a mean in float32."""
+    """Return the sum over the targets in float64. The loss of transformers is a mean in float32."""
     inputs = {name: values for name, values in batch.items() if name != "labels"}
     logits = model(**inputs).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")

@@ -1,4 +1,4 @@
-"""Jobs with enough blocks for a pipeline, in the form of :mod:`tests.support.jobs`."""
+"""Jobs with enough blocks for a pipeline, built like those of :mod:`tests.support.jobs`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ JOBS = {
 
 
 class Frozen(JOBS["bert-8-tied"]):  # type: ignore[misc]
-    """The embeddings, the first stage and a block of the second are not trained."""
+    """The embeddings, the first stage and one block of the second stage are frozen."""
 
     def make(self) -> torch.nn.Module:
         model = super().make()
@@ -77,7 +77,7 @@ class Frozen(JOBS["bert-8-tied"]):  # type: ignore[misc]
 
 
 class Unreached(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
-    """With parameters that no loss reaches."""
+    """Has parameters that no loss reaches."""
 
     def make(self) -> torch.nn.Module:
         model = super().make()
@@ -86,7 +86,10 @@ class Unreached(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
 
 
 class OwnLoss(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
-    """Label smoothing, and a second term from the last hidden states; the sum over the targets and their number."""
+    """The loss has label smoothing and a second term from the last hidden states.
+
+    The hook returns the sum over the targets and their number.
+    """
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
@@ -101,7 +104,7 @@ class OwnLoss(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
 
 
 class EndsInTanh(nn.Module):
-    """A block whose last operation keeps for its backward what it puts out."""
+    """A block whose last operation saves its output for the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +115,7 @@ class EndsInTanh(nn.Module):
 
 
 class TanhModel(nn.Module):
-    """Four such blocks between an embedding and a head."""
+    """Four ``EndsInTanh`` blocks between an embedding and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,14 +131,14 @@ class TanhModel(nn.Module):
 
 
 class Tanh(_Job):
-    """A stage's graph keeps the very values that the stage has sent."""
+    """The graph of a stage saves the same values that the stage has sent."""
 
     def make(self) -> nn.Module:
         return TanhModel()
 
 
 class OnceTwice(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
-    """Calls the model a second time."""
+    """Calls the model twice."""
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
         return super().compute_loss(model, batch) + super().compute_loss(model, batch)
@@ -150,11 +153,11 @@ def train_all(workers: Any, cases: dict[str, tuple[str, bool, str]]) -> dict[str
 
 
 class Died(Exception):
-    """Stands for the death of a run."""
+    """Simulates the death of a run."""
 
 
 def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> list[tuple[float, float]]:
-    """The curve of a run in this group of workers, which may die after a step."""
+    """Train in this group of workers and return the curve. The run can die after a step."""
     template = OTHERS[job]([*flags.split(), "--save", folder])
     curve: list[tuple[float, float]] = []
 
@@ -167,5 +170,5 @@ def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> l
     with contextlib.suppress(Died):
         template.fit()
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # nobody goes on in a folder that another worker has not yet left
+        torch.distributed.barrier()  # no worker may continue in a folder that another one still uses
     return curve

@@ -1,4 +1,4 @@
-"""Train a layout without files: the weights come from the engine and not from a checkpoint.
+"""Train a layout without files: the weights come from the engine, not from a checkpoint.
 
 ``tests/run/test_written_runs.py`` compares the files that a run writes.
 """
@@ -28,13 +28,13 @@ from tests.support import jobs
 
 
 class Trained(TypedDict):
-    """The result of a run. ``curve``, ``lines`` and ``evaluations`` are those of this rank.
+    """The result of a run. ``curve``, ``lines`` and ``evaluations`` come from this rank.
 
     Attributes:
         curve: (loss, gradient norm) of each step.
-        weights: whole tensors in fp64 by canonical name.
-        summary: what ``summary.json`` would hold.
-        lines: what ``metrics.jsonl`` would hold, on rank 0.
+        weights: full tensors in fp64 by canonical name.
+        summary: the content of ``summary.json``.
+        lines: the content of ``metrics.jsonl``, on rank 0.
         evaluations: ``eval_loss`` of each evaluation.
     """
 
@@ -49,8 +49,8 @@ def train(job: str, double: bool, flags: str, *more: str, lr: str | None = "1e-3
     """Train a job of :mod:`tests.support.jobs`, in fp64 if ``double``.
 
     Args:
-        more: flags whose values may have spaces.
-        lr: None if the flags have one.
+        more: flags whose values may contain spaces.
+        lr: learning rate, or None if the flags contain one.
     """
     kind = type(job, ((jobs.OTHERS | jobs.JOBS)[job],), {"double": double})
     rate = ["--lr", lr] if lr else []
@@ -58,7 +58,7 @@ def train(job: str, double: bool, flags: str, *more: str, lr: str | None = "1e-3
 
 
 FOLDER = "RAPIDFORMER_TEST_REFERENCES"
-"""Environment variable with the folder of the references of this session, which all test processes share."""
+"""Environment variable with the folder of this session's references, which all test processes share."""
 
 
 @cache
@@ -66,7 +66,7 @@ def reference(job: str, double: bool, flags: str, *, lr: str | None = "1e-3") ->
     """Train a job in this process, once per session. Callers must not change the result.
 
     Args:
-        job, double, flags, lr: as for :func:`train`.
+        job, double, flags, lr: see :func:`train`.
     """
     folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp())
     key = hashlib.sha256(repr((job, double, flags.split(), lr)).encode()).hexdigest()[:24]
@@ -81,7 +81,7 @@ def reference(job: str, double: bool, flags: str, *, lr: str | None = "1e-3") ->
 
 
 def trained(template: Trainer) -> Trained:
-    """Train a template in this process, or in this group of workers. Every worker must call it."""
+    """Train a template in this process or in this group of workers. Every worker must call it."""
     weights: dict[str, torch.Tensor] = {}
     lines: list[dict[str, Any]] = []
     record = Loop.record
@@ -101,7 +101,7 @@ def trained(template: Trainer) -> Trained:
 
 
 def whole_weights(engine: Engine, workers: Workers) -> dict[str, torch.Tensor]:
-    """The weights that an engine would write to a checkpoint, put together from all workers, in fp64.
+    """Gather from all workers the weights that an engine would write to a checkpoint, in fp64.
 
     Raises:
         AssertionError: a part of a tensor is written twice or not at all.
@@ -119,7 +119,7 @@ def whole_weights(engine: Engine, workers: Workers) -> dict[str, torch.Tensor]:
 
 
 def weights_apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """The norm of the difference of all weights over that of the wanted ones."""
+    """Return the norm of the difference of all weights, divided by the norm of the wanted weights."""
     apart = sum(float((found[name] - weight).square().sum()) for name, weight in wanted.items())
     whole = sum(float(weight.square().sum()) for weight in wanted.values())
     return float((apart / whole) ** 0.5)

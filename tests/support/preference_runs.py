@@ -1,4 +1,4 @@
-"""Runs on preferences: a tiny pretrained folder, rows of unequal lengths, and the curve of a run with any flags."""
+"""Runs on preferences: a tiny pretrained model, rows of different lengths, and the curve of a run with any flags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def words(count: int, seed: int) -> str:
 
 
 def pairs(count: int = 14) -> list[dict[str, Any]]:
-    """Prompts with answers of 1 to 9 words."""
+    """Return prompts with answers of 1 to 9 words."""
     return [
         {"prompt": words(2 + i % 4, i), "chosen": " " + words(1 + i % 9, 50 + i), "rejected": " " + words(3, 90 + i)}
         for i in range(count)
@@ -44,13 +44,13 @@ def judged(count: int = 14) -> list[dict[str, Any]]:
 
 
 def scored(kind: type) -> list[dict[str, Any]]:
-    """Texts with a number to predict each, or with a list of labels."""
+    """Return texts, each with a number to predict or a list of labels."""
     labels = [[["a"], [], ["b", "a"]][i % 3] if kind is list else i / 4 for i in range(14)]
     return [{"text": words(2 + i % 7, i), "label": label} for i, label in enumerate(labels)]
 
 
 def pretrained(folder: Path, tokenizer: Path, layers: int = 2) -> Path:
-    """A model whose words are far from equally likely."""
+    """Save a model whose word probabilities are far from equal, and return its folder."""
     words_of = AutoTokenizer.from_pretrained(tokenizer)
     torch.manual_seed(5)
     config = GPT2Config(
@@ -63,7 +63,7 @@ def pretrained(folder: Path, tokenizer: Path, layers: int = 2) -> Path:
 
 
 def make(folder: Path, tokenizer: Path, rows: Sequence[dict[str, Any]], layers: int = 2) -> list[str]:
-    """The flags of a run on such a model and rows."""
+    """Save such a model and rows, and return the flags of a run on them."""
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "train.jsonl", rows)
     write_jsonl(folder / "valid.jsonl", rows[:5])
@@ -75,10 +75,10 @@ TOLD = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/marg
 
 
 def run(flags: Sequence[str]) -> Curve:
-    """For each line of the metrics, training and evaluation, the numbers that no cut into batches may change.
+    """Train and return the numbers that batching must not change, for each training and evaluation line of the metrics.
 
     Args:
-        flags: without a folder unless they name one.
+        flags: the run is not saved unless they contain ``--save``.
     """
     task = [] if "--task" in flags else ["--task", "preference"]
     where = [] if "--save" in flags else ["--no-save"]
@@ -86,16 +86,19 @@ def run(flags: Sequence[str]) -> Curve:
 
 
 def curve_of(save: Path | str) -> Curve:
-    """The same of a run folder."""
+    """Return the same numbers for a run folder."""
     return told_of(read_metrics(Path(save) / "metrics.jsonl"))
 
 
 def told_of(lines: Sequence[Mapping[str, Any]]) -> Curve:
-    """The same of lines of metrics. A number that is not finite is NaN, as ``metrics.jsonl`` has none of these."""
+    """Return the same numbers for lines of metrics.
+
+    A number that is not finite becomes NaN, because ``metrics.jsonl`` does not contain such numbers.
+    """
     told = [[line[name] for name in (*TOLD, "eval_loss") if name in line] for line in lines]
     return [[value if value is not None and math.isfinite(value) else math.nan for value in line] for line in told]
 
 
 def run_all(workers: Any, runs: Mapping[str, Sequence[str]]) -> dict[str, Curve]:
-    """Several runs, one behind the other, in one group of workers, by their names."""
+    """Train several runs one after the other in one group of workers. Return their curves by name."""
     return {name: run(flags) for name, flags in runs.items()}

@@ -1,4 +1,4 @@
-"""Scripts that run in the test process, which has imported everything already."""
+"""Run scripts in the test process, which has already imported everything."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def run_script(script: Path, *words: str) -> int:
     """Run a script as ``python SCRIPT WORDS`` does.
 
     Returns:
-        Its exit status.
+        The exit status.
     """
     command = [str(script), *words]
-    # Workers would be started by orig_argv, which is that of pytest.
+    # Workers would start with orig_argv, which is that of pytest.
     with mock.patch.multiple(sys, argv=command, orig_argv=[sys.executable, *command]):
         try:
             runpy.run_path(str(script), run_name="__main__")

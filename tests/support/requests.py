@@ -30,14 +30,14 @@ def config_of(flags: str) -> RunConfig:
 
 
 def on(place: Environment, **facts: Any) -> Environment:
-    """The machine with other facts."""
+    """Return the machine with some facts replaced."""
     return dataclasses.replace(place, **facts)
 
 
 def codes(
     flags: str | RunConfig, place: Environment = CPU, registry: Registry = REGISTRY, *, training: bool = False
 ) -> list[str]:
-    """The codes by which a request is refused; none when it is accepted."""
+    """Return the codes of the rules that refuse a request, or an empty list if it is accepted."""
     config = config_of(flags) if isinstance(flags, str) else flags
     try:
         resolve(config, place, registry, training=training)
@@ -47,7 +47,7 @@ def codes(
 
 
 def with_switches(names: Iterable[str]) -> RunConfig:
-    """A request for the named switches and nothing else."""
+    """Return a request for the named switches and nothing else."""
     values = {field: value for name in names for field, value in REGISTRY[name].on.items()}
     return REGISTRY.complete(RunConfig()).replace("test", **values)
 

@@ -1,4 +1,4 @@
-"""Lines taken out of the product, to see that a test would miss them."""
+"""Remove lines from the product, to check that a test notices."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 @contextmanager
 def without(module: str, line: str, instead: str = "pass") -> Iterator[None]:
-    """Run with another line in the place of one.
+    """Run with one line of the source replaced.
 
     Args:
-        module: whose source has the line, in a function of the module or of a class.
-        line: as it stands there, without its indentation; it must be there once.
-        instead: what is done in its place.
+        module: module whose source contains the line, in a function of the module or of a class.
+        line: the line as it is in the source, without its indentation. It must occur exactly once.
+        instead: the replacement.
 
     Raises:
-        ValueError: no line is so, or several are.
+        ValueError: the line does not occur, or it occurs more than once.
     """
     live = importlib.import_module(module)
     source = Path(live.__file__ or "").read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ def without(module: str, line: str, instead: str = "pass") -> Iterator[None]:
     code = compile("\n".join(changed), str(live.__file__), "exec")
     name, other = _outermost(code, number)
     function: Any = reduce(getattr, name.split("."), live)
-    function = inspect.unwrap(function)  # torch wraps the steps of optimizers, of some twice
+    function = inspect.unwrap(function)  # torch wraps the steps of optimizers, some of them twice
     kept = function.__code__
     function.__code__ = other
     try:
@@ -43,12 +43,12 @@ def without(module: str, line: str, instead: str = "pass") -> Iterator[None]:
 
 
 def _outermost(code: CodeType, number: int) -> tuple[str, CodeType]:
-    """The function that has the line and is in none itself: its name in the module, and its code."""
+    """Return the qualified name and the code of the outermost function that contains the line."""
     for part in (constant for constant in code.co_consts if isinstance(constant, CodeType)):
         lines = [line for _, _, line in part.co_lines() if line]
         nested = [line for inner in _inside(part) for _, _, line in inner.co_lines() if line]
         if number in (*lines, *nested):
-            is_class = not part.co_flags & 0x2  # functions have new locals
+            is_class = not part.co_flags & 0x2  # only functions have the flag CO_NEWLOCALS
             return _outermost(part, number) if is_class else (part.co_qualname, part)
     raise ValueError(f"line {number} is in no function")
 

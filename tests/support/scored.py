@@ -1,4 +1,4 @@
-"""A small job whose evaluations give the scores that a test writes down."""
+"""A small job whose evaluations return the scores that a test chooses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rapidformer_templates import Data, Trainer
 
 
 class Scored(Trainer):
-    """Fits y = 2x + 1; the evaluation after step ``s`` gives ``scores[s // every - 1]`` as its ``utility``."""
+    """Fits y = 2x + 1. The evaluation after step ``s`` returns ``scores[s // every - 1]`` as ``utility``."""
 
     every = 2
     scores: Sequence[float] = ()

@@ -9,9 +9,9 @@ import pytest
 
 
 def by_default(taken: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Parameters for :func:`pytest.mark.parametrize`: ``longer`` marks all but ``taken``.
+    """Build parameters for :func:`pytest.mark.parametrize`. All cases except ``taken`` get the mark ``longer``.
 
-    A case that is a tuple has the values of several arguments.
+    A case that is a tuple contains the values of several arguments.
     """
     parameters = []
     for case in cases:
@@ -21,10 +21,10 @@ def by_default(taken: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
-    """The values that an argument has in the tests of this module that will run, each once, in the order of the tests.
+    """Return the distinct values of an argument in those tests of this module that will run, in the order of the tests.
 
     Args:
-        request: of a fixture of the module.
+        request: request of a fixture in the module.
         argument: name of a parameter of the tests.
     """
     values: list[Any] = []

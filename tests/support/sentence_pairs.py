@@ -1,4 +1,4 @@
-"""Sets of sentence pairs in which a token's id tells where it is from."""
+"""Data sets of sentence pairs in which a token's id shows where the token is from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokenizer_of(words: int) -> BertTokenizer:
 
 
 def write(corpus: Corpus, folder: Path) -> IndexedDataset:
-    """A set in which a token's id is its place in the stream, so that it tells where it is from."""
+    """Write a data set in which a token's id is its position in the stream, so that the id shows where it is from."""
     lengths = np.asarray([length for document in corpus for length in document])
     assert lengths.sum() <= WORDS
     with IndexedWriter(folder / "set", np.uint16, overwrite=True) as writer:

@@ -1,4 +1,4 @@
-"""Tiny models of every architecture with a tensor plan, and a plain loop to train them whole or divided."""
+"""Tiny models of every architecture with a tensor plan, and a plain loop that trains them whole or divided."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from rapidformer_templates.switches.tensor_parallel import transform as tensor_p
 from rapidformer_templates.system.workers import Workers
 from tests.support.worker_pool import alone
 
-VOCABULARY = 51  # three for each of 17: two and four workers get unequal shares
+VOCABULARY = 51  # 3 × 17: two and four workers get unequal shares
 HIDDEN, HEADS, LAYERS, WIDTH, POSITIONS = 32, 4, 2, 64, 32
 CLIP = 0.5
 
@@ -107,12 +107,12 @@ def _mixtral(dropout: float, tied: bool) -> nn.Module:
         num_key_value_heads=HEADS, intermediate_size=WIDTH, max_position_embeddings=POSITIONS, num_local_experts=4,
         attention_dropout=dropout, tie_word_embeddings=tied, use_cache=False, output_router_logits=True,
     )  # fmt: skip
-    config._experts_implementation = "eager"  # the grouped kernel has no fp64
+    config._experts_implementation = "eager"  # the grouped kernel does not support fp64
     return MixtralForCausalLM(config)
 
 
 class _OwnBlock(nn.Module):
-    """A residual block as users write it: what is whole stands beside what is divided."""
+    """A residual block as users write it, with divided layers next to layers that are not divided."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -144,14 +144,14 @@ MODELS: dict[str, Callable[[float, bool], nn.Module]] = {
     "t5": _t5,
     "mixtral": _mixtral,
 }
-"""Of transformers."""
+"""Models from transformers."""
 
 OWN = {"own": lambda dropout, tied: _Own(dropout)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A run: which model, how it is divided, and in which numbers it computes."""
+    """A run: the model, how it is divided, and the type in which it computes."""
 
     model: str
     tensor: int = 1
@@ -160,22 +160,22 @@ class Case:
     checkpointed: bool = False
     kind: str = "float32"
     own_loss: bool = False
-    """The model's loss through labels; else cross-entropy with label smoothing on the logits."""
+    """Whether the model computes the loss from labels. If not, it is smoothed cross-entropy of the logits."""
     dropout: float = 0.0
     fused: bool = False
-    """Loss and head as one, in chunks of tokens."""
+    """Whether head and loss are computed together, in chunks of tokens."""
 
     @property
     def whole(self) -> Case:
-        """The same run on one worker, with whole logits."""
+        """The same run on one worker, with full logits."""
         return dataclasses.replace(self, tensor=1, sequence=False, checkpointed=False, fused=False)
 
 
 def build(case: Case, workers: Workers | None = None) -> nn.Module:
-    """The model of a case, divided over ``workers``."""
+    """Build the model of a case, divided over ``workers``."""
     torch.manual_seed(3)
     model = (MODELS | OWN)[case.model](case.dropout, case.tied)
-    for name, parameter in model.named_parameters():  # biases and norms that matter
+    for name, parameter in model.named_parameters():  # make biases and norms matter
         if parameter.ndim == 1:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
         elif "bias" in name:
@@ -199,14 +199,14 @@ def _building(blocks: Mapping[str, nn.Module], workers: Workers, *switches: str)
 
 
 def divided(workers: Workers, tensor: int) -> Workers:
-    """The workers of a test's group as a layout with that tensor size."""
+    """Return the workers of a test as a layout with ``tensor`` as its tensor parallel size."""
     shape = (1, workers.world // tensor, tensor)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "copies", "tensor"))
     return dataclasses.replace(workers, tensor=tensor, mesh=mesh)
 
 
 def batches(model: str, steps: int = 1, micro: int = 2) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Micro batches of each step: padded samples of odd lengths, with labels left out."""
+    """Yield the micro batches of each step: padded samples of odd lengths, with masked labels."""
     draw = torch.Generator().manual_seed(11)
     for _ in range(steps):
         step = []
@@ -221,7 +221,7 @@ def batches(model: str, steps: int = 1, micro: int = 2) -> Iterator[list[dict[st
 
 
 FEW_ROWS = 4 * 4 * (VOCABULARY // 2)
-"""Bytes of a chunk of the fused loss: four rows of the worker that has 25 words, three of the one that has 26."""
+"""Bytes per chunk of the fused loss: four rows on the worker with 25 words, three on the worker with 26."""
 
 
 def loss_of(case: Case, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _loss_of(case: Case, model: Any, batch: dict[str, torch.Tensor]) -> torch.Te
 
 
 def train(case: Case, workers: Workers | None = None, steps: int = 10) -> dict[str, Any]:
-    """Clipped and accumulated steps of AdamW: losses, norms and the whole weights at the end."""
+    """Train with AdamW, accumulation and gradient clipping. Return losses, norms and the full weights at the end."""
     model = build(case, workers)
     peers = workers.mesh["tensor"].get_group() if workers is not None and workers.mesh is not None else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)

@@ -1,4 +1,4 @@
-"""Small texts and tokenizers, made on the spot, and configurations; its fixtures are for every test."""
+"""Small texts and tokenizers that tests create, and configurations. All tests can use the fixtures."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TEXTS = [f"{' '.join(WORDS[i % 40 : i % 40 + i % 9 + 1])}\n\t café №{i} 日�
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No hub, and no cache that belongs to the user."""
+    """Use neither the Hub nor the user's caches."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
 
 
 @pytest.fixture(scope="session")
 def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A WordPiece tokenizer with ``[CLS] … [SEP]``, as a folder."""
+    """The folder of a WordPiece tokenizer with ``[CLS] … [SEP]``."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -57,7 +57,7 @@ def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def gpt_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer with an end token and no padding token, as a folder."""
+    """The folder of a byte-level BPE tokenizer with an end token and no padding token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -70,13 +70,13 @@ def gpt_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     folder = tmp_path_factory.mktemp("gpt-tokenizer")
     fast.save_pretrained(folder)
-    tokenizer.model.save(str(folder))  # vocab.json and merges.txt
+    tokenizer.model.save(str(folder))  # writes vocab.json and merges.txt
     return folder
 
 
 @pytest.fixture
 def configure() -> Callable[..., RunConfig]:
-    """A configuration with some values given on the command line."""
+    """A function that builds a configuration with values from the command line."""
 
     def make(**values: Any) -> RunConfig:
         return RunConfig().replace("command line", **values)
@@ -106,19 +106,19 @@ def flags(tmp_path: Path, gpt_folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """``TEXTS`` as loose JSON lines."""
+    """A JSON Lines file with ``TEXTS``."""
     return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text, "id": i} for i, text in enumerate(TEXTS)])
 
 
 @pytest.fixture
 def recipe(gpt_folder: Path) -> Recipe:
-    """How ``gpt_folder``'s tokenizer is to be used."""
+    """How to use the tokenizer of ``gpt_folder``."""
     return Recipe((gpt_folder / "tokenizer.json").read_text(encoding="utf-8"), "uint16", end=0)
 
 
 @pytest.fixture
 def make(tmp_path: Path, recipe: Recipe) -> Callable[..., Made]:
-    """Preprocess into ``tmp_path/out_…``, one worker unless told."""
+    """A function that preprocesses into ``tmp_path/out_…``, with one worker by default."""
 
     def run(*files: Path, recipe: Recipe = recipe, prefix: str = "out", **options: Any) -> Made:
         options = {"workers": 1, "backend": "transformers", **options}
@@ -128,5 +128,5 @@ def make(tmp_path: Path, recipe: Recipe) -> Callable[..., Made]:
 
 
 def files_of(prefix: str | Path) -> list[bytes]:
-    """All that a data set consists of."""
+    """Return the contents of all files of a data set."""
     return [Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx", "sums.json")]

@@ -1,4 +1,4 @@
-"""A small run that trackers are told of, and that may be killed, also while it tells them."""
+"""A small run that reports to trackers and can be killed, even while it reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rapidformer_templates import Data, Trainer
 
 
 class Tracked(Trainer):
-    """Fits y = 2x + 1 with dropout, evaluated on two sets."""
+    """Fits y = 2x + 1 and evaluates on two sets."""
 
     dies_after: int | None = None
 
@@ -40,11 +40,11 @@ class Tracked(Trainer):
 
 
 def train(folder: str, flags: Sequence[str], environment: Mapping[str, str], dies_after: int | None = None) -> None:
-    """In a process of its own."""
+    """Train in a separate process: this changes the environment and the working folder."""
     os.environ.update(environment)
     os.chdir(folder)
     common = "--lr 0.1 --micro-batch-size 4 --eval-interval 4 --save-interval 4 --log-interval 1 --evaluate-test"
     job = Tracked([*common.split(), *flags, "--save", f"{folder}/run"])
     job.dies_after = dies_after
-    with mock.patch("rapidformer_templates.run.console.draw_curves"):  # half of the time of so short a run
+    with mock.patch("rapidformer_templates.run.console.draw_curves"):  # takes half of the time of such a short run
         job.fit()

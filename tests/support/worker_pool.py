@@ -1,10 +1,10 @@
-"""Worker processes that stay: :func:`run_in_workers` gives them one job after another.
+"""Worker processes that stay alive: :func:`run_in_workers` gives them one job after another.
 
-They are forked from the test process, which has imported everything by then. So the first job of a session waits for a
-tenth of a second, and not for the imports of four processes. A job of two workers uses the first two. Each job
+They are forked from the test process, which has already imported everything. So the first job of a session waits for a
+tenth of a second, and not for the imports of four processes. A job with two workers uses the first two. Each job
 opens a process group and closes it. A worker that dies or hangs ends the pool, and the next job starts a new one.
 
-:func:`start_workers` is for workers that must die, or that a test looks at while they run.
+:func:`start_workers` is for workers that must die, or that a test observes while they run.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from rapidformer_templates.system.workers import Workers, join
 from tests.support import stand_in
 
 GRACE = 5.0
-"""Seconds that the other workers of a job get when one has failed. They may wait for it in a collective."""
+"""Seconds that the other workers of a job get after one has failed. They may wait for it in a collective."""
 
 LIMIT = 240.0
-"""Seconds that a job may take."""
+"""Longest time of a job in seconds."""
 
 LARGEST = 1.0e9
 """Bytes by which a worker may grow. Compiled graphs and pinned memory stay until it ends."""
@@ -68,7 +68,7 @@ PRELOADED = (
     "tests.support.combinations",
     "tests.support.parallel_jobs",
 )
-"""Modules that take seconds to import. A package that is not installed is left out."""
+"""Modules that take seconds to import. Packages that are not installed are skipped."""
 
 PRELOADED_FOR_DEVICES = (
     "pytest",
@@ -83,25 +83,25 @@ PRELOADED_FOR_DEVICES = (
     "rapidformer_templates.switches.pipeline_parallel.engine",
     "tests.support.stand_in.runs",
 )
-"""The same for workers on accelerators."""
+"""Modules that workers on accelerators need and that take seconds to import."""
 
 FSYNC = os.fsync
-"""The real one."""
+"""The real ``os.fsync``."""
 
 FAST_RUNS = mock.patch.multiple("os", fsync=lambda descriptor: None)
-"""Replaces what makes short runs slow: waiting for the disk."""
+"""Replaces ``os.fsync``, because short runs are slow if they wait for the disk."""
 
 WITHOUT_PICTURES = mock.patch("rapidformer_templates.run.console.draw_curves")
-"""Drawing takes half of the time of a run as short as those of tests. Commands in other processes still draw."""
+"""Turns off drawing, which takes half of the time of a test's short run. Commands in other processes still draw."""
 
 
 @dataclass
 class Failure:
-    """How the job of a worker ended if it did not return.
+    """How a worker's job ended if it did not return.
 
     Attributes:
-        kind: name of the exception's class.
-        text: its message.
+        kind: class name of the exception.
+        text: message of the exception.
         trace: its stack trace.
     """
 
@@ -119,7 +119,7 @@ def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any, de
 
     Args:
         count: at most four.
-        device: what they compute on, each on its own.
+        device: the kind of device that they compute on. Each worker has its own device.
 
     Raises:
         WorkerError: with the stack trace of the first worker that failed.
@@ -133,7 +133,7 @@ def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any, de
 
 
 def outcomes_in_workers(count: int, function: Callable[..., Any], *arguments: Any, device: str = "cpu") -> list[Any]:
-    """The same with a :class:`Failure` in place of the result of each worker that failed."""
+    """Do the same as :func:`run_in_workers`, but return a :class:`Failure` for each worker that failed."""
     global _pool
     if _pool.device != device:
         _pool.end()
@@ -142,7 +142,7 @@ def outcomes_in_workers(count: int, function: Callable[..., Any], *arguments: An
 
 
 def end_pool() -> None:
-    """End the pool before other workers start: so few processes are alive at a time. The next job starts a new one."""
+    """End the pool before other workers start, to have few processes at a time. The next job starts a new pool."""
     _pool.end()
 
 
@@ -154,10 +154,10 @@ class WorkerPool:
     _processes: list[Any] = field(default_factory=list)
     _pipes: list[Connection] = field(default_factory=list)
     _sizes: list[int] = field(default_factory=list)
-    """Memory of each worker when it started, most of which it shares with this process."""
+    """Memory of each worker when it started. It shares most of this memory with this process."""
 
     def run(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """The results by rank, or a :class:`Failure`."""
+        """Return the result or the :class:`Failure` of each rank."""
         self._start(count)
         job = (count, free_port(), dict(os.environ), function, arguments)
         for pipe in self._pipes[:count]:
@@ -173,8 +173,8 @@ class WorkerPool:
                     results[rank] = Failure("EOFError", "the worker has died")
                 if isinstance(results[rank], Failure):
                     deadline = min(deadline, time.monotonic() + GRACE)
-        # Workers that all came back with the same error are in step. Otherwise one may wait in a collective. What has
-        # failed on an accelerator may have left work on its streams.
+        # Workers that all returned the same error are in step. Otherwise one may wait in a collective. A failure on an
+        # accelerator may have left work on its streams.
         kinds = {result.kind if isinstance(result, Failure) else "" for result in results}
         in_doubt = self.device != "cpu" and kinds != {""}
         if len(kinds) > 1 or kinds & {"EOFError", "TimeoutError"} or in_doubt or self._is_large():
@@ -182,14 +182,14 @@ class WorkerPool:
         return results
 
     def _start(self, count: int) -> None:
-        """Have at least ``count`` workers."""
+        """Start workers until there are at least ``count``."""
         if len(self._processes) >= count:
             return
         forks = self.device == "cpu"
         if forks:
             _preload()
             leave_group()
-            _forget_meshes()  # here: a fork cannot free what this process has put into the cache
+            _forget_meshes()  # now, because a fork cannot free what this process has put into the cache
         context = multiprocessing.get_context("fork") if forks else _starter(self.device)
         for rank in range(len(self._processes), count):
             here, there = context.Pipe()
@@ -207,7 +207,7 @@ class WorkerPool:
         return any(_memory_of(process) - size > LARGEST for process, size in grown)
 
     def end(self) -> None:
-        """End the workers. An idle one ends when its pipe closes, any other gets SIGKILL."""
+        """End the workers. An idle one ends when its pipe closes. Any other gets SIGKILL."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -218,7 +218,7 @@ class WorkerPool:
 
 
 def _memory_of(process: Any) -> int:
-    """Bytes that belong to no file. Unlike the exact count of private bytes, this takes no walk over all pages."""
+    """Return the bytes that belong to no file. An exact count of private bytes would have to walk over all pages."""
     memory = psutil.Process(process.pid).memory_info()
     return int(memory.rss - memory.shared)
 
@@ -229,9 +229,9 @@ _pool = WorkerPool("cpu")
 def _starter(device: str) -> Any:
     """Return a context that starts workers on accelerators.
 
-    No accelerator works in a fork of a process that has looked for one, or that has gone backward without one: torch
-    counts the devices once. So workers on the stand-in are forked from a server process, which has imported what they
-    need. These imports look for a GPU, so workers on GPUs import everything themselves.
+    Accelerators do not work in a fork of a process that has looked for one, or that has run a backward without one,
+    because torch counts the devices only once. So workers on the stand-in are forked from a server process that has
+    imported what they need. These imports look for a GPU, so workers on GPUs import everything themselves.
     """
     if device != stand_in.NAME:
         return multiprocessing.get_context("spawn")
@@ -242,9 +242,9 @@ def _starter(device: str) -> Any:
 
 @cache
 def _preload() -> None:
-    """Import what workers need, ask the processor what it is, and hide all of it from the garbage collector.
+    """Import what workers need, query the processor, and hide all of it from the garbage collector.
 
-    Otherwise each full collection of a worker would write to pages that all processes share.
+    Otherwise each full collection in a worker would write to pages that all processes share.
     """
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
@@ -258,15 +258,15 @@ def _preload() -> None:
 
 
 def leave_group() -> None:
-    """Close a process group that this process has opened for itself: its threads would not exist in a fork."""
+    """Close a process group that this process has opened. The threads of the group would not exist in a fork."""
     if torch.distributed.is_initialized():
-        # DeepSpeed keeps copies of the group, which it forgets only if it closes the group itself.
+        # DeepSpeed keeps copies of the group. It forgets them only if it closes the group itself.
         deepspeed: Any = sys.modules.get("deepspeed.comm.comm")
         (deepspeed if deepspeed and deepspeed.cdb is not None else torch.distributed).destroy_process_group()
 
 
 def _serve(rank: int, device: str, pipe: Connection, of_others: list[Connection]) -> None:
-    """Carry out one job after another, until the test process closes the pipe."""
+    """Run one job after another until the test process closes the pipe."""
     for other in of_others:
         other.close()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # runs start loaders
@@ -287,12 +287,15 @@ def _serve(rank: int, device: str, pipe: Connection, of_others: list[Connection]
             result = outcome(_in_group, device, function, *arguments)
             try:
                 pipe.send(result)
-            except BaseException as error:  # it cannot be pickled
+            except BaseException as error:  # the result cannot be pickled
                 pipe.send(Failure(type(error).__name__, str(error), traceback.format_exc()))
 
 
 def _number_anew() -> None:
-    """Let DeepSpeed number modules and parameters from 0 again: its workers compare, and some have done more jobs."""
+    """Make DeepSpeed number modules and parameters from 0 again.
+
+    Its workers compare these numbers, and some workers have done more jobs than others.
+    """
     parameters: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     modules: Any = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if parameters and modules:
@@ -302,25 +305,25 @@ def _number_anew() -> None:
 
 
 def _forget_meshes() -> None:
-    """Empty the caches of DTensor: they take a mesh of this job for an equal one of an earlier job, which is closed."""
+    """Empty the caches of DTensor. They confuse a mesh of this job with an equal one of an earlier, closed job."""
     if "torch.distributed.tensor" in sys.modules:
         debug: Any = importlib.import_module("torch.distributed.tensor.debug")
         debug._clear_sharding_prop_cache()
 
 
 def _in_group(device: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    # These workers are a group already: the launcher's own care for errors is not wanted.
+    # These workers already form a group, so the launcher must not handle their errors.
     with join(device) as workers, mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         return function(workers, *arguments)
 
 
 def alone() -> Workers:
-    """The only worker of a run without a group."""
+    """Return the only worker of a run without a process group."""
     return Workers(0, 0, 1, torch.device("cpu"))
 
 
 def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function and return its result, or how it failed."""
+    """Call a function and return its result, or a :class:`Failure` if it raised."""
     try:
         return function(*arguments)
     except BaseException as error:
@@ -331,7 +334,7 @@ def become_worker(rank: int, count: int, port: int, environment: Mapping[str, st
     """Make a process one of ``count`` workers that meet at ``port``.
 
     Args:
-        environment: that of the test process now. A pool's worker has an older one.
+        environment: the test process's current environment. A worker of the pool has an older one.
     """
     os.environ.clear()
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
@@ -341,7 +344,7 @@ def become_worker(rank: int, count: int, port: int, environment: Mapping[str, st
 
 
 def new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """A process that runs a function once it is started. It is forked from this one, and so has its imports."""
+    """Return a process that runs a function when it is started. It is forked from this one, so it has its imports."""
     end_pool()
     leave_group()
     return multiprocessing.get_context("fork").Process(target=_on_one_thread, args=(function, *arguments))
@@ -359,7 +362,7 @@ def start_workers(
     """Start ``count`` new workers and return without waiting. Each writes its result to ``folder/RANK.pickle``.
 
     Args:
-        method: how processes start. Workers of ``spawn`` share no memory with this process, and import for seconds.
+        method: start method. Workers of ``spawn`` share no memory with this process and need seconds for their imports.
     """
     end_pool()
     if method == "fork":

@@ -1,4 +1,4 @@
-"""Up to three switches × three templates: accepted, or refused with reasons and with a way out that is accepted."""
+"""Up to three switches × three templates: accepted, or refused with reasons and an accepted alternative."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETS += [
     )
     for template in TEMPLATES
 ]
-"""Templates differ in the switches that they take, which pairs show."""
+"""Templates differ in the switches that they accept. Pairs show these differences."""
 
 
 @pytest.mark.parametrize(("template", "combinations"), SETS)

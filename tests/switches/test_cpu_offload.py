@@ -1,7 +1,7 @@
 """CPU offload alone: the same run bit by bit, with the optimizer in host memory.
 
-On a CPU there is nothing to move. The tests make the engine believe that there is, so that they take
-the way that a run on a GPU takes.
+On a CPU there is nothing to move. The tests make the engine believe that there is, so that they run the same code as a
+GPU does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIMIZERS = ["apex_adam", "adamw_torch", "adafactor"]
 
 
 def _elsewhere() -> Any:
-    """The engine takes the CPU for a device with memory of its own."""
+    """Make the engine treat the CPU as a device with separate memory."""
     return mock.patch("rapidformer_templates.engines.local.lies_in_host_memory", return_value=False)
 
 

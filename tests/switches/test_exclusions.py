@@ -1,4 +1,4 @@
-"""What is declared of pairs: flags that act only with another one, and switches that exclude each other."""
+"""Declarations about pairs: flags that act only with another flag, and switches that exclude each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPANIONS = [
 
 
 def _value(declared: dataclasses.Field[Any]) -> Any:
-    """A value of the field that is not its default."""
+    """Return a value of the field that is not its default."""
     if declared.default is False:
         return True
     words = {"pipeline_stages": "1,1", "lora_target_modules": "q_proj", "lora_modules_to_save": "head"}
@@ -40,7 +40,7 @@ def test_flag_that_acts_only_with_another_is_refused_alone(
     with pytest.raises(Refused) as refused:
         resolve(alone, CPU)
     [found] = [each for each in refused.value.diagnostics if each.rule == "RF034"]
-    assert found.message == f"{spelling(declared.name)} acts only together with {spelling(other)}"
+    assert found.message == f"{spelling(declared.name)} has no effect without {spelling(other)}"
     assert "RF034" not in codes(alone.replace("test", **{other: value}), CPU)
 
 

@@ -1,4 +1,4 @@
-"""Accumulation by epochs: the way out names the iterations that the epochs are, as the run would count them."""
+"""Accumulation by epochs: the suggestion names the iterations of the epochs, as the run would count them."""
 
 from __future__ import annotations
 

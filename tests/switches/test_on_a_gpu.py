@@ -1,4 +1,4 @@
-"""Every switch that one GPU takes follows a CPU: each one alone, and with others in a row of the covering table."""
+"""Every switch that one GPU accepts follows a CPU: each alone, and with others in a row of the covering table."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = [
 ]
 
 ROUNDING = {"fp32": 1e-4, "tf32": 2**-8, "bf16": 2**-6, "fp16": 2**-8}
-"""How far a GPU may be from a CPU, by the type of the matrix products. It adds up in another order."""
+"""Allowed distance between a GPU and a CPU by the type of the matrix products. A GPU sums in another order."""
 
 WIDTH = 32
-"""Width of hidden states. In 16 bits the kernels of attention need heads of at least 8 values."""
+"""Width of the hidden states. In 16 bits the attention kernels need heads with at least 8 values."""
 
 CHOICES = 0.05
-"""The same for mixtures in 16 bits: a token whose two best experts are nearly alike goes to another one."""
+"""Allowed distance for mixtures in 16 bits: a token with two nearly equal best experts can go to the other one."""
 
 
 @cache
@@ -36,7 +36,7 @@ def _accepted_alone() -> list[str]:
 
 
 def _runs() -> Iterator[Combination]:
-    """Each switch alone, and of each row the switches that one GPU takes together."""
+    """Yield each switch alone, and for each row the switches that one GPU accepts together."""
     alone = _accepted_alone()
     seen = set()
     for names in (*([name] for name in alone), *covering.table()["rows"]):
@@ -50,7 +50,7 @@ def _runs() -> Iterator[Combination]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Find the runs only where there is a GPU."""
+    """Find the runs only if there is a GPU."""
     if "run" in metafunc.fixturenames:
         metafunc.parametrize("run", [*_runs()] if torch.cuda.is_available() else [], ids=str)
 
@@ -66,7 +66,7 @@ def test_a_gpu_follows_a_cpu(run: Combination, record_property: Any) -> None:
     size = Size(max(run.size.width, WIDTH), run.size.blocks)
     (found,) = run_in_workers(1, train, run.template, run.flags, "plain", size, device="cuda")
     if in_tf32:
-        end_pool()  # the next run would be in tf32, too
+        end_pool()  # otherwise the next run would also use tf32
     apart = distance(found, _on_the_cpu(run.template, reference, size))
     precision = "tf32" if in_tf32 else run.plan.precision
     record_property(precision, apart.worst)

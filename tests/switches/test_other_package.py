@@ -1,4 +1,4 @@
-"""A switch of another package is as good as ours, without a line changed here."""
+"""A switch from another package works like ours, without changing a line of this package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the package is installed, and nothing else."""
+    """The folder in which only the package is installed."""
     folder = tmp_path_factory.mktemp("other")
     shutil.copytree(ROOT / "tests/other_package", folder / "source")
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(folder / "site")]
@@ -35,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(place: Path | None, *words: str, status: int = 0) -> str:
-    """What Python says, with the package installed or without it."""
+    """Return the output of Python, with the package installed or without it."""
     paths = [str(place or ""), os.environ.get("PYTHONPATH", ""), str(ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(
@@ -67,7 +67,7 @@ print(json.dumps(said))
 
 
 def several(place: Path, *commands: str) -> list[tuple[int, str]]:
-    """(status, what was said) of each command, all in one process with the package installed."""
+    """Return (status, output) of each command. All run in one process with the package installed."""
     said: list[tuple[int, str]] = json.loads(run(place, "-c", ONE_AFTER_ANOTHER, json.dumps(commands)))
     return said
 
@@ -88,7 +88,7 @@ def test_it_is_in_the_help_the_catalogue_and_the_plan(place: Path) -> None:
 
 @pytest.mark.distributed
 def test_it_acts_is_measured_predicted_and_can_fail(place: Path) -> None:
-    """By the tests that are made from the registry."""
+    """The tests that are generated from the registry check it."""
     cases = [
         f"tests/run/test_receipts.py::test_a_switch_that_does_nothing_ends_the_run[{NAME}-all]",
         f"tests/switches/auto_strategy/test_predicted_states.py::test_a_run_holds_what_is_predicted[{NAME}]",

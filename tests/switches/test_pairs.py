@@ -1,7 +1,7 @@
-"""Every accepted combination of switches follows one process with the same mathematics.
+"""Every accepted combination of switches follows one process that computes the same.
 
-By default the runs of the covering table, in which every accepted pair occurs. ``-m exhaustive`` runs each pair alone,
-and as many triples as ``RAPIDFORMER_TRIPLES`` says (default: 60), drawn by the seed ``RAPIDFORMER_SEED`` (default: 0).
+By default the tests run the covering table, which contains every accepted pair. ``-m exhaustive`` runs each pair alone
+and ``RAPIDFORMER_TRIPLES`` triples (default: 60), drawn with the seed ``RAPIDFORMER_SEED`` (default: 0).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ROUNDING = {
     "bf16": (2**-7, "8 bits of mantissa: each sum over workers or micro batches rounds in another order"),
     "fp16": (2**-9, "11 bits of mantissa, likewise"),
 }
-"""Greatest relative difference by the type of the matrix products, and why there is one."""
+"""Largest relative difference by the type of the matrix products, and the reason for it."""
 
 CHOICES = (0.05, "a token whose two best experts are nearly alike goes to another one where 16 bits round otherwise")
-"""For a mixture in 16 bits."""
+"""The same for a mixture in 16 bits."""
 
-REFUSED = ("the loss does not reach", "a micro batch does not come by all parameters")
-"""How ZeRO's errors begin if no worker reaches a parameter, or if one worker leaves out what others gather."""
+REFUSED = ("the loss does not reach", "a micro batch does not use all parameters")
+"""Beginnings of ZeRO's errors if no worker reaches a parameter, or if one worker skips what others gather."""
 
 NAMES = [switch.name for switch in REGISTRY.switches]
 
@@ -48,10 +48,10 @@ def _reference(template: str, flags: tuple[str, ...], variant: str, size: Size) 
 
 
 def _problem(found: Combination, variant: str = "plain", record: Callable[[str, object], None] | None = None) -> str:
-    """Train a combination and its reference. Returns how they differ, or "" if they agree.
+    """Train a combination and its reference. Return how they differ, or "" if they agree.
 
     Args:
-        record: takes how far they are apart, for ``--junitxml``.
+        record: receives the distance between them, for ``--junitxml``.
     """
     if "nvme-offload" in found.names and (why := why_no_nvme()):
         pytest.skip(why)
@@ -72,13 +72,13 @@ def _problem(found: Combination, variant: str = "plain", record: Callable[[str, 
 
 
 def _smaller(names: tuple[str, ...]) -> Iterator[str]:
-    """How the switches and the pairs of a failed row fail alone."""
+    """Yield the failures of single switches and pairs of a failed row."""
     parts = (part for size in (1, 2) for part in itertools.combinations(names, size))
     return (problem for part in parts if (found := smallest(part)) and (problem := _problem(found)))
 
 
 def _triples() -> list[Combination]:
-    """Combinations that the rules accept, in an order that the seed draws."""
+    """Return combinations that the rules accept, in an order drawn with the seed."""
     triples = list(itertools.combinations(NAMES, 3))
     random.Random(SEED).shuffle(triples)
     return list(itertools.islice((found for names in triples if (found := accepted(names))), TRIPLES))
@@ -89,7 +89,7 @@ def _pairs() -> list[Combination]:
 
 
 def _engines() -> list[Combination]:
-    """Every engine alone, and with several micro batches per step."""
+    """Return every engine alone, and with several micro batches per step."""
     owning = [switch.name for switch in REGISTRY.switches if switch.engine]
     names = [(), ("gradient-accumulation",), *((name,) for name in owning)]
     names += [("gradient-accumulation", name) for name in owning]
@@ -97,7 +97,7 @@ def _engines() -> list[Combination]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Find the combinations only if they are asked for: that takes seconds."""
+    """Find the combinations only if a test needs them, because that takes seconds."""
     making = {"pair": _pairs, "triple": _triples, "engine": _engines}
     for name in making.keys() & set(metafunc.fixturenames):
         wanted = metafunc.config.getoption("markexpr") == "exhaustive"
@@ -106,7 +106,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize("row", covering.table()["rows"], ids=" + ".join)
 def test_rows_that_cover_all_pairs_follow_one_process(row: list[str], record_property: Any) -> None:
-    """A failed row is traced to the switches and pairs that fail alone."""
+    """If a row fails, name the switches and pairs that fail alone."""
     found = smallest(row)
     assert found is not None, f"the rules refuse {row}: run python -m tests.support.covering"
     problem = _problem(found, record=record_property)

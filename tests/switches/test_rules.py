@@ -1,4 +1,4 @@
-"""Every rule: a request that breaks it, and the nearest ones that do not."""
+"""Every rule: a request that breaks it, and the nearest requests that do not."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_example_breaks_its_rule_and_only_as_long_as_the_rule_is_there(rule: Rul
         assert rule.code in told(without=False)
         assert rule.code not in told(without=True)
     else:
-        assert rule.check(request)  # the note itself: test_flash_attention_notes_padding
+        assert rule.check(request)  # test_flash_attention_notes_padding checks the note itself
 
 
-REFUSED = [  # (code, flags, machine): besides the examples, the other ways in which a rule can be broken
+REFUSED = [  # (code, flags, machine): in addition to the examples, the other ways to break a rule
     ("RF001", "--mixed-precision", on(CPU, template=None)),
     ("RF002", "--zero-1-memory-optimization", on(GPUS, template="Pretrainer")),
     ("RF002", "--zero-2-memory-optimization", on(GPUS, template="Finetuner")),

@@ -45,7 +45,7 @@ PARAMETERS = by_default([case for case in CASES if case[1] == "fp32"], CASES)
 
 
 class Job(Trainer):
-    """Weights outweigh what else a step needs: 8 million, with a micro batch of 16 tokens."""
+    """Weights outweigh everything else in a step: 8 million parameters, with a micro batch of 16 tokens."""
 
     width, blocks = 384, 4
 
@@ -60,14 +60,14 @@ class Job(Trainer):
 
 
 class Small(Job):
-    """Has everything imported, and built, that a run needs."""
+    """Imports and builds everything that a run needs."""
 
     width, blocks = 32, 2
 
 
 def _train(kind: type[Job], flags: str) -> tuple[int, float]:
-    """(bytes held of states and buckets by the worker that holds most, MB by which this process grew at most)."""
-    gc.collect()  # what the run before has left
+    """Return (bytes of states and buckets on the worker with most, largest growth of this process in MB)."""
+    gc.collect()  # what the previous run has left
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is the present size
     before = resident_mb()
@@ -79,7 +79,7 @@ def _train(kind: type[Job], flags: str) -> tuple[int, float]:
 
 @contextmanager
 def _freed_memory_is_given_back() -> Iterator[None]:
-    """In every run, or one would be measured with the memory that the one before it has left."""
+    """Return freed memory in every run. Otherwise a run would be measured with memory of the previous one."""
 
     def give_back() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
@@ -110,7 +110,7 @@ def measured(
 ) -> dict[tuple[str, str], tuple[int, float]]:
     """The larger figure of the two workers for each switch and setting.
 
-    They are not forks: a fork fills the holes that this process has in its memory, which counts as growth.
+    The workers are not forks. A fork fills the holes in the memory of this process, which counts as growth.
     """
     folder = tmp_path_factory.mktemp("measured")
     workers = start_workers(2, str(folder), _train_all, selected(request, "setting"), method="spawn")

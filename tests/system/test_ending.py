@@ -1,4 +1,4 @@
-"""How runs end: by a signal, a second one, a closed terminal, a launcher that is killed. Workers here are light."""
+"""How runs end: by a signal, a second signal, a closed terminal, a killed launcher. The workers are lightweight."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def body():
             time.sleep(0.01)
         print("saving", file=sys.stderr, flush=True)
         (folder / f"saved-{rank}").touch()
-        raise Interrupted("stopped after step 7 as asked", hint="go on with --resume")
+        raise Interrupted("stopped after step 7 as asked", hint="continue with --resume")
 
 if how == "imports":
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -62,7 +62,7 @@ report_errors(body)
 
 
 class Run:
-    """A launcher with two workers that are in their loop, or hang in it, or import for long."""
+    """A launcher with two workers that are in their loop, hang in it, or spend a long time in imports."""
 
     def __init__(self, how: str, folder: Path, launcher: str = LAUNCHER, **more: Any) -> None:
         for name, text in (("launcher.py", launcher), ("worker.py", WORKER)):
@@ -85,7 +85,7 @@ class Run:
         return not any(_runs(pid) for pid in self.pids)
 
     def end(self) -> str:
-        """What it said."""
+        """Wait for the end and return the output."""
         said: str = self.process.communicate(timeout=90)[1] or ""
         assert self.workers_are_gone()
         assert "Traceback" not in said
@@ -151,7 +151,7 @@ def test_a_second_ctrl_c_ends_workers_that_hang(start: Callable[..., Run]) -> No
     time.sleep(1.1)
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
-    assert "error: the workers were ended at once, as asked twice" in run.end()
+    assert "error: the workers were stopped at once, as requested twice" in run.end()
     assert run.process.returncode == 130
 
 
@@ -160,7 +160,7 @@ def test_each_signal_saves(start: Callable[..., Run], number: int) -> None:
     run = start("steps")
     run.process.send_signal(number)
     run.process.send_signal(number)  # to the process and to its group: one request
-    assert "error: stopped after step 7 as asked\n  help   go on with --resume" in run.end()
+    assert "error: stopped after step 7 as asked\n  help   continue with --resume" in run.end()
     assert run.process.returncode == 75
     assert run.saved == [True, True]
 
@@ -181,7 +181,7 @@ def test_a_closed_terminal_saves(start: Callable[..., Run]) -> None:
     ours, theirs = pty.openpty()
     run = start("steps", stdout=theirs, stderr=theirs)
     os.close(theirs)
-    os.close(ours)  # what is written there is an error from now on
+    os.close(ours)  # from here on, writing to it is an error
     run.process.send_signal(signal.SIGHUP)
     run.end()
     assert run.process.returncode == 75
@@ -192,7 +192,7 @@ def test_ctrl_c_while_workers_import_is_no_stack_trace(start: Callable[..., Run]
     run = start("imports")
     run.process.send_signal(signal.SIGINT)
     said = run.end()
-    assert "error: asked to end before the first step; nothing was lost" in said
+    assert "error: stopped before the first step; nothing was lost" in said
     assert "memory" not in said
     assert run.process.returncode == 130
 
@@ -220,7 +220,7 @@ def test_ctrl_c_while_a_script_imports_is_a_line(
         rapidformer_templates.Finetuner  # noqa: B018
     assert caught.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
-    monkeypatch.setattr(program, "is_script", lambda: False)  # a notebook goes on
+    monkeypatch.setattr(program, "is_script", lambda: False)  # a notebook continues
     with pytest.raises(KeyboardInterrupt):
         rapidformer_templates.Finetuner  # noqa: B018
 
@@ -231,14 +231,14 @@ def test_a_request_says_what_is_true_in_its_phase() -> None:
             request(signal.SIGTERM, None)
         return caught.value.message, caught.value.exit_status
 
-    before = "asked to end before the first step; nothing was lost"
+    before = "stopped before the first step; nothing was lost"
     assert said(StopRequest()) == (before, 130)
     assert said(StopRequest(lambda: True)) == (before, 75)
     for saves, status in ((True, 75), (False, 130)):
         request = StopRequest()
         with request.loop(saves=saves):
             pass
-        assert said(request) == ("asked to end after the last step, before evaluation and export were done", status)
+        assert said(request) == ("stopped after the last step, before evaluation and export were done", status)
 
 
 @pytest.mark.parametrize("saves", [True, False])

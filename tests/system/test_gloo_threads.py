@@ -1,4 +1,4 @@
-"""A process that ends right behind its exchanges ends well."""
+"""A process that exits right after its collectives exits cleanly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local workers: all end together, the first error is told once, and SIGTERM saves."""
+"""Local workers: all end together, the first error is reported once, and SIGTERM saves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
-    """The output of workers that a test starts as a new program would: without the calls of earlier tests."""
+    """Capture the output of workers that start as in a new program, without the calls of earlier tests."""
     end_pool()
     monkeypatch.setattr(calls, "_outcomes", [])
     return capfd
@@ -110,7 +110,7 @@ def test_sigterm_saves_and_resume_goes_on(
     process.join(timeout=120)
     said = told.readouterr().err
     assert process.exitcode == 75, said
-    assert "go on with --resume" in said
+    assert "continue with --resume" in said
     assert "Traceback" not in said
     done = read_metrics(folder / "metrics.jsonl")[-1]["step"]
     assert done < 40
@@ -143,7 +143,7 @@ def test_torchrun_starts_the_same_script(script: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(
         [*command, "--train-iters", "4", "--save", str(folder)],
-        env={**os.environ, "AGAIN": "1"},  # torchrun's store remembers where the workers of each run met
+        env={**os.environ, "AGAIN": "1"},  # torchrun's store remembers the rendezvous of each run
         capture_output=True,
         text=True,
         timeout=120,
@@ -173,7 +173,7 @@ def test_second_run_does_not_overwrite_the_first(
     assert run_script(script, *flags) == 2
     said = capsys.readouterr().err
     assert "already holds a run" in said
-    assert "--resume goes on with it, --overwrite empties it" in said
+    assert "--resume continues it, --overwrite empties it" in said
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -182,7 +182,7 @@ def _failure(exit_status: int, told: dict[str, Any] | None = None) -> Failure:
 
 
 def test_workers_ended_for_another_ones_error_do_not_hide_it() -> None:
-    """The launcher ends the others with SIGTERM; one that saves before it goes was not asked by the user."""
+    """The launcher ends the others with SIGTERM. A worker that saves before it exits was not stopped by the user."""
     failures = [_failure(75), _failure(1, {"message": "error: out of memory", "told_at": 50.0})]
     with pytest.raises(ReportedError, match="out of memory"):
         launch._raise_first(failures, 0.0, asked=False)

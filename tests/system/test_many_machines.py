@@ -1,4 +1,4 @@
-"""Two nodes, rehearsed on one machine: two torchruns that meet on its loopback; and the examples for clusters."""
+"""Two nodes, simulated on one machine by two torchruns that meet on its loopback, and the examples for clusters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGS = (
 
 
 def node(port: int, save: Path) -> subprocess.Popen[str]:
-    """torchrun on one of two nodes, with one worker."""
+    """Start torchrun on one of two nodes, with one worker."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "rehearsal"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *meeting, "--nproc-per-node", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -36,7 +36,7 @@ def node(port: int, save: Path) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_nodes_train_as_one_process(tmp_path: Path) -> None:
-    """Killing a worker is rehearsed by hand (docs/many-machines.md): torchrun waits 30 s for the others."""
+    """Killing a worker is only tested by hand (docs/many-machines.md), because torchrun waits 30 s for the others."""
     port = free_port()
     nodes = [node(port, tmp_path / "run") for _ in range(2)]
     try:
@@ -68,7 +68,7 @@ def test_the_kubernetes_examples_run_the_command(name: str) -> None:
 
 
 def _pods(value: Any) -> list[Any]:
-    """Every pod template in a document."""
+    """Return every pod template in a document."""
     if isinstance(value, dict):
         own = [value["template"]] if "template" in value else []
         return own + [pod for inner in value.values() for pod in _pods(inner)]

@@ -1,4 +1,4 @@
-"""The bar on a terminal: refreshed seldom, complete at the end, absent where nobody looks."""
+"""The bar on a terminal is rarely refreshed, complete at the end, and absent where nobody looks at it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Standard error from here on; pytest puts its own in its place between a fixture and its test."""
+    """Replace standard error from here on. pytest replaces it between a fixture and its test."""
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     for name, value in {"TERM": "xterm", "COLUMNS": "160", "NO_COLOR": "1"}.items():
@@ -32,7 +32,7 @@ def test_all_that_was_done_is_shown(monkeypatch: pytest.MonkeyPatch, counted: bo
     with ProgressBar("training", 4, done=1, counted=counted) as bar:
         for number in range(2):
             bar.advance(1, lambda number=number: str(asked.append(number)))  # type: ignore[misc]
-    assert asked == []  # the steps took less than a refresh
+    assert asked == []  # the steps took less time than a refresh
     assert "training" in terminal.getvalue()
     assert shown in terminal.getvalue()
 

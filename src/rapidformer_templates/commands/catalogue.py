@@ -50,8 +50,8 @@ def markdown(registry: Registry, pairs: Pairs) -> str:
         "## Compatibility",
         "Two switches at a time, on eight GPUs with every package: "
         "`T` Trainer, `P` Pretrainer, `F` Finetuner; `+` when what one of them requires is added; `–` never. "
-        "Numbers are those of the catalogue; a switch under its own number is the switch alone, and "
-        f"`optimizer` stands for `{spell(registry['optimizer'].on)}`.",
+        "Numbers are those of the catalogue. A switch under its own number is used alone, "
+        f"and `optimizer` means `{spell(registry['optimizer'].on)}`.",
         _matrix(registry, pairs),
         "## What is refused",
         f"{count} of {all_pairs} pairs, by the rules that refuse them. A reason is *documented* in what the sources "
@@ -133,7 +133,7 @@ def _optimizers() -> str:
                 ", ".join(sorted(facts.not_under)),
             )
         )
-    return table(("", "class", "without apex or a GPU", "needs", "state, bytes a parameter", "not under"), rows)
+    return table(("", "class", "without apex or a GPU", "needs", "state, bytes per parameter", "not under"), rows)
 
 
 def _rules(registry: Registry) -> str:
@@ -154,7 +154,7 @@ def _refused(found: Sequence[tuple[tuple[Rule, ...], list[str]]]) -> str:
     for rules, names in found:
         codes, reasons = " ".join(rule.code for rule in rules), ", ".join(dict.fromkeys(map(whose, rules)))
         rows.append((codes, reasons, str(len(names)), ", ".join(names)))
-    return table(("rules", "whose reason", "pairs", "which"), rows)
+    return table(("rules", "source of the reason", "pairs", "which"), rows)
 
 
 def example_request(rule: Rule, registry: Registry) -> Request:
@@ -207,7 +207,7 @@ def show(registry: Registry) -> None:
         catalogue.add_row(str(number), switch.name, flags, switch.summary, switch.source[1:-1])
     console.print(catalogue)
     rows = [[pair.cell for pair in row] for row in compatibility(registry)]
-    print("\nTwo at a time: T Trainer, P Pretrainer, F Finetuner, + with what is required added, – never")
+    print("\nTwo at a time: T Trainer, P Pretrainer, F Finetuner, + if what one of them requires is added, – never")
     print(" " * 26 + "".join(f"{number:<4}" for number in range(1, len(rows) + 1)))
     for number, (switch, cells) in enumerate(zip(registry.switches, rows, strict=True), 1):
         print(f"{number:>2} {switch.name:<23}" + "".join(f"{cell:<4}" for cell in cells))

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = saved.config(user=Asked, **given)
     task = load_saved_task(config, saved)
     if task.auto_class != "AutoModelForCausalLM":
-        hint = f"rapidformer predict {path} --input FILE --output FILE tells what it says of rows"
+        hint = f"rapidformer predict {path} --input FILE --output FILE predicts the rows of a file"
         raise ConfigError(f"a model for {task.name} does not chat", where="RUN", hint=hint)
 
     from rapidformer_templates.data.generation import Generation
@@ -106,7 +106,7 @@ def talk(conversation: Conversation, *, at_terminal: bool, name: str) -> None:
             if at_terminal:
                 print("(forgotten)")
         elif line.startswith("/") and at_terminal and " " not in line:
-            print(f"there is no {line}: /reset, /exit")
+            print(f"unknown command {line}: use /reset or /exit")
         elif line:
             _answer(conversation, line)
 

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = dashed(sys.argv[1:] if argv is None else argv)
     try:
         options = build_parser().parse_args(words)
-        with interruptible("interrupted; nothing was written", "run it again: it starts anew"):
+        with interruptible("interrupted; nothing was written", "run it again: it starts from the beginning"):
             status: int = options.run(options)
     except RapidformerError as error:
         print(error.render(), file=sys.stderr)
@@ -67,48 +67,56 @@ def _tokenizer(options: argparse.Namespace) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer data``."""
-    parser = Parser(prog="rapidformer data", description="Make, join and look at data sets for pretraining.")
+    parser = Parser(prog="rapidformer data", description="Make, join and inspect data sets for pretraining.")
     commands = parser.add_subparsers(required=True, metavar="preprocess|merge|inspect|verify|tokenizer")
 
-    preprocess = commands.add_parser("preprocess", help="raw text to Megatron's indexed data sets")
+    preprocess = commands.add_parser("preprocess", help="convert raw text to Megatron's indexed data sets")
     _add_text(preprocess)
-    preprocess.add_argument("--output-prefix", required=True, metavar="P", help="gives P_KEY_document.bin and .idx")
-    preprocess.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="the format: mmap")
-    preprocess.add_argument("--append-eod", action="store_true", help="an end token after each document")
-    preprocess.add_argument("--split-sentences", action="store_true", help="a sequence a sentence, for pairs of them")
+    preprocess.add_argument(
+        "--output-prefix", required=True, metavar="P", help="prefix of the output: P_KEY_document.bin and .idx"
+    )
+    preprocess.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="format of the output: mmap")
+    preprocess.add_argument("--append-eod", action="store_true", help="add an end token after each document")
+    preprocess.add_argument(
+        "--split-sentences", action="store_true", help="one sequence per sentence, for sentence pairs"
+    )
     preprocess.add_argument("--workers", type=_positive, metavar="N", help="processes (default: all cores)")
     preprocess.add_argument(
-        "--chunk-size", type=_positive, default=1000, metavar="N", help="documents a worker gets at a time (1000)"
+        "--chunk-size", type=_positive, default=1000, metavar="N", help="documents that a worker gets at a time (1000)"
     )
     _add_tokenizer(preprocess)
     preprocess.add_argument(
         "--tokenizer-backend",
         choices=("auto", "gigatoken", "transformers"),
         default="auto",
-        help="auto: gigatoken where it is installed and proves equal, else transformers (default)",
+        help="auto: gigatoken if it is installed and gives the same tokens, else transformers (default)",
     )
     preprocess.add_argument(
         "--tokenizer-check",
         choices=("sample", "all"),
         default="sample",
-        help="on how much of the text the fast way is compared with the plain one (sample: 1 part in 64)",
+        help="how much of the text the fast backend is compared with the plain one on (sample: 1 part in 64)",
     )
     _add_output(preprocess)
     preprocess.set_defaults(run=_preprocess)
 
-    merge = commands.add_parser("merge", help="several indexed data sets to one")
+    merge = commands.add_parser("merge", help="merge several indexed data sets into one")
     merge.add_argument("--input", nargs="+", required=True, metavar="P", help="prefixes in order, or folders of sets")
-    merge.add_argument("--output-prefix", required=True, metavar="P", help="of the new set")
+    merge.add_argument("--output-prefix", required=True, metavar="P", help="prefix of the new set")
     _add_output(merge)
     merge.set_defaults(run=_merge)
 
-    inspect = commands.add_parser("inspect", help="what is in indexed data sets")
+    inspect = commands.add_parser("inspect", help="show the contents of indexed data sets")
     inspect.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
     inspect.add_argument(
-        "--show", type=_positive, default=0, metavar="N", help="the first N documents, as text if a tokenizer is named"
+        "--show",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="show the first N documents, as text if a tokenizer is named",
     )
     inspect.add_argument(
-        "--split", metavar="T,V,T", help="the loss of a unigram model of the training part on the validation part"
+        "--split", metavar="T,V,T", help="show the loss of a unigram model of the training part on the validation part"
     )
     _add_tokenizer(inspect)
     _add_json(inspect)
@@ -122,16 +130,24 @@ def build_parser() -> argparse.ArgumentParser:
 
     tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on raw text")
     _add_text(tokenizer)
-    tokenizer.add_argument("--output", required=True, metavar="DIR", help="folder for transformers")
+    tokenizer.add_argument("--output", required=True, metavar="DIR", help="folder that transformers can read")
     tokenizer.add_argument(
         "--type",
         choices=("bpe", "wordpiece"),
         default="bpe",
-        help="bpe: of bytes, as GPT-2's (default); wordpiece: as BERT's",
+        help="bpe: byte-level, like GPT-2's (default); wordpiece: like BERT's",
     )
-    tokenizer.add_argument("--vocab-size", type=_positive, default=50257, metavar="N", help="tokens in all (50257)")
-    tokenizer.add_argument("--min-frequency", type=_positive, default=2, metavar="N", help="of a pair to be joined (2)")
-    tokenizer.add_argument("--lower-case", action="store_true", help="wordpiece: without case and accents")
+    tokenizer.add_argument(
+        "--vocab-size", type=_positive, default=50257, metavar="N", help="size of the vocabulary, tokens (50257)"
+    )
+    tokenizer.add_argument(
+        "--min-frequency",
+        type=_positive,
+        default=2,
+        metavar="N",
+        help="least number of occurrences of a pair that is joined (2)",
+    )
+    tokenizer.add_argument("--lower-case", action="store_true", help="wordpiece: ignore case and accents")
     _add_output(tokenizer)
     tokenizer.set_defaults(run=_tokenizer)
     return parser
@@ -148,22 +164,20 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         default="paragraph",
         help="a document of a .txt file: a paragraph between blank lines (default), a line, or the file",
     )
-    parser.add_argument(
-        "--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and list them"
-    )
+    parser.add_argument("--skip-bad-lines", action="store_true", help="skip lines that cannot be read, and list them")
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: HuggingFaceTokenizer")
-    parser.add_argument("--vocab-file", metavar="FILE", help="of the first three types")
-    parser.add_argument("--merge-file", metavar="FILE", help="of GPT2BPETokenizer")
+    parser.add_argument("--vocab-file", metavar="FILE", help="vocabulary of the first three types")
+    parser.add_argument("--merge-file", metavar="FILE", help="merges of GPT2BPETokenizer")
     parser.add_argument("--tokenizer-path", metavar="DIR", help="folder of a HuggingFaceTokenizer")
-    parser.add_argument("--pretrained-model-name-or-path", metavar="DIR", help="the same: a model's folder")
+    parser.add_argument("--pretrained-model-name-or-path", metavar="DIR", help="folder of a model with a tokenizer")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model folder")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     _add_json(parser)
 
 

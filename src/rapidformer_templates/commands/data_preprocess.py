@@ -47,7 +47,7 @@ def tokenizer_of(options: argparse.Namespace) -> Any:
     for name in sorted(asked.keys() - TOKENIZER_FLAGS[kind]):
         kinds = [other for other, flags in TOKENIZER_FLAGS.items() if name in flags]
         hint = f"leave it out, or choose --tokenizer-type {' or '.join(kinds)}"
-        raise ConfigError(f"{spelling(name)} does not act on a {kind}", where=spelling(name), hint=hint)
+        raise ConfigError(f"{spelling(name)} has no effect on a {kind}", where=spelling(name), hint=hint)
     return load_tokenizer(RunConfig().replace("command line", tokenizer_type=kind, **asked))
 
 
@@ -56,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
     files = text_files(options.input, "--input")
     keys = tuple(dict.fromkeys(options.json_keys))
     if any("/" in key for key in keys):
-        raise DataError("a key that holds '/' can be no part of a file's name", where="--json-keys", hint="rename it")
+        raise DataError("a key with '/' cannot be part of a file name", where="--json-keys", hint="rename the key")
     tokenizer = tokenizer_of(options)
     vocabulary = vocabulary_size(tokenizer)
     recipe = Recipe(
@@ -95,7 +95,7 @@ def _show(made: Made, vocabulary: int) -> None:
     equal = (
         ""
         if made.way == "whole"
-        else f", equal to the plain one on hard texts and on {made.compared:,} of these tokens"
+        else f", same tokens as the plain one on hard texts and on {made.compared:,} of these tokens"
     )
     print(f"tokenizer: {TITLES[made.way]}{equal}")
     for note in made.notes:

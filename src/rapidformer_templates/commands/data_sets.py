@@ -64,7 +64,7 @@ def inspect_main(options: argparse.Namespace) -> int:
                 print(f"  {document['text']!r}")
         if losses:
             loss = losses[facts.prefix]
-            print(f"validation loss of a unigram model (split {options.split}): {loss:.4f} nats a token")
+            print(f"validation loss of a unigram model (split {options.split}): {loss:.4f} nats per token")
     return 0
 
 
@@ -94,7 +94,9 @@ def _decoder(options: argparse.Namespace) -> Any:
     if not is_tokenizer_named(options):
         return None
     if not options.show:
-        raise ConfigError("a tokenizer acts with --show only", where="inspect", hint="add --show N, or leave it out")
+        raise ConfigError(
+            "a tokenizer has an effect only with --show", where="inspect", hint="add --show N, or leave it out"
+        )
     return tokenizer_of(options)
 
 
@@ -117,7 +119,7 @@ def _table(facts: Facts) -> Table:
         "documents": f"{facts.documents:,}",
         "sequences": f"{facts.sequences:,}",
         "tokens": f"{facts.tokens:,}  ({facts.dtype})",
-        "tokens a document": f"{facts.mean:,.1f} mean, {facts.shortest:,} least, {facts.longest:,} most",
+        "tokens per document": f"{facts.mean:,.1f} mean, {facts.shortest:,} shortest, {facts.longest:,} longest",
         "largest token": "unknown: no checksums" if facts.largest is None else f"{facts.largest:,}",
         "on the disk": f"{facts.bytes / 1e6:,.2f} MB",
     }
@@ -177,11 +179,11 @@ def _verified(prefix: str) -> list[Damage] | None:
 
 def _show(prefix: str, damage: list[Damage] | None) -> None:
     if damage is None:
-        print(f"{prefix}: the two files fit together; there are no checksums, so that the tokens cannot be checked")
+        print(f"{prefix}: the two files fit together; there are no checksums, so the tokens cannot be checked")
     elif not damage:
-        print(f"{prefix}: whole")
+        print(f"{prefix}: intact")
     else:
         print(f"{prefix}: damaged")
         for part in damage:
             print(f"  {part.file}: {part.what}")
-        print("  help: copy the file again, or make the set anew with rapidformer data preprocess")
+        print("  help: copy the file again, or make the set again with rapidformer data preprocess")

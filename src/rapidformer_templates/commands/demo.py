@@ -139,7 +139,7 @@ def _free_folder(wanted: Path) -> Path:
     names = itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(2)))
     run = next(name for name in names if not name.exists())
     if run != wanted:
-        print(f"{wanted} is there already and stays as it is; this run goes to {run}")
+        print(f"{wanted} already exists and is left unchanged; this run goes to {run}")
     return run
 
 

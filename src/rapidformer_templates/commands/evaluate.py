@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Evaluate the exported model of a run, or any model of transformers, by the metrics of its task.
 
-Without data flags: on the validation part that the run itself was evaluated on. Each sample counts once, whatever
-the number of workers."""
+Without data flags: on the validation part that the run itself was evaluated on. Each sample counts once, with
+any number of workers."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _check_hooks(saved: Saved, given: dict[str, Any]) -> None:
     own = [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]
     if own and "task" not in given:
         raise ConfigError(
-            f"the run's script has a {own[0]} of its own, which nothing but the script knows",
+            f"the run's script has its own {own[0]}, which only the script knows",
             where=str(saved.run),
             hint="--task NAME with --data-dir and --data-name evaluates by the library's metrics of that task",
         )
@@ -141,10 +141,10 @@ def _config(saved: Saved, given: dict[str, Any], *, own_data: bool) -> RunConfig
     config = saved.config(names, EvaluateFlags, **of_a_run, **given)
     if own_data and not {"data_dir", "data_name", "data_path"}.intersection(config.origins):
         hint = "name data with --data-dir and --data-name"
-        raise ConfigError("no data is named, and there is no run that has some", where="--data-dir", hint=hint)
+        raise ConfigError("no data is named, and there is no run to take it from", where="--data-dir", hint=hint)
     if own_data and config.user.part is not None:
         hint = "leave it out, or name data with --data-dir and --data-name"
-        raise ConfigError("the run's own evaluation has one part", where="--part", hint=hint)
+        raise ConfigError("the evaluation of the run itself has only one part", where="--part", hint=hint)
     return config
 
 
@@ -171,7 +171,7 @@ def _reference(saved: Saved, template: Trainer) -> Callable[[], nn.Module] | Non
     start = saved.values.get("pretrained_model_name_or_path")
     if start is None or "load" in saved.values:
         raise ConfigError(
-            "the model is not known that preferences are measured against",
+            "the reference model that preferences are measured against is unknown",
             where="RUN",
             hint="evaluate the run folder of a run that began with --pretrained-model-name-or-path",
         )
@@ -205,6 +205,6 @@ def _show(saved: Saved, metrics: dict[str, float], *, as_json: bool) -> None:
     coding, _ = saved.values.get("quantize_base", (None, ""))
     if coding:
         print(
-            f"note: the run rounded its base with --quantize-base {coding}. Here the base is as it is in its files, so "
-            "these numbers differ a little from those of the run."
+            f"note: the run rounded its base with --quantize-base {coding}. Here the base is used as it is in its "
+            "files, so these numbers differ a little from those of the run."
         )

@@ -59,19 +59,19 @@ def build_parser() -> argparse.ArgumentParser:
         prog="rapidformer export",
         description="Write the model of a run as transformers' from_pretrained reads it, as the run itself would have"
         " exported it: of a run that was interrupted, of any of its checkpoints, or adapters added to their base."
-        " It needs no data, and neither the workers nor the switches that have trained.",
+        " It needs no data, and neither the workers nor the switches of the training.",
     )
     parser.add_argument("run", metavar="RUN", help="run folder; for --merge also a folder of adapters")
-    what = parser.add_argument_group("what is exported")
+    what = parser.add_argument_group("what to export")
     what.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of step N (default: the best one, else the newest)"
     )
-    what.add_argument("--merge", action="store_true", help="add adapters to the weights that they stand beside")
+    what.add_argument("--merge", action="store_true", help="add adapters to the weights of their base")
     where = parser.add_argument_group("where to")
     where.add_argument(
         "--output", metavar="FOLDER", help="folder to write (default: RUN/export, with --merge RUN/merged; and -step-N)"
     )
-    where.add_argument("--overwrite", action="store_true", help="replace what is there")
+    where.add_argument("--overwrite", action="store_true", help="replace an existing export")
     return parser
 
 
@@ -82,11 +82,11 @@ def _is_there(run: RunFolder, merge: bool, adapters: Path | None) -> ConfigError
         )
     if adapters:
         return ConfigError(
-            f"{adapters} holds the adapters already, as peft reads them", hint="--merge writes the whole model"
+            f"{adapters} already holds the adapters, as peft reads them", hint="--merge writes the whole model"
         )
     steps = ", ".join(map(str, _steps(run))) or "none is kept"
     hint = f"--step N exports another checkpoint: {steps}"
-    return ConfigError(f"{run.export} holds the model already", where="RUN", hint=hint)
+    return ConfigError(f"{run.export} already holds the model", where="RUN", hint=hint)
 
 
 def _export(run: RunFolder, asked: argparse.Namespace) -> Path:
@@ -133,12 +133,12 @@ def _merge(adapters: Path, output: Path) -> None:
 def _output(asked: argparse.Namespace, default: Path, *, reads: Path) -> Path:
     output = Path(asked.output) if asked.output else default
     if output.exists() and not asked.overwrite:
-        raise ConfigError(f"{output} is there already", where="--output", hint="give another one, or --overwrite")
+        raise ConfigError(f"{output} already exists", where="--output", hint="give another one, or --overwrite")
     if output.resolve() == reads.resolve():
         what = "the adapters" if (reads / ADAPTERS).is_file() else "the run's description of its model"
         raise ConfigError(f"{what} would be replaced", where="--output", hint="give another folder")
     if output.exists() and (others := _not_of_an_export(output)):
-        message = f"{output} holds other things than an export, which would be lost: {', '.join(others[:3])}"
+        message = f"{output} holds files that are not from an export, which would be lost: {', '.join(others[:3])}"
         raise ConfigError(message, where="--overwrite", hint="give another --output, or move them elsewhere")
     return output
 
@@ -160,7 +160,7 @@ def _step(run: RunFolder, asked: int | None, *, merge: bool) -> tuple[int, str]:
     """Return the step to export, and a text for the user with the reason for this choice."""
     steps = _steps(run)
     if not steps:
-        hint = "name the --save folder of a run that has come to its first checkpoint"
+        hint = "name the --save folder of a run that has written a checkpoint"
         what = "no adapters, and no checkpoint" if merge else "no checkpoint"
         raise ConfigError(f"{run.path} holds {what}", where="RUN", hint=hint)
     if asked is not None and asked not in steps:

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
     from rapidformer_templates.run.template import Template
 
-HELP = """Train transformers; each acceleration is one switch.
+HELP = """Train transformers. Each acceleration is one switch.
 
 commands:
   rapidformer --task TASK …     train
   rapidformer plan …            resolve the flags of a training command and start nothing;
                                 with --auto-strategy: list the layouts that fit, best first;
-                                with --user-script: of what the script would run
+                                with --user-script: plan what the script would run
   rapidformer switches          catalogue of the switches and their compatibility
   rapidformer explain RF002     a rule, its reason, and an example that breaks it
   rapidformer doctor            what this machine has, what does not work, and what to do about it
@@ -48,11 +48,11 @@ commands:
   rapidformer export RUN        the model of a run that was interrupted, or of any of its checkpoints;
                                 with --merge: adapters added to their base
   rapidformer evaluate RUN …    the metrics of a run's model, on its own or on other data
-  rapidformer predict RUN …     what a run's model says of the rows of a file
+  rapidformer predict RUN …     predictions of a run's model for the rows of a file
   rapidformer chat RUN          talk to a language model
   rapidformer bench …           measure
   rapidformer demo              fine-tune a pretrained model on labelled tweets with 2 workers
-  rapidformer new KIND FILE     write a script to begin with: finetuner, pretrainer, trainer; or the examples
+  rapidformer new KIND FILE     write a script to start from: finetuner, pretrainer, trainer; or the examples
   rapidformer schema            print the JSON schema of the YAML files of --config, for editors
   rapidformer completion SHELL  print a script for bash, zsh, fish …: eval "$(rapidformer completion bash)"
 
@@ -193,7 +193,7 @@ def _elsewhere(here: Environment, config: RunConfig, asked: PlanFlags) -> Enviro
         )
     described = config.get("auto_strategy") and DEVICE_MEMORY in os.environ
     if described and device == "auto" and here.device == "cpu":
-        origin = f"{DEVICE_MEMORY} without --device; --device cpu plans for processors"
+        origin = f"{DEVICE_MEMORY} without --device; --device cpu plans for CPUs"
         return dataclasses.replace(here, device="cuda", device_origin=origin)
     return here
 
@@ -204,7 +204,7 @@ def _plan(words: list[str]) -> int:
         return _plan_script(script, rest)
     config, detected, asked = plan_request(words)
     if config.launch.user_script:
-        raise ConfigError("--user-script stands on the command line", where=config.origin("user_script"))
+        raise ConfigError("--user-script is set on the command line", where=config.origin("user_script"))
     checks = [check_task_flags, check_data_flags, check_metric] if config.training.task else []
     return _show_resolved(config, detected, asked, checks)
 
@@ -302,7 +302,7 @@ def show_plan(plan: Plan) -> None:
     table = Table(title="Plan", title_justify="left", show_header=False)
     for name, fact in facts.items():
         table.add_row(name, fact)
-    values = Table("flag", "value", "from", title="Values that are no defaults", title_justify="left")
+    values = Table("flag", "value", "from", title="Values that are not defaults", title_justify="left")
     for name, given in plan.values.items():
         if name != "template":
             values.add_row(name, str(given["value"]), given["origin"])

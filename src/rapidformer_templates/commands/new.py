@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     asked = build_parser().parse_args(dashed(argv))
     wanted = Path(asked.file)
     if wanted.exists():
-        raise ConfigError(f"{wanted} is there already and stays as it is", where="FILE", hint="give another name")
+        raise ConfigError(f"{wanted} already exists and is left unchanged", where="FILE", hint="give another name")
     if asked.kind == "examples":
         with writing(wanted), new_folder(wanted) as folder:
             left_out = shutil.ignore_patterns("__pycache__", ".*", "runs")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if wanted.suffix != ".py":
         raise ConfigError(
-            f"{wanted} is no name of a Python script", where="FILE", hint=f"rapidformer new {asked.kind} {wanted}.py"
+            f"{wanted} is not a name of a Python script", where="FILE", hint=f"rapidformer new {asked.kind} {wanted}.py"
         )
     text = (EXAMPLES / "new" / f"{asked.kind}.py").read_text(encoding="utf-8")
     command = shlex.quote(str(wanted))
@@ -50,15 +50,15 @@ def main(argv: Sequence[str]) -> int:
     with writing(wanted):
         wanted.parent.mkdir(parents=True, exist_ok=True)
         write_text(wanted, named)
-    print(f"wrote {wanted}; it runs as it is: python {command}")
+    print(f"wrote {wanted}; run it with: python {command}")
     return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer new``."""
     parser = Parser(
-        prog="rapidformer new", description="Write a script to begin with, which runs as it is, or the examples."
+        prog="rapidformer new", description="Write a script to start from, which runs unchanged, or the examples."
     )
     parser.add_argument("kind", choices=("finetuner", "pretrainer", "trainer", "examples"), help="what to write")
-    parser.add_argument("file", metavar="FILE", help="where to: a new script, of examples a new folder")
+    parser.add_argument("file", metavar="FILE", help="path of the new script, or of the new folder for examples")
     return parser

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from rapidformer_templates.data.tasks.base import Inputs, Record, Task
     from rapidformer_templates.system.workers import Workers
 
-DESCRIPTION = """What the exported model of a run, or any model of transformers, says of each row of a file.
+DESCRIPTION = """Predict each row of a file with the exported model of a run, or with any model of transformers.
 
 Rows are those of a .csv, .tsv, .json, .jsonl or .parquet file with the columns of the task, or the lines of a .txt
-file. Each line of the output is the row with its prediction, in the order of the input, whatever the number of
+file. Each line of the output is the row with its prediction, in the order of the input, with any number of
 workers."""
 
 KEY = "prediction"
@@ -40,14 +40,14 @@ class FileFlags:
     """Files"""
 
     input: str | None = flag(None, "rows to predict: .txt, .csv, .tsv, .json, .jsonl or .parquet", metavar="FILE")
-    output: str | None = flag(None, "where the predictions go, one JSON object a line", metavar="FILE")
+    output: str | None = flag(None, "where the predictions go, one JSON object per line", metavar="FILE")
 
 
 @dataclass(frozen=True)
 class PredictFlags(FileFlags):
     """Files"""
 
-    overwrite: bool = flag(False, "replace the output, if it is there")
+    overwrite: bool = flag(False, "replace the output if it exists")
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,13 @@ class GenerationFlags:
 
     max_new_tokens: int | None = flag(
         None,
-        "most tokens of a text (default: what the model takes, at most 256)",
+        "maximum number of new tokens of a text (default: what the model takes, at most 256)",
         metavar="N",
         minimum=1,
     )
-    temperature: float = flag(0.0, "0: always the likeliest token; above it they are drawn, the more freely", minimum=0)
+    temperature: float = flag(
+        0.0, "0: always the likeliest token; above 0: sample, with more randomness for higher values", minimum=0
+    )
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _check_files(asked: Asked, *, overwrite: bool) -> None:
         what = f"{output} is a folder" if output.is_dir() else f"the folder {output.parent} does not exist"
         raise ConfigError(what, where="--output", hint="name a file")
     if output.exists() and (not overwrite or output.samefile(source)):
-        raise ConfigError(f"{output} is there already", where="--output", hint="give another one, or --overwrite")
+        raise ConfigError(f"{output} already exists", where="--output", hint="give another one, or --overwrite")
 
 
 def read_rows(config: RunConfig, text_column: str) -> Part:
@@ -155,7 +157,9 @@ def read_rows(config: RunConfig, text_column: str) -> Part:
         hint = f"use {', '.join(('.txt', *ROW_READERS))}"
         raise DataError(f"files {path.suffix or 'without an ending'} are not read", where="--input", hint=hint)
     if KEY in part.table.column_names:
-        raise DataError(f"there is a column '{KEY}' already", where=str(path), hint="rename it: the output has one")
+        raise DataError(
+            f"there is a column '{KEY}' already", where=str(path), hint="rename it: the output adds this column"
+        )
     for line in bad.skipped:
         print(f"left out {line}", file=sys.stderr)
     return part
@@ -187,7 +191,7 @@ def _predict(config: RunConfig, task: Task, part: Part, inputs: Inputs) -> int:
             _write(Path(asked.output), part, told)
             print(f"wrote {asked.output}: {len(records):,} rows")
             if broken := sum(one != record for one, record in zip(told, records, strict=True)):
-                note = "hold infinite numbers or none at all (NaN), for which null stands: look at the model"
+                note = "hold infinite numbers or NaN, written as null: check the model"
                 print(f"warning: the predictions of {broken:,} rows {note}", file=sys.stderr)
         workers.barrier()
     return 0

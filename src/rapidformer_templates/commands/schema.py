@@ -150,5 +150,5 @@ def _flags_of(script: str) -> type | None:
 
     own: type | None = handover.ask(script, ["--device", "cpu"], lambda template: type(template).Flags)
     if own is None:
-        raise ConfigError(f"{script} declares no flags of its own", where="--user-script", hint="rapidformer schema")
+        raise ConfigError(f"{script} does not declare any flags", where="--user-script", hint="rapidformer schema")
     return own

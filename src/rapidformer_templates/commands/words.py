@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint=f"{self.prog} --help lists what there is")
+        raise ConfigError(message, hint=f"{self.prog} --help lists all options")
 
 
 def parser_of_saved(name: str, description: str, options: Iterable[type]) -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def parser_of_saved(name: str, description: str, options: Iterable[type]) -> arg
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", metavar="RUN|FOLDER", help="run folder with its export/, or a folder of transformers")
+    parser.add_argument("run", metavar="RUN|FOLDER", help="run folder with its export/, or a transformers folder")
     for option in options:
         add_flags(parser, option)
     return parser

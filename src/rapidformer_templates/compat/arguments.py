@@ -48,14 +48,14 @@ class Arguments:
         if name in _library_flags():
             return self._config().get(name)
         raise AttributeError(
-            f"there is no flag {spelling(name)}: add it by RapidformerEngine(extra_args_provider=…), "
+            f"there is no flag {spelling(name)}: add it with RapidformerEngine(extra_args_provider=…), "
             "or look for its name here with rapidformer --help"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _library_flags() and value != self._config().get(name):
             raise ConfigError(
-                f"args.{name} = {value!r} would change nothing: flags are looked at before the script sets it",
+                f"args.{name} = {value!r} would change nothing: flags are read before the script sets it",
                 hint=f"give {spelling(name)} on the command line",
             )
         setattr(self._own, name, value)
@@ -78,7 +78,7 @@ def split_own(words: Sequence[str], provider: ExtraArgs | None) -> tuple[argpars
     taken = sorted({action.dest for action in parser._actions} & _library_flags())
     if taken:
         raise ConfigError(
-            f"{spelling(taken[0])} is a flag of the library's", where="extra_args_provider", hint="leave it out there"
+            f"{spelling(taken[0])} is a flag of the library", where="extra_args_provider", hint="leave it out there"
         )
     return parser.parse_known_args(list(words))
 

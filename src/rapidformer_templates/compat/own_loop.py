@@ -75,7 +75,7 @@ class OwnLoop:
         engine.template = template
         if template.config.get("pipeline_model_parallel_size") != 1:
             raise ConfigError(
-                "a pipeline has no output of the whole model to make a loss of",
+                "a pipeline has no output of the whole model to compute a loss from",
                 where=template.config.origin("pipeline_model_parallel_size"),
                 hint="write a Trainer with compute_loss(model, batch), or rapidformer_templates.compose()",
             )
@@ -209,7 +209,7 @@ class OwnLoop:
             raise RapidformerError(
                 f"the loop took the next batch without optimizer.step(), after the {sizes.accumulation} micro batches "
                 f"of --global-batch-size {sizes.global_batch}",
-                hint="call optimizer.step() after every engine.backward(loss): it acts where a step is complete",
+                hint="call optimizer.step() after every engine.backward(loss): it updates when a step is complete",
             )
 
     def forward(self, *arguments: Any, **named: Any) -> Any:

@@ -47,7 +47,7 @@ MEGATRON_EVAL_ITERS = 100
 
 def __getattr__(name: str) -> NoReturn:
     if name in INSTEAD:
-        raise ConfigError(f"{name} of PAI-Rapidformer is not there", hint=INSTEAD[name])
+        raise ConfigError(f"{name} of PAI-Rapidformer is not available", hint=INSTEAD[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -124,7 +124,7 @@ class RapidformerEngine:
     def session(self) -> Any:
         """The session behind your loop. Use it to save, load and export: ``engine.session.save(folder)``."""
         if self._loop is None:
-            raise ConfigError("engine.session is there after engine.compose(…)")
+            raise ConfigError("engine.session exists only after engine.compose(…)")
         return self._loop.session
 
 
@@ -256,7 +256,7 @@ class _Template:
         parts = tuple(provider() if counts is None else provider(counts))
         if len(parts) not in (3, 4):
             raise RapidformerError(
-                f"train_valid_test_datasets_provider returned {len(parts)} things",
+                f"train_valid_test_datasets_provider returned {len(parts)} values",
                 hint="return the training, validation and test set, and a collate function if there is one",
             )
         train, valid, test = parts[:3]
@@ -358,7 +358,7 @@ def _counts(template: Trainer) -> list[int]:
     training, batch = template.config.training, template.plan.sizes.global_batch
     if training.train_iters is None:
         raise ConfigError(
-            "train_valid_test_datasets_provider is told how many samples are wanted, which --epochs does not say",
+            "train_valid_test_datasets_provider needs the number of samples, which --epochs does not give",
             hint="give --train-iters, or write the hook without that argument",
         )
     evaluated = (training.eval_iters or MEGATRON_EVAL_ITERS) * batch

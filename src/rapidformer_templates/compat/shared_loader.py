@@ -70,15 +70,16 @@ def checked_loader(loader: Any) -> DataLoader[Any]:
     if is_stream or not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         of = " over an IterableDataset" if is_stream else ""
         raise ConfigError(
-            f"the train_dataloader is of type {type(loader).__name__}{of}, and no samples of its batches are known",
+            f"the train_dataloader is of type {type(loader).__name__}{of}, so the samples of its batches are unknown",
             where=WHERE,
             hint=f"give a torch DataLoader over a data set with a length, of {spelling('micro_batch_size')} samples; "
-            "batches that each worker makes by itself are for rapidformer_templates.compose() (docs/own-loop.md)",
+            "for batches that each worker makes itself, use rapidformer_templates.compose() (docs/own-loop.md)",
         )
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise ConfigError(
-            "the train_dataloader has a DistributedSampler, which divides the samples, and engine.compose divides them",
+            "the train_dataloader has a DistributedSampler, which divides the samples, but engine.compose "
+            "divides them already",
             where=WHERE,
             hint="DataLoader(…, shuffle=True), or without a sampler: every worker then sees its own batches",
         )
@@ -86,7 +87,7 @@ def checked_loader(loader: Any) -> DataLoader[Any]:
         len(loader)
     except TypeError:
         raise ConfigError(
-            "nothing tells the length of a pass: the sampler of the train_dataloader has no __len__", where=WHERE,
+            "the length of a pass is unknown: the sampler of the train_dataloader has no __len__", where=WHERE,
             hint="write __len__(self) for the sampler: the number of samples, or of batches, that it draws",
         ) from None  # fmt: skip
     return loader

@@ -23,8 +23,8 @@ def checked_targets(template: Trainer, batch: Batch, loss: str, hint: str) -> fl
     sizes = template.plan.sizes
     if not (named and "labels" in batch) and sizes.data * sizes.accumulation > 1:
         raise RapidformerError(
-            f"nothing tells what {loss} is a mean over: the batch has no 'labels'",
-            where=f"{sizes.data * sizes.accumulation} micro batches a step, which must be weighed",
+            f"cannot tell what {loss} is a mean over: the batch has no 'labels'",
+            where=f"{sizes.data * sizes.accumulation} micro batches per step, which must be weighted",
             hint=hint,
         )
     return Trainer.count_targets(template, batch)

@@ -44,12 +44,12 @@ def checked_data(data: Any) -> Data:
             raise DataError(
                 f"the {part} samples of build_data are {kind_of(samples)}",
                 where=f"Data({part.split()[0]}=…)",
-                hint="give anything with len and integer indexing, one item a sample: a list, a datasets.Dataset",
+                hint="give anything with len and integer indexing, one item per sample: a list, a datasets.Dataset",
             )
     for part in ("collate", "augment"):
         function = getattr(data, part)
         if function is not None and not callable(function):
-            raise DataError(f"{part} of build_data is {kind_of(function)}, no function", where=f"Data({part}=…)")
+            raise DataError(f"{part} of build_data is {kind_of(function)}, not a function", where=f"Data({part}=…)")
     return data
 
 
@@ -59,7 +59,7 @@ def _check_name(name: Any) -> None:
         raise DataError(
             f"a validation set of build_data is called {name!r}",
             where="Data(valid=…)",
-            hint="call them by letters, digits, '.', '_' and '-', and none of them test",
+            hint="use letters, digits, '.', '_' and '-' in their names, and call none of them test",
         )
 
 
@@ -85,5 +85,5 @@ def collated(collate: Callable[[list[Any]], T], items: list[Any], where: str) ->
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"samples cannot be made a batch: {reason}", where=where, hint="give Data a collate function"
+            f"samples cannot be combined into a batch: {reason}", where=where, hint="give Data a collate function"
         ) from error

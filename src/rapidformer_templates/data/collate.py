@@ -125,9 +125,9 @@ class PadCollate:
         targets = [name for name in sample if "label" in name]
         if not targets or any(np.asarray(sample[name]).dtype.kind not in "iu" for name in targets):
             raise DataError(
-                "a batch that is not full needs rows that count for nothing, and only whole-number labels can say so",
+                "a batch that is not full needs rows that do not count, and only whole-number labels can mark them",
                 where="collate",
-                hint="give the samples such labels, or a collate function of your own that takes a shape",
+                hint="give the samples such labels, or write your own collate function that takes a shape",
             )
         # The index turns an array without dimensions into a number.
         return {**sample, **{name: np.full_like(sample[name], IGNORED, dtype=np.int64)[()] for name in targets}}
@@ -257,7 +257,7 @@ def check_pads_to_shape(collate: Callable[..., Any] | None) -> None:
         raise DataError(
             f"the collate function ({name}) cannot pad a batch to a shape",
             where="--data-iterator dynamic-shape",
-            hint="take PadCollate or CausalCollate of rapidformer_templates.data.collate, or one with a second "
+            hint="use PadCollate or CausalCollate of rapidformer_templates.data.collate, or one with a second "
             "parameter: collate(samples, shape=None), where shape is (rows, length)",
         )
 
@@ -275,6 +275,6 @@ def collate_to_shape(collate: Callable[..., Any], samples: list[Any], shape: Sha
         raise DataError(
             f"collate made a batch of {made[0]} rows × {made[-1]} tokens, not of {shape.rows} × {shape.length}",
             where="collate(samples, shape)",
-            hint="pad the rows to shape[1] tokens, and add rows that count for nothing until there are shape[0]",
+            hint="pad the rows to shape[1] tokens, and add rows that do not count until there are shape[0]",
         )
     return batch

@@ -112,13 +112,13 @@ def check_packable(model_type: str, flag: str, attention: str | None = None) -> 
     """
     if model_type not in PACKABLE:
         raise ModelError(
-            f"{model_type} does not keep what shares a row apart (or was never verified to)",
+            f"{model_type} does not separate samples that share a row (or was never verified to)",
             where=flag,
             hint=f"leave it out, or choose one of {', '.join(PACKABLE)}",
         )
     if attention is not None and attention not in PACKABLE_ATTENTION:
         raise ModelError(
-            f"the attention implementation {attention} does not keep what shares a row apart",
+            f"the attention implementation {attention} does not separate samples that share a row",
             where=flag,
             hint=f"leave it out, or build the model with one of {', '.join(PACKABLE_ATTENTION)}",
         )

@@ -67,7 +67,7 @@ def add_noise(model: nn.Module, alpha: float, seed: int) -> None:
     reader = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if reader is None or reader.config.is_encoder_decoder:
         raise ModelError(
-            f"{type(reader or model).__name__} is no model of transformers that reads one sequence",
+            f"{type(reader or model).__name__} is not a transformers model that reads one sequence",
             where=FLAG,
             hint="leave it out",
         )
@@ -90,10 +90,10 @@ class _Adds:
         mask = torch.ones(rows, tokens, device=output.device) if running.mask is None else running.mask
         if mask.shape != (rows, tokens) or len(running.positions) != rows:
             raise ModelError(
-                f"the embeddings are of {rows} rows × {tokens} tokens, the batch has {len(running.positions)} samples "
-                f"and a mask of {' × '.join(map(str, mask.shape))}",
+                f"the embeddings have {rows} rows × {tokens} tokens, but the batch has {len(running.positions)} "
+                f"samples and a mask of {' × '.join(map(str, mask.shape))}",
                 where=FLAG,
-                hint="noise needs batches of one row a sample; leave it out",
+                hint="noise needs batches with one row per sample; leave it out",
             )
         running.is_noisy = True
         share = uniform(keys_of(running.positions, self.seed).to(output.device, non_blocking=True), mask, features)

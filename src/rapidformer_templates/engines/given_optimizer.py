@@ -58,18 +58,18 @@ def _recipe_of(optimizer: Optimizer, model: object) -> OptimizerSpec:
     kind = type(optimizer)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"the {kind.__name__} was made for parameters of no known model", where=WHERE,
-            hint="give the model itself beside it, not a function that builds one; or " + AS_RECIPE,
+            f"the {kind.__name__} was made for the parameters of an unknown model", where=WHERE,
+            hint="pass the model itself with it, not a function that builds one; or " + AS_RECIPE,
         )  # fmt: skip
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ConfigError(
-            f"the {kind.__name__} has hooks around its step, which are not those of one that is made anew", where=WHERE,
+            f"the {kind.__name__} has hooks around its step, which would be lost when it is built again", where=WHERE,
             hint="do what they do before and after session.step(…)",
         )  # fmt: skip
     takes, told = _taken_by(kind), {**vars(optimizer), **optimizer.defaults}
     missing = [name for name in takes if name not in told]
     if missing:
-        raise ConfigError(f"nothing tells the {', '.join(missing)} of the {kind.__name__}", where=WHERE, hint=AS_RECIPE)
+        raise ConfigError(f"cannot tell the {', '.join(missing)} of the {kind.__name__}", where=WHERE, hint=AS_RECIPE)
     recipe = OptimizerSpec(kind, {name: told[name] for name in takes}, _by_name(optimizer, model))
     _check_is_the_same(optimizer, recipe, model)
     return recipe
@@ -102,12 +102,12 @@ def _check_is_the_same(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Mo
     try:
         again = recipe.build(trained, recipe.differences(trained))
     except Exception as error:  # from a user's own class
-        message = f"the {name} cannot be made anew with {', '.join(recipe.kwargs) or 'no options'}: {error}"
+        message = f"the {name} cannot be built again with {', '.join(recipe.kwargs) or 'no options'}: {error}"
         raise ConfigError(message, where=WHERE, hint=hint) from error
     if not _same_state(optimizer, again):
         raise ConfigError(
-            f"the {name} has made steps already, and its state cannot be divided", where=WHERE,
-            hint="compose before the first step; session.load() takes up what session.save() has written",
+            f"the {name} has already made steps, and its state cannot be divided", where=WHERE,
+            hint="compose before the first step; session.load() restores what session.save() has written",
         )  # fmt: skip
     of_groups = {id(parameter): group for group in again.param_groups for parameter in group["params"]}
     plain = {key: v for key, v in vars(optimizer).items() if key[0] != "_" and isinstance(v, int | float | str)}
@@ -122,7 +122,7 @@ def _check_is_the_same(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Mo
             if option not in made or not _equal(made[option], value):
                 became = f"became {made[option]}" if option in made else "was lost"
                 raise ConfigError(
-                    f"{option}={value} of the {name} {became} when it was made anew", where=WHERE, hint=hint
+                    f"{option}={value} of the {name} {became} when it was built again", where=WHERE, hint=hint
                 )
 
 
@@ -161,7 +161,7 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parame
             if id(parameter) not in names:
                 raise ConfigError(
                     f"the {type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that the model "
-                    "does not have", where=WHERE, hint="make the optimizer of the parameters of this very model",
+                    "does not have", where=WHERE, hint="build the optimizer from the parameters of this model",
                 )  # fmt: skip
             different[names[id(parameter)]] = own
     trained = [canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -169,7 +169,8 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parame
     if left_out:
         raise ConfigError(
             f"the {type(optimizer).__name__} leaves out {len(left_out)} parameters that require a gradient: "
-            f"{', '.join(left_out[:6])}", where=WHERE, hint="set requires_grad = False for what is not to be trained",
+            f"{', '.join(left_out[:6])}", where=WHERE,
+            hint="set requires_grad = False for parameters that should not be trained",
         )  # fmt: skip
     return lambda name, parameter: different.get(name, {})  # parameters that a switch adds use the defaults
 
@@ -181,8 +182,8 @@ def _check_can_be_grouped(options: Mapping[str, Any], name: str) -> None:
             hash(value)
         except TypeError:
             raise ConfigError(
-                f"{option}={value} of a group of the {name} is a {type(value).__name__}, by which parameters cannot "
-                "be grouped anew", where=WHERE, hint="give it a number, a text or a tuple",
+                f"{option}={value} of a group of the {name} is a {type(value).__name__}, by which "
+                "parameters cannot be grouped", where=WHERE, hint="give it a number, a text or a tuple",
             ) from None  # fmt: skip
 
 
@@ -200,7 +201,7 @@ def as_schedule(schedule: Schedule | LRScheduler, steps: int | None = None) -> S
         return schedule
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau goes by a metric, not by the step", where="schedule",
+            "ReduceLROnPlateau depends on a metric, not on the step", where="schedule",
             hint="give the share of each step: session.step(batches, share=…)",
         )  # fmt: skip
     share = _Shares(schedule)
@@ -224,7 +225,9 @@ class _Shares:
                     warnings.simplefilter("ignore")  # the warning about an optimizer that has not stepped
                     self._scheduler.step()
             except ValueError as error:  # OneCycleLR raises past its last step
-                self._refuse(f"has no rate for step {len(self._shares) + 1}: {error}", "make it for as many steps")
+                self._refuse(
+                    f"has no rate for step {len(self._shares) + 1}: {error}", "build it for all steps of the run"
+                )
             changed = {
                 k
                 for now, then in zip(self._besides_rates(), self._beside, strict=True)
@@ -233,7 +236,7 @@ class _Shares:
             }
             if changed:
                 self._refuse(
-                    f"changes {', '.join(sorted(changed))} of the optimizer, too, and a schedule is one of rates",
+                    f"changes {', '.join(sorted(changed))} of the optimizer, too, but a schedule may change only rates",
                     "OneCycleLR and CyclicLR leave momenta alone with cycle_momentum=False",
                 )
             self._shares.append(self._now())
@@ -242,7 +245,7 @@ class _Shares:
     def _now(self) -> float:
         rates = [(float(group["lr"]), float(group["initial_lr"])) for group in self._groups]
         if any(rate and not peak for rate, peak in rates):
-            self._refuse("begins from a rate of zero, of which no other rate is a share", "begin with 1e-12 or so")
+            self._refuse("starts at a rate of zero, so no other rate is a share of it", "start at 1e-12 or so")
         shares = {rate / peak for rate, peak in rates if peak}
         least, most = min(shares, default=1.0), max(shares, default=1.0)
         if most - least > 1e-9 * max(1.0, abs(most)):

@@ -94,7 +94,7 @@ def read(optimizer: Optimizer, index: int, names: Sequence[str], reader: StateRe
             some = ", ".join(f"{name} {float(value):g}" for name, value in list(values.items())[:4])
             raise CheckpointError(
                 f"the parameters differ in {key.removeprefix(PREFIX)}: {some}",
-                hint="this optimizer has one for many parameters; go on with the one that it was saved by",
+                hint="this optimizer has one for many parameters; continue with the one that it was saved by",
             )
         scalars[key.removeprefix(PREFIX)] = next(iter(values.values()))
     return _as_kept(group, scalars)
@@ -179,7 +179,7 @@ def check_count(optimizer: Optimizer, name: str, keys: Sequence[str]) -> None:
     if "exp_avg_sq" in keys and COUNT not in keys and not counts_in_groups(optimizer):
         raise CheckpointError(
             f"the checkpoint has no count of steps for {name}",
-            hint="go on with the optimizer that saved it, or take the weights alone with --load … --weights-only",
+            hint="continue with the optimizer that saved it, or take only the weights with --load … --weights-only",
         )
 
 

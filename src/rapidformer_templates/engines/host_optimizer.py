@@ -50,7 +50,7 @@ class HostOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
-        assert closure is None, "engines call no closure"
+        assert closure is None, "engines do not call a closure"
         moving = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter in moving:
             self._fetch(parameter)

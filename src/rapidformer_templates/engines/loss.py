@@ -69,7 +69,7 @@ def miscounted(counted: float, microbatch: MicroBatch) -> RapidformerError:
     return RapidformerError(
         f"compute_loss summed over {counted:g} targets, count_targets counted {microbatch.targets:g}",
         where=f"samples {list(microbatch.samples)[:8]}",
-        hint="override count_targets(batch) so that both count alike",
+        hint="override count_targets(batch) so that both counts are the same",
     )
 
 

@@ -142,8 +142,9 @@ def check_optimizer(trained: set[str], saved: Mapping[str, tuple[int, ...]]) -> 
     unknown = {entry.rpartition("/")[0] for entry in saved} - trained
     if unknown:
         raise CheckpointError(
-            f"the checkpoint has optimizer state of what is not trained here: {', '.join(sorted(unknown)[:6])}",
-            hint="train the same parameters, or take the weights alone with --weights-only",
+            f"the checkpoint has optimizer state of parameters that are not trained here: "
+            f"{', '.join(sorted(unknown)[:6])}",
+            hint="train the same parameters, or take only the weights with --weights-only",
         )
 
 

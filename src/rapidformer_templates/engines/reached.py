@@ -205,7 +205,7 @@ class Route:
 
     def _refusal(self, names: Sequence[str], who: str = "") -> RapidformerError:
         return RapidformerError(
-            f"a micro batch does not come by all parameters: {', '.join(names[:6])}{who}",
-            where=f"{self._where}, which gathers them on all workers at a time",
-            hint="let every batch run through all of the model, or partition its states with SDP, ZeRO-1 or ZeRO-2",
+            f"a micro batch does not use all parameters: {', '.join(names[:6])}{who}",
+            where=f"{self._where}, which gathers them on all workers at the same time",
+            hint="let every batch use the whole model, or partition its states with SDP, ZeRO-1 or ZeRO-2",
         )

@@ -81,10 +81,10 @@ def pair_label_of(model_type: str) -> PairLabel:
     label: PairLabel | None = next((name for name in get_args(PairLabel) if name in inputs), None)
     hint = "use an architecture such as bert or albert, or train on windows instead of pairs"
     if label is None:
-        message = f"{model_type} has no head that tells whether two texts belong together"
+        message = f"{model_type} has no head that predicts whether two texts belong together"
         raise ModelError(message, where="--model-type", hint=hint)
     if "attention_mask" not in inputs:
-        message = f"{model_type} takes no padding mask, and sentence pairs differ in length"
+        message = f"{model_type} does not take a padding mask, but sentence pairs differ in length"
         raise ModelError(message, where="--model-type", hint=hint)
     return label
 
@@ -129,7 +129,7 @@ def scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedToke
     if name not in CONFIG_MAPPING:
         near = did_you_mean(name.lower(), CONFIG_MAPPING.keys(), limit=3, cutoff=0.4)
         hint = near or "name an architecture of transformers, such as gpt2, bert or t5"
-        raise ModelError(f"transformers knows no architecture '{name}'", where="--model-type", hint=hint)
+        raise ModelError(f"transformers has no architecture '{name}'", where="--model-type", hint=hint)
     kind = CONFIG_MAPPING[name]
     default = kind()
     check_head(default, auto_class)

@@ -69,7 +69,7 @@ class DividedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"{function} was called on a divided tensor beneath torch's Python functions; call whole()")
+        raise TypeError(f"{function} was called on a divided tensor below torch's Python functions; call whole()")
 
 
 _T: Any = torch.Tensor

@@ -50,5 +50,5 @@ def smoothed_labels(share: float) -> Iterator[None]:
         raise ModelError(
             "the model's loss is not torch's cross-entropy, the only one that can be smoothed",
             where="--label-smoothing",
-            hint="leave it out, or smooth the labels in compute_loss() of a script of your own",
+            hint="leave it out, or smooth the labels in compute_loss() of your own script",
         )

@@ -57,7 +57,7 @@ def check_causal(use: LabelUse, where: str) -> None:
     """Raise a :class:`ModelError` if a model sees the tokens that it must predict."""
     if use.sees_ahead:
         raise ModelError(
-            f"{use.model} sees the tokens that it is to predict: its attention is not causal",
+            f"{use.model} sees the tokens that it must predict: its attention is not causal",
             where=where,
             hint="use a causal language model, such as gpt2, or train this one with --task masked_lm",
         )

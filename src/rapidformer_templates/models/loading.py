@@ -169,7 +169,7 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
     _check_pretrained_sizes(config, pretrained)
     if flags.new_head and not has_head_of(pretrained, *CLASSIFICATION):
         hint = "leave out --new-head: the model gets a new head without it"
-        raise ModelError(f"{path} has no head for labels that could be left out", where="--new-head", hint=hint)
+        raise ModelError(f"{path} has no head for labels that could be replaced", where="--new-head", hint=hint)
     return pretrained
 
 
@@ -267,7 +267,7 @@ def _load_weights(
         raise ModelError(
             f"the weights in {path} cannot be read: {_first_line(error)}",
             where=_PRETRAINED,
-            hint="fetch the folder anew",
+            hint="download the folder again",
         ) from error
     for name, there, needed in sorted(info["mismatched_keys"]):
         if name.partition(".")[0] in left_out:
@@ -276,7 +276,7 @@ def _load_weights(
         raise ModelError(
             message,
             where=_PRETRAINED,
-            hint="the head was trained for other labels or sizes; take it out, or start from the base model",
+            hint="the head was trained for other labels or sizes; remove it, or start from the base model",
         )
     missing = sorted(info["missing_keys"])
     body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
@@ -288,7 +288,7 @@ def _load_weights(
         )
     if body:  # fine-tuning may need a new head, but missing weights in the body mean damage
         message = f"{len(body)} weights are missing in {path}, such as {body[0]}"
-        raise ModelError(message, where=_PRETRAINED, hint="fetch the folder anew")
+        raise ModelError(message, where=_PRETRAINED, hint="download the folder again")
     of_head = [name for name in model.state_dict() if name.partition(".")[0] in left_out]
     _draw({*missing, *of_head}, model, random_state)
     return model

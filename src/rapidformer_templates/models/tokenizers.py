@@ -58,7 +58,9 @@ def end_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """
     token = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if token is None:
-        raise ModelError("the tokenizer has no end token", where="--tokenizer-type", hint="use a tokenizer that has")
+        raise ModelError(
+            "the tokenizer has no end token", where="--tokenizer-type", hint="use a tokenizer that has one"
+        )
     assert isinstance(token, int)
     return token
 

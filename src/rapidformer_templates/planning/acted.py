@@ -55,7 +55,7 @@ def divides_parameters(measured: Measured) -> str | None:
     """Check that some worker has only a part of a parameter."""
     if measured.plan.sizes.copies == 1 or any(measured.all("divided_elements")):
         return None
-    return "parameters of which a worker has only a part were expected; every worker has them whole"
+    return "parameters sharded over the workers were expected; every worker has whole parameters"
 
 
 def all_of(*checks: Callable[[Measured], str | None]) -> Callable[[Measured], str | None]:

@@ -217,7 +217,7 @@ def _by_field(values: Mapping[str, tuple[Any, str]], options: Iterable[type]) ->
             value = stands_for or value
             other = by_field.setdefault(f.name, (value, origin))[0]
             if str(other) != str(value):
-                message = f"{given[f.name]} and --{alias} are one flag, and are given different values"
+                message = f"{given[f.name]} and --{alias} are the same flag, but have different values"
                 raise ConfigError(message, where=origin, hint=f"leave one of them out; {spelling(f.name)} is its name")
             given.setdefault(f.name, f"--{alias}")
     return by_field
@@ -239,9 +239,7 @@ def build_parser(
             spelling(f.name) for f in dataclasses.fields(user) if spelling(f.name) in parser._option_string_actions
         ]
         if taken:
-            raise ConfigError(
-                f"{taken[0]} is a flag of the library's", where=user.__name__, hint="rename your own flag"
-            )
+            raise ConfigError(f"{taken[0]} is a flag of the library", where=user.__name__, hint="rename your own flag")
         add_flags(parser, user)
     return parser
 
@@ -276,7 +274,7 @@ def parse(
     path = command_line.get("config", script.get("config", (None, "")))[0]
     file = _by_field(_read_yaml(path, parser), options) if path else {}
     for name in file.keys() - settable_by_files(options):
-        hint = f"give {spelling(name)} on the command line, if you trust where the code is from"
+        hint = f"give {spelling(name)} on the command line if you trust the source of the code"
         raise ConfigError(f"a file cannot set {name}, which runs code", where=file[name][1], hint=hint)
     values, replaced = _merged((script, file, command_line), choices(options))
     return dataclasses.replace(_assemble(values, switch_options, user), replaced=replaced)
@@ -325,9 +323,7 @@ def _merged(
             for other in sorted(excluding.get(name, set()) & values.keys() - source.keys()):
                 old, earlier = values.pop(other)
                 if old not in (None, False):
-                    lines.append(
-                        f"{_shown(name, value)} ({origin}) takes the place of {_shown(other, old)} ({earlier})"
-                    )
+                    lines.append(f"{_shown(name, value)} ({origin}) replaces {_shown(other, old)} ({earlier})")
         values.update(source)
     return values, tuple(lines)
 
@@ -446,7 +442,7 @@ def _converted(kind: type, value: Any) -> Any:
 
 def _several(name: str, kind: type, value: Any, origin: str) -> tuple[Any, ...]:
     if isinstance(value, (bool, dict)):
-        raise ConfigError(f"{name} needs one text or more, not {value!r}", where=origin)
+        raise ConfigError(f"{name} needs at least one string, not {value!r}", where=origin)
     return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
 
 
@@ -466,7 +462,7 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     if bare is not None and isinstance(value, bool):
         return kind(bare) if value else f.default
     if kind is bool and not isinstance(value, bool):
-        raise ConfigError(f"{name} is true or false, not {value!r}", where=origin)
+        raise ConfigError(f"{name} must be true or false, not {value!r}", where=origin)
     if kind is not bool and isinstance(value, bool):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin)
     try:

@@ -12,9 +12,9 @@ STREAMED_TASKS = ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
 """Tasks that make samples row by row. The labels of the other tasks are known only after reading all rows."""
 
 OF_THE_WHOLE = {
-    "group_by_length": (None, "batches of like lengths need the lengths of all samples"),
-    "max_train_samples": (None, "the first samples are those of a file of their own"),
-    "validation_fraction": (0.1, "no share of it is held out: name a file validation"),
+    "group_by_length": (None, "batches of similar lengths need the lengths of all samples"),
+    "max_train_samples": (None, "put the first samples into a separate file"),
+    "validation_fraction": (0.1, "no share of it can be held out: name a file validation"),
     "split": ("969,30,1", "it is not divided into parts"),
     "sentence_pairs": (False, "pairs are drawn from all documents"),
 }
@@ -38,7 +38,7 @@ def _by_iterations(request: Request) -> list[Finding]:
     if not request.config.data.streaming or training.epochs is None:
         return []
     iterations = Change("--train-iters N", NOT_STREAMED.cost / 2, {"train_iters": 1000, "epochs": None})
-    message = "a stream has no length, so that an epoch of it has no number of steps"
+    message = "a stream has no length, so an epoch has no number of steps"
     return [Finding(message, request.asked("streaming", "epochs"), changes=(iterations, NOT_STREAMED))]
 
 
@@ -46,7 +46,7 @@ def _row_by_row(request: Request) -> list[Finding]:
     task = request.config.training.task
     if not request.config.data.streaming or task is None or task in STREAMED_TASKS:
         return []
-    message = f"the data of --task {task} are not streamed"
+    message = f"the data of --task {task} cannot be streamed"
     return [Finding(message, request.asked("streaming", "task"), changes=(NOT_STREAMED,))]
 
 
@@ -56,7 +56,7 @@ def _asks_nothing_of_the_whole(request: Request) -> list[Finding]:
     findings = []
     for name, (off, why) in OF_THE_WHOLE.items():
         if request.config.get(name) not in (off, False):
-            message = f"{spelling(name)} has nothing to act on in a stream: {why}"
+            message = f"{spelling(name)} has no effect on a stream: {why}"
             changes = (drop({name: off}), NOT_STREAMED)
             findings.append(Finding(message, request.asked("streaming", name), changes=changes))
     given = [name for name, off in OF_EVALUATIONS.items() if request.config.get(name) not in (off, False)]
@@ -80,7 +80,7 @@ def _mixes_whole_sets(request: Request) -> list[Finding]:
     off = {"streaming": False, "group_by_length": None, "precompute_reference": False}
     found = [
         Finding(
-            f"{spelling(name)} does not go with a mixture of data sets",
+            f"{spelling(name)} cannot be combined with a mixture of data sets",
             request.asked("data_name", name),
             changes=(drop({name: value}), one),
         )
@@ -96,34 +96,33 @@ def _mixes_whole_sets(request: Request) -> list[Finding]:
 DATA_RULES = (
     Rule(
         "RF151",
-        "A run over a stream ends after --train-iters.",
-        "rows are counted as they are read, and the schedule of the learning rate needs the number of steps before",
+        "A run over a stream needs --train-iters.",
+        "rows are counted only as they are read, but the learning rate schedule needs the number of steps in advance",
         "[rapidformer_templates]",
         _by_iterations,
         Example("--task causal_lm --streaming --epochs 3"),
     ),
     Rule(
         "RF152",
-        "Streaming is for tasks whose rows are samples by themselves.",
-        "the head of a classifier has as many labels as all rows have, and an answer is scored by all windows of its "
-        "text",
+        "Streaming is for tasks in which each row is a sample.",
+        "the head of a classifier needs the labels of all rows, and an answer is scored over all windows of its text",
         "[rapidformer_templates]",
         _row_by_row,
         Example("--task sequence_classification --streaming"),
     ),
     Rule(
         "RF153",
-        "What acts on all samples at once is not asked of a stream.",
-        "a stream is read from front to back, a part at a time",
+        "Flags that act on all samples at once cannot be used with a stream.",
+        "a stream is read from front to back, one part at a time",
         "[rapidformer_templates]",
         _asks_nothing_of_the_whole,
         Example("--task causal_lm --streaming --group-by-length"),
     ),
     Rule(
         "RF154",
-        "A mixture of data sets comes in an order of its own.",
-        "its shares are exact at any time, which batches by length or a stream would not leave so; log-probabilities "
-        "that are computed once, and the windows of question answering, are numbered through one data set",
+        "A mixture of data sets has its own order.",
+        "its shares are exact at any time, which batches by length or a stream would break; precomputed "
+        "log-probabilities and the windows of question answering are numbered within one data set",
         "[rapidformer_templates]",
         _mixes_whole_sets,
         Example("--task causal_lm --data-dir DIR --data-name '0.7 a 0.3 b' --group-by-length"),

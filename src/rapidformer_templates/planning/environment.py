@@ -213,7 +213,7 @@ def _may_have_another_kind() -> bool:
 
 def no_device(kind: str) -> str:
     """Return the message for a requested device type that torch cannot use here."""
-    return f"--device {kind} asks for {'a GPU' if kind == 'cuda' else 'an accelerator'}, and torch can use none here"
+    return f"--device {kind} asks for {'a GPU' if kind == 'cuda' else 'an accelerator'}, but torch can use none here"
 
 
 def kind_of(device: str) -> str:
@@ -226,13 +226,15 @@ def kind_of(device: str) -> str:
         return detect_accelerator() or "cpu"
     kind, _, number = device.partition(":")
     if number:
-        hint = f"--device {kind}; CUDA_VISIBLE_DEVICES and its like choose among several"
-        raise ConfigError(f"'{device}' is one device, and a kind of them is asked for", where="--device", hint=hint)
+        hint = f"--device {kind}; CUDA_VISIBLE_DEVICES and similar variables choose among several"
+        raise ConfigError(
+            f"'{device}' is a single device, but --device takes a kind of device", where="--device", hint=hint
+        )
     if kind in DEVICES or kind == detect_accelerator():
         return kind
     known = ("auto", *DEVICES)
     hint = did_you_mean(kind, known) or f"there are: {', '.join(known)}"
-    raise ConfigError(f"'{device}' is no kind of device that torch knows here", where="--device", hint=hint)
+    raise ConfigError(f"'{device}' is not a kind of device that torch knows here", where="--device", hint=hint)
 
 
 def detect(

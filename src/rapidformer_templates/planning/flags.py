@@ -64,7 +64,7 @@ class LaunchFlags:
     nproc_per_node: int | None = flag(None, "local workers that the command starts itself", minimum=1)
     data_parallel_size: int | None = flag(
         None,
-        "data-parallel workers that there must be: all workers / tensor × pipeline size, which needs no flag",
+        "expected number of data-parallel workers; computed without the flag as all workers / (tensor × pipeline size)",
         minimum=1,
     )
     master_port: int | None = flag(
@@ -72,7 +72,7 @@ class LaunchFlags:
     )
     device: str = flag(
         "auto",
-        "where to train: auto, cpu, or what torch calls the accelerator: cuda (AMD's, too), xpu, mps, npu, … "
+        "where to train: auto, cpu, or torch's name of the accelerator: cuda (also for AMD), xpu, mps, npu, … "
         "(default: the accelerator, if there is one)",
         metavar="DEVICE",
         offered=("auto", "cpu", "cuda", "xpu", "mps", "npu"),
@@ -87,12 +87,12 @@ class ModelFlags:
     model_type: str | None = flag(None, "architecture to train from scratch: gpt2, bert, llama, t5, …")
     num_layers: int | None = flag(None, "number of blocks", minimum=1)
     hidden_size: int | None = flag(None, "width of the model", minimum=1)
-    num_attention_heads: int | None = flag(None, "attention heads of a block", minimum=1)
-    max_position_embeddings: int | None = flag(None, "longest sequence that the model can take, tokens", minimum=1)
+    num_attention_heads: int | None = flag(None, "attention heads per block", minimum=1)
+    max_position_embeddings: int | None = flag(None, "longest sequence that the model accepts, in tokens", minimum=1)
     seq_length: int | None = flag(
-        None, "length that samples are cut to, tokens (default: what the model takes)", minimum=1
+        None, "length that samples are truncated to, in tokens (default: the longest that the model accepts)", minimum=1
     )
-    new_head: bool = flag(False, "leave out a pretrained model's head and train a new one for the labels of the data")
+    new_head: bool = flag(False, "replace a pretrained model's head with a new one for the labels of the data")
     dropout: float | None = flag(
         None, "dropout rate everywhere in the model (default: the model's own)", minimum=0, maximum=1
     )
@@ -103,9 +103,9 @@ class ModelFlags:
 class DataFlags:
     """Data"""
 
-    micro_batch_size: int = flag(1, "samples a data-parallel rank per forward", minimum=1)
+    micro_batch_size: int = flag(1, "samples per forward on each data-parallel rank", minimum=1)
     global_batch_size: int | None = flag(
-        None, "samples an optimizer step over all ranks (default: micro batch × data-parallel size)", minimum=1
+        None, "samples per optimizer step, over all ranks (default: micro batch × data-parallel size)", minimum=1
     )
     tokenizer_type: (
         Literal["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer"] | None
@@ -128,54 +128,61 @@ class DataFlags:
     pair_column: str | None = flag(None, "column with a second text or the question", metavar="NAME")
     label_column: str | None = flag(None, "column with the label, the tags, the answers or the target", metavar="NAME")
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = flag(
-        None, "sequence_classification: what its labels are (default: regression of fractions, several of lists)"
+        None, "sequence_classification: kind of labels (default: regression for fractions, multi-label for lists)"
     )
-    validation_fraction: float = flag(0.1, "share held out when the data has no validation part", minimum=0)
+    validation_fraction: float = flag(
+        0.1, "share held out for validation if the data has no validation part", minimum=0
+    )
     max_train_samples: int | None = flag(None, "use the first N training samples", metavar="N", minimum=1)
     max_eval_samples: int | None = flag(None, "use the first N validation samples", metavar="N", minimum=1)
     eval_data_name: tuple[str, ...] | None = flag(
-        None, "fine-tuning: further validation sets, each told as NAME/metric; SET as --data-name", metavar="NAME=SET"
+        None,
+        "fine-tuning: further validation sets, each reported as NAME/metric; SET is written like --data-name",
+        metavar="NAME=SET",
     )
-    evaluate_test: bool = flag(False, "evaluate the test part, once, with the weights that are exported")
+    evaluate_test: bool = flag(False, "evaluate the test part once, with the exported weights")
     text_unit: Literal["paragraph", "line", "file"] = flag(
-        "paragraph", "pretraining: what a document is in a .txt file; blank lines stand between paragraphs"
+        "paragraph", "pretraining: what counts as a document in a .txt file; blank lines separate paragraphs"
     )
-    skip_bad_lines: bool = flag(False, "leave out lines that cannot be read, and count them")
-    data_cache_dir: str | None = flag(
-        None, "where tokenized corpora are kept (default: the user's cache)", metavar="DIR"
-    )
+    skip_bad_lines: bool = flag(False, "skip lines that cannot be read, and count them")
+    data_cache_dir: str | None = flag(None, "folder for tokenized corpora (default: the user's cache)", metavar="DIR")
     keep_documents_apart: bool = flag(
-        False, "causal pretraining: no token sees another document (default: samples run on over their borders)"
+        False, "causal pretraining: no token sees another document (default: samples cross document borders)"
     )
     mask_prob: float = flag(0.15, "share of tokens that masked-LM and T5 pretraining hide", minimum=0)
     whole_word_mask: bool = flag(False, "mask the tokens of a word together")
-    mean_span_length: float = flag(3.0, "mean length of the spans that T5 pretraining hides, tokens", minimum=1)
+    mean_span_length: float = flag(3.0, "mean length of the spans that T5 pretraining hides, in tokens", minimum=1)
     sentence_pairs: bool = flag(
-        False, "masked pretraining on pairs of sentences with a second head, of bert, albert … (default: windows)"
+        False,
+        "masked pretraining on sentence pairs, with the second head of bert, albert, … (default: windows of text)",
     )
     short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0, maximum=1)
     loss_on: Literal["answers", "all"] | None = flag(
         None,
-        "causal_lm: tokens that are learned (default: the answers of chat and instruction data, all of plain text)",
+        "causal_lm: tokens to learn (default: the answers of chat and instruction data, all tokens of plain text)",
     )
     pack_sequences: bool = flag(
-        False, "causal_lm: several samples in a row of --seq-length tokens, kept apart; batch sizes count rows"
+        False,
+        "causal_lm: pack several samples into each row of --seq-length tokens, without attention between "
+        "them; batch sizes count rows",
     )
     streaming: bool = flag(
-        False, "read and tokenize the data while training: memory does not grow with them; with --train-iters"
+        False, "read and tokenize the data while training, so that memory does not grow with it; needs --train-iters"
     )
     shuffle_buffer: int | None = flag(
         None,
-        "rows of a stream that are shuffled together; 0: the order of the files (default: 1000)",
+        "rows of a stream that are shuffled together; 0 keeps the order of the files (default: 1000)",
         metavar="N",
         minimum=0,
         only_with=("streaming", True),
     )
     group_by_length: bool | None = flag(
-        None, "batches of samples of like length (default: in fine-tuning, unless samples are packed)"
+        None, "batch samples of similar length (default: in fine-tuning, unless samples are packed)"
     )
-    dataloader_num_workers: int | None = flag(None, "loader processes a rank (default: by device and data)", minimum=0)
-    dataloader_pin_memory: bool | None = flag(None, "page-locked host memory (default: on a GPU)")
+    dataloader_num_workers: int | None = flag(
+        None, "data loader processes per rank (default: chosen by device and data)", minimum=0
+    )
+    dataloader_pin_memory: bool | None = flag(None, "load batches into page-locked host memory (default: on a GPU)")
 
 
 @dataclass(frozen=True)
@@ -195,16 +202,16 @@ class TrainingFlags:
             "pretraining",
         ]
         | None
-    ) = flag(None, "what to train for")
+    ) = flag(None, "what to train the model for")
     save: str | None = flag(
         None, "run folder: checkpoints, metrics, summary, plan, exported model", metavar="DIR", choice="save"
     )
-    no_save: bool = flag(False, "train without --save, and throw the model away at the end", choice="save")
+    no_save: bool = flag(False, "train without --save and discard the model at the end", choice="save")
     overwrite: bool = flag(False, "empty a run folder that already holds a run")
     load: str | None = flag(None, "run folder or checkpoint to start from", metavar="DIR")
-    resume: bool = flag(False, "go on from the newest whole checkpoint in --save", only_with=("save", "DIR"))
+    resume: bool = flag(False, "continue from the newest complete checkpoint in --save", only_with=("save", "DIR"))
     weights_only: bool = flag(
-        False, "with --load: take the weights and start everything else anew", only_with=("load", "DIR")
+        False, "with --load: load only the weights and start everything else from scratch", only_with=("load", "DIR")
     )
     lr: float | None = flag(None, "peak learning rate", minimum=0)
     lr_decay_style: Literal[
@@ -218,10 +225,10 @@ class TrainingFlags:
         "cosine_with_min_lr",
         "cosine_warmup_with_min_lr",
         "warmup_stable_decay",
-    ] = flag("linear", "shape of the learning rate after warmup; from the fourth on transformers' own")
+    ] = flag("linear", "learning rate schedule after warmup; from the fourth on, those of transformers")
     min_lr: float = flag(0.0, "learning rate at the end of the decay", minimum=0)
-    lr_decay_iters: int | None = flag(None, "steps over which it decays (default: all)", minimum=1)
-    lr_warmup_iters: int | None = flag(None, "steps of warmup", minimum=0, choice="warmup")
+    lr_decay_iters: int | None = flag(None, "steps over which the learning rate decays (default: all)", minimum=1)
+    lr_warmup_iters: int | None = flag(None, "warmup steps", minimum=0, choice="warmup")
     lr_warmup_fraction: float | None = flag(
         None, "warmup as a share of the decay steps", minimum=0, maximum=1, choice="warmup"
     )
@@ -232,13 +239,18 @@ class TrainingFlags:
         minimum=0,
         choice="warmup",
     )
-    lr_num_cycles: int = flag(1, "falls of cosine_with_restarts from the peak to zero", minimum=1)
+    lr_num_cycles: int = flag(1, "cycles of cosine_with_restarts, each from the peak to zero", minimum=1)
     lr_power: float = flag(1.0, "exponent of the polynomial decay", minimum=0)
     lr_wsd_decay_iters: int | None = flag(
-        None, "last steps of warmup_stable_decay, in which it decays (default: a tenth of all)", metavar="N", minimum=1
+        None,
+        "steps at the end of warmup_stable_decay in which the rate decays (default: a tenth of all)",
+        metavar="N",
+        minimum=1,
     )
-    lr_wsd_decay_style: Literal["cosine", "linear", "1-sqrt"] = flag("cosine", "how warmup_stable_decay decays in them")
-    weight_decay: float = flag(0.01, "decoupled weight decay; biases and norms are left out", minimum=0)
+    lr_wsd_decay_style: Literal["cosine", "linear", "1-sqrt"] = flag(
+        "cosine", "shape of the decay of warmup_stable_decay"
+    )
+    weight_decay: float = flag(0.01, "decoupled weight decay; does not apply to biases and norms", minimum=0)
     adam_beta1: float | None = flag(
         None, "decay of Adam's first moment, below 1 (default: the optimizer's, 0.9)", minimum=0
     )
@@ -246,19 +258,23 @@ class TrainingFlags:
         None, "decay of Adam's second moment, below 1 (default: the optimizer's, 0.999)", minimum=0
     )
     adam_epsilon: float | None = flag(
-        None, "added to the root of Adam's second moment (default: the optimizer's, 1e-8; of LAMB 1e-6)", minimum=0
+        None, "added to the root of Adam's second moment (default: the optimizer's, 1e-8; 1e-6 for LAMB)", minimum=0
     )
     layerwise_lr_decay: float | None = flag(
-        None, "each block learns at this share of the rate of the one above it", metavar="SHARE", minimum=0, maximum=1
+        None,
+        "learning rate of each block as a share of that of the block above it",
+        metavar="SHARE",
+        minimum=0,
+        maximum=1,
     )
     ema_decay: float | None = flag(
         None,
-        "keep a moving average of the weights that takes 1 - DECAY of each new one; it is evaluated and exported",
+        "keep a moving average: DECAY × average + (1 - DECAY) × new weights; the average is evaluated and exported",
         metavar="DECAY",
         minimum=0,
         maximum=1,
     )
-    clip_grad: float = flag(1.0, "greatest global gradient norm; 0 does not clip", minimum=0)
+    clip_grad: float = flag(1.0, "maximum global gradient norm; 0 disables clipping", minimum=0)
     label_smoothing: float = flag(
         0.0, "share of each target that is spread over all classes while training", minimum=0, maximum=1
     )
@@ -266,64 +282,69 @@ class TrainingFlags:
         None, "noise on the input embeddings while training (NEFTune; usual: 5 to 15)", minimum=0
     )
     preference_loss: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = flag(
-        "dpo", "preference: the loss; kto judges each answer by itself, orpo and simpo need no reference model"
+        "dpo", "preference: the loss; kto scores each answer separately, orpo and simpo need no reference model"
     )
     preference_beta: float = flag(
-        0.1, "preference: how closely the model keeps to the reference; of orpo the weight of the odds", minimum=0
+        0.1, "preference: how close the model stays to the reference; for orpo, the weight of the odds", minimum=0
     )
-    simpo_gamma: float = flag(0.5, "simpo: margin that a chosen answer is to have")
+    simpo_gamma: float = flag(0.5, "simpo: target margin of the chosen answer")
     kto_desirable_weight: float = flag(1.0, "kto: weight of good answers", minimum=0)
     kto_undesirable_weight: float = flag(1.0, "kto: weight of bad answers", minimum=0)
     precompute_reference: bool = flag(
-        False, "preference: compute the reference's log-probabilities once, and keep them in the run folder"
+        False, "preference: compute the reference's log-probabilities once and store them in the run folder"
     )
     train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1, choice="length")
     epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1, choice="length")
     log_interval: int = flag(100, "steps between lines in metrics.jsonl", minimum=1)
     eval_interval: Interval | None = flag(
         None,
-        "between evaluations: steps, or with a unit 20000samples, 5e7tokens, 30minutes (default: the end of each epoch,"
-        " or of the run)",
+        "interval between evaluations: steps, or with a unit 20000samples, 5e7tokens, 30minutes (default: the end of "
+        "each epoch, or of the run)",
         metavar="EVERY",
     )
-    eval_iters: int | None = flag(None, "batches an evaluation (default: all)", minimum=1)
+    eval_iters: int | None = flag(None, "batches per evaluation (default: all)", minimum=1)
     save_interval: Interval | None = flag(
-        None, "between checkpoints, in the same units (default: the end of each epoch, or of the run)", metavar="EVERY"
+        None,
+        "interval between checkpoints, in the same units (default: the end of each epoch, or of the run)",
+        metavar="EVERY",
     )
-    async_save: bool = flag(False, "save in the background; a step waits for a copy in host memory only")
+    async_save: bool = flag(False, "save in the background; training waits only for the copy to host memory")
     profile: int | None = flag(
         None,
-        "record N steps after a warm-up (bare: 5): a trace, a table and where the idle time goes, in --save/profile",
+        "profile N steps after a warm-up (5 without N): writes a trace, a table and the causes of idle time to "
+        "--save/profile",
         bare="5",
         metavar="N",
         minimum=1,
     )
-    keep_checkpoints: int = flag(2, "newest checkpoints that are kept (the best one is kept besides)", minimum=1)
+    keep_checkpoints: int = flag(2, "number of newest checkpoints to keep (the best one is kept as well)", minimum=1)
     keep_best: bool | None = flag(None, "keep and export the checkpoint with the best metric (default: in fine-tuning)")
     metric_for_best: str | None = flag(
         None, "metric by which the best checkpoint is kept (default: the task's)", metavar="NAME"
     )
     metric_for_best_mode: Literal["min", "max"] | None = flag(
         None,
-        "whether the least or the most of --metric-for-best is best (default: known by its name)",
+        "whether a lower or a higher --metric-for-best is better (default: known from its name)",
         only_with=("metric_for_best", "NAME"),
     )
     early_stopping_patience: int | None = flag(
-        None, "end after N evaluations in a row without a better one by --metric-for-best", metavar="N", minimum=1
+        None, "stop after N evaluations in a row without an improvement of --metric-for-best", metavar="N", minimum=1
     )
     report_to: Trackers | None = flag(
-        None, "trackers that get the curves, besides metrics.jsonl: tensorboard,wandb,mlflow,trackio", metavar="NAMES"
+        None,
+        "trackers that receive the metrics, in addition to metrics.jsonl: tensorboard,wandb,mlflow,trackio",
+        metavar="NAMES",
     )
     run_name: str | None = flag(
-        None, "what trackers call the run (default: the folder of --save)", only_with=("report_to", "tensorboard")
+        None, "name of the run in trackers (default: the folder of --save)", only_with=("report_to", "tensorboard")
     )
     project_name: str | None = flag(
         None,
-        "project or experiment of the trackers (default: their environment's, else rapidformer)",
+        "project or experiment in trackers (default: that of their environment, else rapidformer)",
         only_with=("report_to", "tensorboard"),
     )
     export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
-    seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**32 - 1)
+    seed: int = flag(1234, "seed for weights, data order and dropout", minimum=0, maximum=2**32 - 1)
 
     @property
     def fine_tunes(self) -> bool:

@@ -70,7 +70,7 @@ def _batch_divides(request: Request) -> list[Finding]:
             f"global batch size {sizes.global_batch} is not divisible by micro batch {sizes.micro_batch} × "
             f"data-parallel size {sizes.data}; the nearest that work: {' and '.join(map(str, near))}",
             (*request.asked("global_batch_size", "micro_batch_size"), f"data-parallel size {sizes.data}"),
-            changes=tuple(replace({"global_batch_size": n}, f"{n // step} × {step} samples a step") for n in near),
+            changes=tuple(replace({"global_batch_size": n}, f"{n // step} × {step} samples per step") for n in near),
         )
     ]
 
@@ -101,7 +101,7 @@ def _data_size_is_so(request: Request) -> list[Finding]:
         return []
     message = (
         f"data-parallel size {asked} × tensor {sizes.tensor} × {_context(sizes)}pipeline {sizes.pipeline} "
-        f"are {asked * divides} workers, and there are {sizes.world}"
+        f"are {asked * divides} workers, but there are {sizes.world}"
     )
     changes = (drop({"data_parallel_size": None}),)
     return [Finding(message, request.asked("data_parallel_size"), changes=changes)]
@@ -121,7 +121,7 @@ def _has_companion(request: Request) -> list[Finding]:
         (name, default), (other, value) = (declared.name, declared.default), declared.metadata["only_with"]
         if request.config.get(name) != default and request.config.get(other) == companion.default:
             changes = (add({other: value}), drop({name: default}))
-            message = f"{spelling(name)} acts only together with {spelling(other)}"
+            message = f"{spelling(name)} has no effect without {spelling(other)}"
             findings.append(Finding(message, request.asked(name), changes=changes))
     return findings
 
@@ -139,7 +139,7 @@ def _packs_samples(request: Request) -> list[Finding]:
     data, task = request.config.data, request.config.training.task
     if not data.pack_sequences or task == "causal_lm":
         return []
-    message = f"packed samples need --task causal_lm, not {task or 'data of your own'}"
+    message = f"packed samples need --task causal_lm, not {task or 'your own data'}"
     changes = (drop({"pack_sequences": False}), replace({"task": "causal_lm"}))
     return [Finding(message, request.asked("pack_sequences", "task"), changes=changes)]
 
@@ -156,7 +156,7 @@ def _learns_answers(request: Request) -> list[Finding]:
     asked, task = request.config.data.loss_on, request.config.training.task
     if asked is None or task == "causal_lm":
         return []
-    message = f"--loss-on {asked} needs --task causal_lm, not {task or 'data of your own'}"
+    message = f"--loss-on {asked} needs --task causal_lm, not {task or 'your own data'}"
     changes = (drop({"loss_on": None}), replace({"task": "causal_lm"}))
     return [Finding(message, request.asked("loss_on", "task"), changes=changes)]
 
@@ -172,8 +172,8 @@ RULES = (
     ),
     Rule(
         "RF015",
-        "Exactly one of --epochs and --train-iters.",
-        "both say when training ends",
+        "Exactly one of --epochs and --train-iters is given.",
+        "both set the end of training",
         "[R]",
         _epochs_or_iterations,
         Example("--epochs 3 --train-iters 1000"),
@@ -181,7 +181,7 @@ RULES = (
     Rule(
         "RF016",
         "At most one switch captures the model's graph.",
-        "a graph that ONNX Runtime runs is no longer one that torch.compile can compile, and the reverse",
+        "torch.compile cannot compile a graph that ONNX Runtime runs, nor the other way round",
         "[torch, onnxruntime]",
         one_claim(Resource.GRAPH),
         Example("--onnx-runtime-training --torch-compile"),
@@ -189,7 +189,7 @@ RULES = (
     Rule(
         "RF023",
         "A switch's package is installed.",
-        "nothing else stands for it, and a switch that cannot act is refused",
+        "nothing else is used instead, and a switch that cannot act is refused",
         "[environment]",
         _package_installed,
         Example("--optimizer adamw_apex_fused", machine={"device": "cuda", "compute_capability": (8, 0)}),
@@ -197,7 +197,7 @@ RULES = (
     Rule(
         "RF024",
         "A switch or a device that needs a GPU has one.",
-        "nothing falls back to a CPU in silence",
+        "nothing falls back to a CPU silently",
         "[torch]",
         _gpu_present,
         Example("--device cuda --lr 5e-5 --epochs 3 --save run", machine={"device": "cuda"}, training=True),
@@ -228,17 +228,17 @@ RULES = (
     ),
     Rule(
         "RF032",
-        "Warmup is given in steps, in samples or as a share: once.",
-        "each decides how many steps the warmup takes",
+        "Warmup is given only once: in steps, in samples or as a share.",
+        "each sets the number of warmup steps",
         "[R]",
         _one_warmup,
         Example("--lr-warmup-iters 10 --lr-warmup-fraction 0.1"),
     ),
     Rule(
         "RF150",
-        "A data-parallel size that is given is that of the workers.",
-        "it follows from the number of workers and the tensor and pipeline sizes; another one is another run than was "
-        "meant",
+        "A given data-parallel size matches the number of workers.",
+        "it follows from the number of workers and the tensor and pipeline sizes; any other size would mean a "
+        "different run than intended",
         "[M]",
         _data_size_is_so,
         Example("--data-parallel-size 4 --tensor-model-parallel-size 2 --world-size 4"),
@@ -253,8 +253,8 @@ RULES = (
     ),
     Rule(
         "RF034",
-        "A flag that acts only with another is given together with it.",
-        "alone it would be ignored in silence",
+        "A flag that has an effect only with another is given together with it.",
+        "alone it would be silently ignored",
         "[rapidformer_templates]",
         _has_companion,
         Example("--moe-top-k 2"),
@@ -262,8 +262,8 @@ RULES = (
     Rule(
         "RF050",
         "Sequence packing is for --task causal_lm.",
-        "packed samples are kept apart by a causal block-diagonal mask; other tasks look both ways, have one label a "
-        "row, or have rows of one length already",
+        "packed samples are kept apart by a causal block-diagonal mask; other tasks attend in both directions, have "
+        "one label per row, or already have rows of one length",
         "[rapidformer_templates]",
         _packs_samples,
         Example("--task sequence_classification --pack-sequences"),
@@ -271,7 +271,7 @@ RULES = (
     Rule(
         "RF051",
         "Packed rows are not grouped by length.",
-        "each of them is as long as the others",
+        "all of them have the same length",
         "[rapidformer_templates]",
         _groups_packed_rows,
         Example("--task causal_lm --pack-sequences --group-by-length"),
@@ -279,7 +279,7 @@ RULES = (
     Rule(
         "RF052",
         "--loss-on is for --task causal_lm.",
-        "in other tasks the labels of the data set say what is learned",
+        "in other tasks the labels of the data set decide what is learned",
         "[rapidformer_templates]",
         _learns_answers,
         Example("--task masked_lm --loss-on answers"),

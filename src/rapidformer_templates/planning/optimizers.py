@@ -209,7 +209,7 @@ def why_stand_in(request: Request) -> str | None:
     if request.of_family("offload"):
         return "Nvidia apex cannot update a state in host memory"
     if any(Resource.PARAMETERS in switch.claims for switch in request.active.values()):
-        return "Nvidia apex takes no sharded parameters"
+        return "Nvidia apex does not accept sharded parameters"
     return None
 
 

@@ -30,7 +30,7 @@ class Here:
 
 
 _ACCUMULATION = "accumulation steps are computed: global batch / (micro batch × data-parallel workers)"
-_BY_HOOK = "write it in build_optimizer() of a script of your own"
+_BY_HOOK = "write it in build_optimizer() of your own script"
 _INTERVAL = "a number of steps, or 20000samples, 30minutes; by default the end of each epoch, or of the run"
 _NODES = "start the same command on each machine with torchrun (docs/many-machines.md)"
 
@@ -68,7 +68,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     # Precision.
     ("bf16-full-eval", "--mixed-precision bf16", ""),
     ("half-precision amp fp16-full-eval", "--mixed-precision fp16", ""),
-    ("precision dtype torch-dtype", "--mixed-precision bf16", "or fp16; without it: fp32"),
+    ("precision dtype torch-dtype", "--mixed-precision bf16", "or fp16; the default is fp32"),
     ("use-tf32 allow-tf32", "--tf32", ""),
     # Memory.
     ("gradient-checkpointing activation-checkpointing use-gradient-checkpointing", "--checkpoint-activations", ""),
@@ -76,7 +76,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("recompute-method", "--recompute-num-layers", "the first N blocks, Megatron-LM's method block; without it: all"),
     ("fsdp use-fsdp fully-shard", "--fsdp-memory-optimization", ""),
     ("fsdp-config fsdp-transformer-layer-cls-to-wrap fsdp-auto-wrap-policy", "--fsdp-memory-optimization",
-     "it shards each block by itself"),
+     "it shards each block separately"),
     ("fsdp-sharding-strategy", "--fsdp-memory-optimization", "--no-fsdp-reshard-after-forward keeps blocks whole, "
      "--fsdp-shard-size N is a hybrid"),
     ("data-parallel-shard-degree dp-shard-size parallelism-config-dp-shard-size", "--fsdp-shard-size",
@@ -96,17 +96,17 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     # Layouts and workers.
     ("tensor-parallel-size tensor-parallel tp tp-size tensor-parallelism", "--tensor-model-parallel-size", ""),
     ("pipeline-parallel-size pipeline-parallel pp pp-size", "--pipeline-model-parallel-size", ""),
-    ("num-layers-per-virtual-pipeline-stage", "--virtual-pipeline-size", "parts of the model a worker"),
+    ("num-layers-per-virtual-pipeline-stage", "--virtual-pipeline-size", "parts of the model per worker"),
     ("expert-parallel-size ep ep-size", "--expert-model-parallel-size", "inside groups of data-parallel workers"),
     ("context-parallel context-parallel-degree cp cp-size", "--context-parallel-size", ""),
     ("num-processes num-gpus gpus devices ngpus n-gpu gpus-per-node num-proc", "--nproc-per-node", ""),
     ("num-machines num-nodes nnodes node-rank machine-rank", "", _NODES),
     ("main-process-port", "--master-port", ""),
     ("main-process-ip master-addr", "", _NODES),
-    ("strategy", "--fsdp-memory-optimization", "or another switch; several workers alone are data-parallel"),
+    ("strategy", "--fsdp-memory-optimization", "or another switch; without one, several workers are data-parallel"),
     ("ddp multi-gpu", "--nproc-per-node", "several workers are data-parallel without a flag"),
     ("ddp-find-unused-parameters find-unused-parameters ddp-backend distributed-backend local-rank "
-     "overlap-grad-reduce", "", "leave it out: it is found out by itself"),
+     "overlap-grad-reduce", "", "leave it out: it is detected automatically"),
     ("no-cuda use-cpu cpu", "--device cpu", ""),
     ("accelerator", "--device", "cpu or cuda"),
     ("dataloader-workers num-workers", "--dataloader-num-workers", ""),
@@ -155,7 +155,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("save-total-limit save-top-k checkpoints-total-limit", "--keep-checkpoints", ""),
     ("load-best-model-at-end", "--keep-best", ""),
     ("metric-for-best-model monitor", "--metric-for-best", ""),
-    ("patience early-stopping", "--early-stopping-patience 3", "evaluations without a better one"),
+    ("patience early-stopping", "--early-stopping-patience 3", "evaluations without an improvement"),
     ("greater-is-better", "--metric-for-best-mode max", ""),
     ("eval-steps val-check-interval evaluate-every", "--eval-interval", ""),
     ("eval-strategy evaluation-strategy", "--eval-interval", _INTERVAL),
@@ -163,7 +163,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("logging-steps log-every-n-steps log-every steps-per-print", "--log-interval", ""),
     ("with-tracking log-with loggers", "--report-to tensorboard", ""),
     ("wandb use-wandb", "--report-to wandb", ""),
-    ("tensorboard-dir", "--report-to tensorboard", "which lies in --save"),
+    ("tensorboard-dir", "--report-to tensorboard", "which is in --save"),
     ("wandb-project trackio-project experiment-name", "--project-name", "with --report-to"),
     ("wandb-exp-name", "--run-name", "with --report-to"),
     ("do-train do-eval do-predict disable-tqdm remove-unused-columns prediction-loss-only", "",

@@ -59,7 +59,7 @@ def _one_loss(request: Request) -> list[Finding]:
         return []
     return [
         Finding(
-            f"--task {request.config.training.task} has two forwards or two answers a sample, and {name} {why}",
+            f"--task {request.config.training.task} has two forwards or two answers per sample, but {name} {why}",
             (*request.asked_for(name), *request.asked("task")),
             switches=(name,),
         )
@@ -72,7 +72,7 @@ def _forward_of_reference(request: Request) -> list[Finding]:
         return []
     return [
         Finding(
-            f"there is no place for a forward of the reference: {name} {why}",
+            f"this run cannot compute the reference model: {name} {why}",
             (*request.asked_for(name), *request.asked("preference_loss")),
             switches=(name,),
             changes=(_PRECOMPUTE,),
@@ -86,9 +86,9 @@ def _copy_is_the_start(request: Request) -> list[Finding]:
     if not _compares(request.config) or training.precompute_reference or training.load is None:
         return []
     if has_frozen_copy(request.config, request.active.values()):
-        message = "--load changes the model after the reference was built, which would be compared with other weights"
+        message = "--load changes the model after the reference was built, so both would start from different weights"
     elif training.weights_only:
-        message = "the run begins with the adapters of --load, and the reference is the model without adapters"
+        message = "the run begins with the adapters of --load, but the reference is the model without adapters"
     else:  # the loaded run continues, and its reference is also the model without adapters
         return []
     changes = (_PRECOMPUTE, drop({"load": None, "weights_only": False}))
@@ -99,7 +99,7 @@ def _reference_is_used(request: Request) -> list[Finding]:
     training = request.config.training
     if not training.precompute_reference or training.task != "preference" or _compares(request.config):
         return []
-    message = f"--preference-loss {training.preference_loss} compares with no reference"
+    message = f"--preference-loss {training.preference_loss} does not use a reference"
     changes = (drop({"precompute_reference": False}), replace({"preference_loss": "dpo"}))
     return [Finding(message, request.asked("precompute_reference", "preference_loss"), changes=changes)]
 
@@ -114,7 +114,7 @@ def _of_this_loss(request: Request) -> list[Finding]:
         return []
     return [
         Finding(
-            f"--preference-loss {training.preference_loss} has no use for {spelling(name)}, which is for {loss}",
+            f"--preference-loss {training.preference_loss} does not use {spelling(name)}, which is for {loss}",
             request.asked(name, "preference_loss"),
             changes=(drop({name: DEFAULTS[name]}), replace({"preference_loss": loss})),
         )
@@ -136,39 +136,39 @@ PREFERENCE_RULES = (
     Rule(
         "RF130",
         "Noise on the embeddings is for samples of one row.",
-        "it is drawn by a sample's place, of which a chosen and a rejected answer have one",
+        "it is drawn by a sample's position, and a chosen and a rejected answer share one",
         "[rapidformer_templates]",
         _one_row_a_sample,
         Example("--task preference --neftune-alpha 5"),
     ),
     Rule(
         "RF131",
-        "Preferences and rewards go with switches that leave logits, and add no loss.",
-        "a forward of the reference would be counted with those of the model, or would be captured as one of them",
+        "Preferences and rewards can be combined only with switches that keep the logits and add no loss.",
+        "a forward of the reference would be counted or captured as one of the trained model",
         "[rapidformer_templates]",
         _one_loss,
         Example("--task preference --onnx-runtime-training"),
     ),
     Rule(
         "RF132",
-        "A forward of the reference goes with engines that have a place for one.",
-        "a schedule of stages is one of the trained model; with --precompute-reference there is no such forward",
+        "A forward of the reference needs an engine that can run one.",
+        "a schedule of stages runs only the trained model; with --precompute-reference there is no such forward",
         "[rapidformer_templates]",
         _forward_of_reference,
         Example("--task preference --pipeline-model-parallel-size 2 --num-layers 4 --world-size 2"),
     ),
     Rule(
         "RF133",
-        "The reference is the model that the run begins with.",
-        "DPO, IPO and KTO measure how far training has gone from there",
+        "The reference is the model that the run starts from.",
+        "DPO, IPO and KTO measure how far training has moved from it",
         "[Rafailov et al., 2023]",
         _copy_is_the_start,
         Example("--task preference --load run --weights-only"),
     ),
     Rule(
         "RF134",
-        "A reference is computed where a loss compares with it.",
-        "ORPO and SimPO look at the model alone",
+        "A reference is computed only for a loss that compares with it.",
+        "ORPO and SimPO use only the trained model",
         "[Hong et al., 2024; Meng et al., 2024]",
         _reference_is_used,
         Example("--task preference --preference-loss orpo --precompute-reference"),
@@ -176,15 +176,15 @@ PREFERENCE_RULES = (
     Rule(
         "RF135",
         "--preference-beta is above 0.",
-        "it scales what a choice is worth, and IPO divides by it",
+        "it scales the value of a choice, and IPO divides by it",
         "[rapidformer_templates]",
         _bet_on_something,
         Example("--task preference --preference-beta 0"),
     ),
     Rule(
         "RF136",
-        "The flags of one loss of preferences are given with that loss.",
-        "with another one they would be ignored in silence",
+        "The flags of a preference loss are given only with that loss.",
+        "with another one they would be silently ignored",
         "[rapidformer_templates]",
         _of_this_loss,
         Example("--task preference --simpo-gamma 1"),

@@ -127,7 +127,7 @@ def _declared_by(point: EntryPoint) -> tuple[Switch, ...]:
     return declared
 
 
-_WITHOUT = "mend the package, or uninstall it"
+_WITHOUT = "fix the package, or uninstall it"
 
 
 def _check_unique(switches: Sequence[Switch]) -> None:

@@ -92,8 +92,8 @@ def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
         notes.append(f"micro batch {micro}: multiples of 8 suit the matrix units better [S]")
     if not request.environment.has_device:
         what = "GPU" if request.environment.device == "cuda" else request.environment.device
-        later = "what depends on its kind is looked at again when training starts"
-        notes.append(f"no {what} can be seen from here: {later}")
+        later = "what depends on its kind is checked again when training starts"
+        notes.append(f"no {what} is visible here: {later}")
     return tuple(notes)
 
 

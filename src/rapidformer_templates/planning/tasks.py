@@ -129,7 +129,7 @@ def check_task_flags(config: RunConfig) -> None:
     _refuse(config, name, FLAGS_OF)
     if config.model.new_head and not config.model.pretrained_model_name_or_path:
         hint = "leave out --new-head: every head of a model from scratch is new"
-        raise ConfigError("no pretrained model is named, whose head could be left out", where="--new-head", hint=hint)
+        raise ConfigError("no pretrained model is given whose head could be replaced", where="--new-head", hint=hint)
 
 
 def check_data_flags(config: RunConfig) -> None:
@@ -147,7 +147,7 @@ def _refuse(config: RunConfig, name: str, table: Mapping[str, Sequence[str]]) ->
         if name not in tasks and config.origin(flag) != "default":
             hint = f"leave it out; it is for {' and '.join(tasks) if len(tasks) < 4 else 'fine-tuning'}"
             where = f"{spelling(flag)} ({config.origin(flag)})"
-            raise ConfigError(f"the task {name} has no use for {spelling(flag)}", where=where, hint=hint)
+            raise ConfigError(f"the task {name} does not use {spelling(flag)}", where=where, hint=hint)
 
 
 def sample_flags(config: RunConfig) -> dict[str, Any]:

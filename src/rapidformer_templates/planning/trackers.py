@@ -23,7 +23,7 @@ class Trackers(str):
         ValueError: the text contains something else, or a name twice.
     """
 
-    expected = f"names of {', '.join(PACKAGES)} with commas between them, all or none"
+    expected = f"names of {', '.join(PACKAGES)} separated by commas, all or none"
     names: tuple[str, ...]
 
     def __new__(cls, value: object) -> Trackers:

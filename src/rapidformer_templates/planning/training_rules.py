@@ -24,7 +24,7 @@ def _best_is_known(request: Request) -> list[Finding]:
     findings = []
     if training.keep_best is False:
         changes = (drop({"keep_best": None}), drop({"metric_for_best": None, "metric_for_best_mode": None}))
-        message = "--metric-for-best acts only where a best checkpoint is kept"
+        message = "--metric-for-best has no effect if no best checkpoint is kept"
         findings.append(Finding(message, request.asked("metric_for_best", "keep_best"), changes=changes))
     # Without the user's own hooks, a task has fixed metrics, and check_metric reports any other name.
     can_be_own = training.task is None or request.environment.white_box
@@ -32,12 +32,12 @@ def _best_is_known(request: Request) -> list[Finding]:
         near = alike(name, metrics_of(request.config))
         findings.append(
             Finding(
-                f"nothing tells whether more or less of '{name}' is better",
+                f"cannot tell whether a higher or a lower '{name}' is better",
                 request.asked("metric_for_best"),
                 changes=(
                     *(add({"metric_for_best": other}, "a metric of the task") for other in near),
-                    add({"metric_for_best_mode": "max"}, "more of it is better"),
-                    add({"metric_for_best_mode": "min"}, "less of it is better"),
+                    add({"metric_for_best_mode": "max"}, "higher is better"),
+                    add({"metric_for_best_mode": "min"}, "lower is better"),
                 ),
             )
         )
@@ -51,16 +51,14 @@ def _stops_early(request: Request) -> list[Finding]:
     findings = []
     if training.keep_best is False:
         changes = (drop({"keep_best": None}), drop({"early_stopping_patience": None}))
-        message = "--early-stopping-patience acts only where a best checkpoint is kept"
+        message = "--early-stopping-patience has no effect if no best checkpoint is kept"
         findings.append(Finding(message, request.asked("early_stopping_patience", "keep_best"), changes=changes))
     if training.train_iters is not None and training.eval_interval is None:
         changes = (
             add({"eval_interval": max(1, training.train_iters // 10)}, "steps between evaluations"),
             drop({"early_stopping_patience": None}),
         )
-        message = (
-            "--early-stopping-patience has nothing to act on: a run by --train-iters is evaluated at its end alone"
-        )
+        message = "--early-stopping-patience has no effect: a run by --train-iters is evaluated only at its end"
         findings.append(Finding(message, request.asked("early_stopping_patience", "train_iters"), changes=changes))
     return findings
 
@@ -68,7 +66,7 @@ def _stops_early(request: Request) -> list[Finding]:
 def _averages(request: Request) -> list[Finding]:
     if request.config.training.ema_decay != 1:
         return []
-    message = "--ema-decay 1 never takes in a new weight"
+    message = "--ema-decay 1 never changes the average"
     return [Finding(message, request.asked("ema_decay"), changes=(replace({"ema_decay": 0.999}),))]
 
 
@@ -76,7 +74,7 @@ def _smooths(request: Request) -> list[Finding]:
     training = request.config.training
     if not training.label_smoothing or (training.task in SMOOTHED and not request.config.data.sentence_pairs):
         return []
-    what = "sentence pairs" if training.task in SMOOTHED else training.task or "a loss of no task"
+    what = "sentence pairs" if training.task in SMOOTHED else training.task or "a loss without a task"
     changes = (drop({"label_smoothing": 0.0}), *(() if training.task else (add({"task": "causal_lm"}),)))
     message = f"--label-smoothing is for the cross-entropies of --task {', '.join(SMOOTHED)}, not for {what}"
     return [Finding(message, request.asked("label_smoothing", "task"), changes=changes)]
@@ -94,7 +92,7 @@ def _shaping_nothing(request: Request) -> list[Finding]:
     """Refuse flags that do not act on the chosen schedule."""
     training = request.config.training
     name = training.lr_decay_style
-    why = "a constant rate does not decay" if name == "constant" else f"{name} does not take it"
+    why = "a constant rate does not decay" if name == "constant" else f"{name} does not use it"
     findings = []
     for flag, off in SHAPING.items():
         # The warmup may be a fraction of the decay steps even if nothing decays.
@@ -103,7 +101,7 @@ def _shaping_nothing(request: Request) -> list[Finding]:
             continue
         other = next(style for style, facts in STYLES.items() if flag in facts.takes)
         changes = (drop({flag: off}), replace({"lr_decay_style": other}))
-        message = f"{spelling(flag)} has nothing to act on: {why}"
+        message = f"{spelling(flag)} has no effect: {why}"
         findings.append(Finding(message, request.asked(flag, "lr_decay_style"), changes=changes))
     return findings
 
@@ -118,7 +116,7 @@ def _schedule_fits(request: Request) -> list[Finding]:
         changes = (replace({"min_lr": training.lr / 10}), drop({"min_lr": 0.0}))
         findings.append(Finding(message, request.asked("min_lr", "lr"), changes=changes))
     elif training.lr_decay_style == "polynomial" and training.lr and training.lr == training.min_lr:
-        message = f"--min-lr {training.min_lr:g} is --lr: polynomial has nothing to decay to"
+        message = f"--min-lr {training.min_lr:g} equals --lr: polynomial has nothing to decay to"
         changes = (drop({"min_lr": 0.0}), replace({"lr_decay_style": "constant", "min_lr": 0.0}))
         findings.append(Finding(message, request.asked("min_lr", "lr", "lr_decay_style"), changes=changes))
     findings += _shaping_nothing(request)
@@ -168,7 +166,7 @@ def _leaves_something(request: Request) -> list[Finding]:
     if training.no_save:
         return [
             Finding(
-                f"{spelling(name)} acts on a run folder, and there is none",
+                f"{spelling(name)} acts on a run folder, but there is none",
                 request.asked(name, "no_save"),
                 changes=(drop({name: off}), replace({"save": "DIR", "no_save": False})),
             )
@@ -177,8 +175,8 @@ def _leaves_something(request: Request) -> list[Finding]:
         ]
     if training.save is None and request.training:
         folder = add({"save": "DIR"}, "the folder for checkpoints, metrics and the trained model")
-        nothing = Change(spelling("no_save"), REPLACE, {"no_save": True}, note="trains, and throws the model away")
-        return [Finding("nothing says where the trained model goes", changes=(folder, nothing))]
+        nothing = Change(spelling("no_save"), REPLACE, {"no_save": True}, note="trains and discards the model")
+        return [Finding("there is no folder for the trained model", changes=(folder, nothing))]
     return []
 
 
@@ -211,40 +209,40 @@ TRAINING_RULES = (
     ),
     Rule(
         "RF099",
-        "The schedule of the learning rate warms up to the peak within the run and falls from there.",
-        "a part that comes too late or leads upwards is a schedule that nobody means",
+        "The learning rate schedule warms up to the peak within the run and decays from there.",
+        "a schedule with a part after the end of the run, or with a decay that rises, is a mistake",
         "[rapidformer_templates]",
         _schedule_fits,
         Example("--lr 1e-4 --min-lr 1e-3"),
     ),
     Rule(
         "RF100",
-        "A run that trains has a folder to save to, or is asked to leave nothing.",
-        "without a run folder the model is gone when the run ends",
+        "A training run saves to a folder, unless --no-save is given.",
+        "without a run folder the model is lost when the run ends",
         "[rapidformer_templates]",
         _leaves_something,
         Example("--lr 5e-5 --epochs 3", training=True),
     ),
     Rule(
         "RF111",
-        "A run that may stop early is evaluated on its way, and keeps its best checkpoint.",
-        "it stops when no evaluation is better than the best one, whose weights are exported",
+        "A run that may stop early is evaluated during training and keeps its best checkpoint.",
+        "it stops when evaluations no longer improve on the best one, whose weights are exported",
         "[rapidformer_templates]",
         _stops_early,
         Example("--early-stopping-patience 3 --no-keep-best --epochs 20"),
     ),
     Rule(
         "RF114",
-        "The share of the old in an average of the weights is below 1.",
-        "with 1 it would stay what it is after the first step",
+        "The decay of a moving average of the weights is below 1.",
+        "with 1 the average would never change after the first step",
         "[torch]",
         _averages,
         Example("--ema-decay 1"),
     ),
     Rule(
         "RF112",
-        "Labels are smoothed where the loss is one cross-entropy over classes or words.",
-        "positions in a text are no classes, and what a loss of one's own is made of is not known here",
+        "Label smoothing needs a loss that is one cross-entropy over classes or words.",
+        "positions in a text are not classes, and the library does not know what your own loss consists of",
         "[torch, transformers]",
         _smooths,
         Example("--task question_answering --label-smoothing 0.1"),
@@ -252,15 +250,15 @@ TRAINING_RULES = (
     Rule(
         "RF113",
         "Noise on the embeddings is for models that read one sequence.",
-        "encoder and decoder share their embeddings, and which of their tokens are padding is not told of both",
+        "encoder and decoder share their embeddings, but it is not known for both which tokens are padding",
         "[transformers]",
         _one_sequence,
         Example("--task seq2seq_lm --neftune-alpha 5"),
     ),
     Rule(
         "RF110",
-        "Adam's decays are below 1, and they and its epsilon go to an optimizer that has them.",
-        "adafactor keeps means of rows and columns, no moments; with a decay of 1 a moment takes in nothing",
+        "Adam's decays are below 1, and they and its epsilon need an optimizer that has them.",
+        "adafactor keeps means of rows and columns instead of moments; with a decay of 1 a moment never changes",
         "[torch]",
         _adam_fits,
         Example("--optimizer adafactor --adam-beta2 0.99"),
@@ -268,7 +266,7 @@ TRAINING_RULES = (
     Rule(
         "RF160",
         "The trackers of a run are installed.",
-        "a curve that is missed is missed when the run is over",
+        "a missing curve is noticed only when the run is over",
         "[accelerate]",
         _trackers_are_there,
         Example("--report-to wandb"),

@@ -23,12 +23,14 @@ def named_sets(words: Sequence[str] | None, flag: str) -> dict[str, str]:
     for word in words or ():
         name, equals, of = word.partition("=")
         if not SET_NAME.fullmatch(name) or (equals and not of):
-            raise DataError(f"'{word}' names no set", where=flag, hint="write NAME=SET, as in hard=hard.jsonl")
+            raise DataError(
+                f"'{word}' is not the name of a set", where=flag, hint="write NAME=SET, as in hard=hard.jsonl"
+            )
         if name == TEST:
             hint = "--evaluate-test evaluates the test part, at the end; give another set another name"
             raise DataError("a validation set is called test", where=flag, hint=hint)
         if name in sets:
-            raise DataError(f"two sets are called {name}", where=flag, hint="give each a name of its own: NAME=SET")
+            raise DataError(f"two sets are called {name}", where=flag, hint="give each its own name: NAME=SET")
         sets[name] = of or name
     return sets
 

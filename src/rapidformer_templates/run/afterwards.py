@@ -58,7 +58,7 @@ def build_alone(template: Template, weights: Weights | None) -> Engine:
     """
     if launch.is_worker():
         raise ConfigError(
-            "this process is one of several workers, and none of them has the model alone",
+            "this process is one of several workers, and none of them has the model to itself",
             where=f"{type(template).__name__}",
             hint="evaluate and predict in a program of one process, or with rapidformer evaluate and predict",
         )
@@ -87,7 +87,7 @@ def _attach_precomputed(template: Template, engine: Engine, workers: Workers) ->
     is_kept = folder is not None and folder.reference.is_file()
     if not is_kept and template.config.training.load:
         raise ConfigError(
-            "the reference was computed once, and its log-probabilities were not kept",
+            "the reference was computed once, and its log-probabilities were not saved",
             where="--precompute-reference",
             hint="give --save FOLDER, in which the run keeps them, or train without --precompute-reference",
         )
@@ -118,9 +118,9 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
         raise DataError(f"{kind_of(samples)} has no length", where="evaluate()", hint=hint)
     if samples is None or not len(samples):
         raise DataError(
-            "there are no data to evaluate on",
+            "there is no data to evaluate on",
             where="evaluate()",
-            hint="hand them over: evaluate(data), or give the template a validation part",
+            hint="pass it: evaluate(data), or give the template a validation part",
         )
     with kept_process_state(), _planned_alone(template):
         if data is None:
@@ -162,7 +162,7 @@ def _read(template: Template, engine: Engine, samples: Sequence[Any], batch_size
     predictions = [told[place] for place in range(len(samples))]
     if predictions and all(prediction is None for prediction in predictions):
         raise ConfigError(
-            "nothing says how predictions are read of what the model puts out",
+            "cannot tell how to read predictions from the outputs of the model",
             where=f"{type(template).__name__}.predict()",
             hint="override read_outputs(self, outputs, batch), or call the model itself: .model",
         )
@@ -195,7 +195,7 @@ def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
         raise DataError(
             f"--task {template.task.name} learns from a corpus, which has no rows",
             where="evaluate()",
-            hint="hand over a data set like Data.valid, or evaluate without data",
+            hint="pass a data set like Data.valid, or evaluate without data",
         )
     return decided, samples
 
@@ -210,9 +210,9 @@ def _part_of(template: Template, data: Any) -> str:
     known = next((name for name, samples in parts.items() if samples is data), None)
     if known is None and template.uses_task and type(template.task).begin_evaluation is not Task.begin_evaluation:
         raise DataError(
-            "what these samples are measured by is not known",
+            "the metrics of these samples are unknown",
             where="evaluate()",
-            hint="hand over rows of the task's columns, or a part of the template's own data",
+            hint="pass rows with the task's columns, or a part of the template's own data",
         )
     return known or ""
 

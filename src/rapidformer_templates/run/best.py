@@ -58,7 +58,7 @@ def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_tas
     given = [metric_name(of, metric) for of in sets for metric in metrics_of(config, of_task=of_task)]
     if name is None or name in given:
         return
-    there = f"there are: {', '.join(given)}; others come from a compute_metrics of your own"
+    there = f"there are: {', '.join(given)}; your own compute_metrics can return others"
     raise ConfigError(
         f"{config.training.task if of_task else 'this run'} has no metric '{name}'",
         where=f"--metric-for-best ({config.origin('metric_for_best')})",
@@ -83,7 +83,7 @@ def best_metric(template: Template) -> BestMetric | None:
         if asked is None:
             return None
         raise ConfigError(
-            "there is no validation data to find the best checkpoint by",
+            "there is no validation data to choose the best checkpoint by",
             where=f"{spelling(asked)} ({config.origin(asked)})",
             hint="give a validation part, or leave it out",
         )

@@ -77,14 +77,14 @@ def checked_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
             is_class = isinstance(callback, type)
             what = f"the class {callback.__name__}" if is_class else kind_of(callback)
             raise ConfigError(
-                f"callbacks[{number}] is {what}, and no object of a Callback",
+                f"callbacks[{number}] is {what}, not a Callback object",
                 where=where,
                 hint=hint if is_class else "derive its class from rapidformer_templates.Callback",
             )
         for name in dir(callback):
             if CALLED_BY_A_LOOP.match(name) and name not in EVENTS and callable(getattr(callback, name)):
                 (near,) = alike(name, EVENTS, limit=1, cutoff=0.0)
-                what = f"{type(callback).__name__}.{name} is no callback, and nothing would call it"
+                what = f"{type(callback).__name__}.{name} is not a callback, so nothing would call it"
                 raise ConfigError(what, where=where, hint=f"did you mean {near}?")
     return tuple(callbacks)
 
@@ -103,9 +103,9 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
             kept = False
         if not kept:
             raise CheckpointError(
-                "the state of a callback cannot be kept as it is",
+                "the state of a callback cannot be saved",
                 where=f"{name}.state_dict()",
-                hint="return a dict of plain values: names to numbers, texts, lists and dicts of them",
+                hint="return a dict of plain values: names to numbers, strings, lists and dicts of them",
             )
     return {name: state for name, state in states.items() if state}
 
@@ -116,9 +116,13 @@ def take_back(callbacks: Sequence[Callback], saved: Mapping[str, Any], workers: 
     gone, new = sorted(saved.keys() - named.keys()), sorted(states_of(callbacks).keys() - saved.keys())
     take_back_here(callbacks, saved)
     if gone:
-        say(workers, f"the checkpoint has a state of {', '.join(gone)}, which this run has not: it is lost", loud=True)
+        say(
+            workers,
+            f"the checkpoint has a state of {', '.join(gone)}, which this run does not have: it is lost",
+            loud=True,
+        )
     if new:
-        say(workers, f"the checkpoint has no state of {', '.join(new)}: begun anew", loud=True)
+        say(workers, f"the checkpoint has no state of {', '.join(new)}: starting afresh", loud=True)
 
 
 def take_back_here(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> None:

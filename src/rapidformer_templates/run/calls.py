@@ -63,8 +63,8 @@ def in_new_workers(
         result = Path(folder, "summary.json")
         if not result.exists():
             raise WorkerFailed(
-                f"the workers ended without having come to this call of {template}.fit()",
-                hint="each of them runs the script again, which must take the same way every time",
+                f"the workers ended without reaching this call of {template}.fit()",
+                hint="each of them runs the script again, which must take the same path every time",
             )
         summary: Summary = json.loads(result.read_text(encoding="utf-8"))
     return summary
@@ -102,8 +102,8 @@ def in_this_worker(
     def train_as_asked() -> None:
         if template != call["template"]:
             raise ConfigError(
-                f"a worker came to {template}.fit() where the process that started it was at {call['template']}.fit()",
-                hint="each worker runs the script again, which must take the same way every time",
+                f"a worker reached {template}.fit() while the process that started it was at {call['template']}.fit()",
+                hint="each worker runs the script again, which must take the same path every time",
             )
         here = json.loads(json.dumps(asked))
         adopt({name: value for name, value in call["asked"].items() if here.get(name) != value})

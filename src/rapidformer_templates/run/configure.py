@@ -109,7 +109,7 @@ def _searched(template: type[Template], config: RunConfig, asked: str, search: S
         raise ConfigError(
             f"{flag} cannot see what {template.__name__}.{own[0]} makes",
             where=f"{flag} ({config.origin(asked)})",
-            hint=f"plan a model of the same sizes with rapidformer plan {flag}, and give its flags",
+            hint=f"plan a model of the same sizes with rapidformer plan {flag}, and pass its flags",
         )
     if handover.is_asked_for():
         return config  # the inspecting process searches, too

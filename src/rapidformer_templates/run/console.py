@@ -48,9 +48,9 @@ def tell(text: str) -> None:
 def show_plan(plan: Plan) -> None:
     """Print the plan in a few lines."""
     sizes = plan.sizes
-    batch = f"{sizes.global_batch} samples a step = {sizes.micro_batch} micro × {sizes.data} data-parallel"
+    batch = f"{sizes.global_batch} samples per step = {sizes.micro_batch} micro × {sizes.data} data-parallel"
     if any(REGISTRY[name].order for name in plan.switches):  # its batches are counted in tokens
-        batch = f"{sizes.data * sizes.accumulation} micro batches a step = {sizes.data} data-parallel"
+        batch = f"{sizes.data * sizes.accumulation} micro batches per step = {sizes.data} data-parallel"
     lines = [
         f"template   {plan.template} ({plan.values['template']['origin']})",
         f"plan       {sizes.world} × {plan.device}, {plan.precision}, {plan.engine.partition(':')[2]}",
@@ -149,7 +149,7 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
         spread = f" ± {rates['samples_per_second_sd']:,.1f}"
         table.add_row("samples/s", f"{rates['samples_per_second']:,.1f}{spread}")
         table.add_row("tokens/s", f"{rates['tokens_per_second']:,.0f}")
-    table.add_row("peak memory a worker", f"{summary['peak_memory_mb']:,.0f} MB")
+    table.add_row("peak memory per worker", f"{summary['peak_memory_mb']:,.0f} MB")
     table.add_row("wall time", f"{summary['wall_seconds']:,.1f} s")
     frozen = summary["trainable_parameters"] < summary["parameters"]
     trained = f", {summary['trainable_parameters']:,} of them trained" if frozen else ""

@@ -87,7 +87,8 @@ class Conversation:
                 return ids.to(next(self.model.parameters()).device), forgotten
             if len(messages) <= first + 1:
                 problem = (
-                    f"the message has {ids.shape[1]} tokens, and the model takes {self._positions} with its answer"
+                    f"the message has {ids.shape[1]} tokens, and the model takes {self._positions}, "
+                    "including its answer"
                 )
                 raise DataError(problem, hint="shorten it")
             del messages[first : first + 2]

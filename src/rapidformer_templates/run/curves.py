@@ -124,7 +124,8 @@ class Curves:
             self.failed[name] = f"{reason} (at step {self._step})"
             say(
                 self.workers,
-                f"{name} failed: {reason}; the run goes on without it, and what it misses is in {self.folder.metrics}",
+                f"{name} failed: {reason}; the run continues without it, and what it misses is in "
+                f"{self.folder.metrics}",
                 loud=True,
             )
 

@@ -36,8 +36,8 @@ def located(step: Callable[[], int], hint: str = "") -> Iterator[None]:
         told = (str(error).splitlines() or [type(error).__name__])[0]
         raise DeviceFailed(
             f"after step {step()} the device failed: {told}",
-            where=f"met in {_line_of(error)}; a device tells late, so it may be of an earlier step",
-            hint="; ".join(filter(None, ["with --device cpu a wrong operation stops at its own line", hint])),
+            where=f"raised in {_line_of(error)}; devices report errors late, so it may be from an earlier step",
+            hint="; ".join(filter(None, ["with --device cpu a wrong operation fails at its own line", hint])),
         ) from error
 
 

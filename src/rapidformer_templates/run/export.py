@@ -105,7 +105,8 @@ def _skeleton(described: Path) -> PreTrainedModel | None:
     if kind is None:
         if restore:
             raise ModelError(
-                f"transformers has no class {(config.architectures or ['for this model'])[0]}, and adapters of it",
+                f"transformers has no class {(config.architectures or ['for this model'])[0]}, so its adapters "
+                "cannot be exported from here",
                 where=str(described / "config.json"),
                 hint="finish the run with --resume: it exports its adapters",
             )

@@ -50,7 +50,7 @@ def check_folder(config: RunConfig) -> None:
     training = config.training
     folder = RunFolder(training.save) if training.save else None
     if training.resume and folder is None:
-        raise ConfigError("--resume needs --save, the run folder to go on in", where=config.origin("resume"))
+        raise ConfigError("--resume needs --save, the run folder to continue in", where=config.origin("resume"))
     if training.profile and folder is None:
         raise ConfigError("--profile needs --save, the run folder that it writes to", where=config.origin("profile"))
     if folder:

@@ -148,7 +148,7 @@ def _check_count(config: RunConfig) -> None:
         raise ConfigError(
             f"the launcher has started {there} workers on this machine, not {asked}",
             where=f"--nproc-per-node ({config.origin('nproc_per_node')})",
-            hint="leave the flag out: the launcher's own one decides",
+            hint="leave the flag out: the launcher's own flag decides",
         )
 
 
@@ -166,7 +166,11 @@ def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | No
         return
     with hold(folder.path, workers) as alone:
         if not alone:
-            say(workers, f"the file system of {folder.path} knows no locks: start no second run there", loud=True)
+            say(
+                workers,
+                f"the file system of {folder.path} does not support locks: do not start a second run there",
+                loud=True,
+            )
         yield folder
 
 
@@ -343,7 +347,7 @@ def _profile(template: Template, folder: RunFolder | None, steps_left: int, work
         raise ConfigError(
             f"--profile {asked} needs {WARMUP + asked} steps, this run has {steps_left}",
             where=template.config.origin("profile"),
-            hint=f"the first {WARMUP} are a warm-up; train for more steps, or record fewer",
+            hint=f"the first {WARMUP} are a warm-up; train for more steps, or record fewer of them",
         )
     return Profile(folder.profile, asked, workers.device) if workers.is_main else None
 
@@ -390,7 +394,11 @@ def _put_best_back(loop: Loop, workers: Workers) -> bool:
     kept = folder_of(folder.checkpoints, best["step"])
     problem = problem_together(kept, workers)
     if problem:
-        say(workers, f"the best checkpoint is lost ({kept.name}: {problem}): the last weights stand in", loud=True)
+        say(
+            workers,
+            f"the best checkpoint is lost ({kept.name}: {problem}): the last weights are used instead",
+            loud=True,
+        )
         loop.position.best = None
         return False
     averages = loop.template.config.training.ema_decay is not None  # the averages are part of the optimizer state

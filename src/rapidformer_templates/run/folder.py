@@ -60,7 +60,7 @@ class RunFolder:
         """
         if resume and overwrite:
             raise ConfigError(
-                "--resume goes on with the run that --overwrite deletes",
+                "--resume continues the run that --overwrite deletes",
                 where="--overwrite",
                 hint="leave one of them out",
             )
@@ -71,7 +71,7 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} already holds a run ({', '.join(held)})",
                 where="--save",
-                hint="--resume goes on with it, --overwrite empties it, another --save leaves it alone",
+                hint="--resume continues it, --overwrite empties it, another --save leaves it alone",
             )
 
         is_run = self.plan.exists() or (self.path / TRASH).exists()  # or a run whose removal was interrupted
@@ -86,7 +86,7 @@ class RunFolder:
             raise ConfigError(
                 f"{', '.join(links)} in {self.path} is a link, and nothing is deleted through links",
                 where="--overwrite",
-                hint="empty by hand what it leads to and remove it, or give another --save",
+                hint="empty its target by hand and remove the link, or give another --save",
             )
 
     def holds(self, path: str | Path) -> bool:

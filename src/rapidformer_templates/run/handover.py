@@ -103,7 +103,7 @@ def ask(script: str, argv: Sequence[str], look: Callable[[Template], T]) -> T:
     raise ConfigError(
         f"{name} ended without training: nothing in it called main() or fit()",
         where="--user-script",
-        hint=f"the last line of {name} is to be YourTemplate.main()",
+        hint=f"the last line of {name} must be YourTemplate.main()",
     )
 
 

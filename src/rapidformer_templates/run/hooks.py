@@ -95,7 +95,7 @@ def checked_predictions(result: Any, samples: int) -> tuple[Sequence[Any], Seque
     Raises:
         RapidformerError: it is not a pair with one prediction and one reference per sample.
     """
-    hint = "return (predictions, references), one entry a sample, on the host"
+    hint = "return (predictions, references), one entry per sample, on the host"
     if not isinstance(result, (tuple, list)) or len(result) != 2 or not all(isinstance(part, Sized) for part in result):
         raise RapidformerError(
             f"read_outputs returned {kind_of(result)}", where="read_outputs(outputs, batch)", hint=hint

@@ -262,8 +262,8 @@ def _check_seen(folder: Path, seen: list[bool], workers: Workers) -> None:
     if blind:
         names = ", ".join(f"{rank} on {hosts[rank]}" for rank in blind[:8]) + (" …" if len(blind) > 8 else "")
         raise ConfigError(
-            f"{folder} is not one folder for all workers: what rank 0 writes there on {hosts[0]} is not seen "
-            f"by rank {names}",
+            f"{folder} is not one folder for all workers: what rank 0 writes there on {hosts[0]} is not visible "
+            f"to rank {names}",
             where="--save",
             hint="give a folder that all nodes share, such as one on NFS or Lustre, by the same path",
         )

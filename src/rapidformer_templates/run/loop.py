@@ -295,14 +295,14 @@ class Loop:
             step = newest - error.age
             samples = self.order.step(step)[0].tolist()
             raise NonFiniteLoss(
-                f"step {step + 1}: {error.message}; the weights are as after step {step}",
+                f"step {step + 1}: {error.message}; the weights are those after step {step}",
                 where=f"training samples {samples[:32]}{' …' if len(samples) > 32 else ''}",
-                hint="look at these samples; a lower --lr, --clip-grad or bf16 instead of fp16 may help; "
+                hint="check these samples; a lower --lr, --clip-grad or bf16 instead of fp16 may help; "
                 + self._how_to_go_on(),
             ) from None
 
     def _how_to_go_on(self) -> str:
-        return "go on with --resume" if self.folder else "nothing was saved: there is no --save"
+        return "continue with --resume" if self.folder else "nothing was saved: there is no --save"
 
     def _log(self, result: StepResult, step: int) -> None:
         self._hear_all()
@@ -351,15 +351,15 @@ class Loop:
         self.position.waited += 1
         if metric.name not in metrics:
             names = ", ".join(name for name in metrics if name != LOSS) or "nothing"
-            given = f"compute_metrics gives no '{metric.name}' (it gives {names})"
+            given = f"compute_metrics returns no '{metric.name}' (it returns {names})"
             if best is not None and best["metric"] == metric.name:
-                say(self.workers, f"{given}: step {step} is no best", loud=True)
+                say(self.workers, f"{given}: step {step} is not a new best", loud=True)
                 return
             self.metric = metric = loss_of(self.template.data.validation_sets())
-            say(self.workers, f"{given}: the best checkpoint is that of the least {metric.name}", loud=True)
+            say(self.workers, f"{given}: the best checkpoint is the one with the lowest {metric.name}", loud=True)
         value = metrics[metric.name]
         if not math.isfinite(value):
-            say(self.workers, f"the {metric.name} of step {step} is {value}: no best", loud=True)
+            say(self.workers, f"the {metric.name} of step {step} is {value}: not a new best", loud=True)
         elif metric.improves(value, best):
             self.position.best = {"step": step, "metric": metric.name, "value": value}
             self.position.waited = 0

@@ -119,7 +119,7 @@ def check_names(template: type) -> None:
         for name, value in vars(kind).items():
             if name == "predict":
                 raise ConfigError(
-                    f"{kind.__name__}.predict is no hook: predict(samples) is what a program calls after the training",
+                    f"{kind.__name__}.predict is not a hook: a program calls predict(samples) after the training",
                     where=_file_and_line(kind, value),
                     hint="did you mean read_outputs(self, outputs, batch)?",
                 )
@@ -128,9 +128,9 @@ def check_names(template: type) -> None:
             meant = _meant(name, [*hooks, "Flags"], had)
             if meant:
                 raise ConfigError(
-                    f"{kind.__name__}.{name} is no hook, and nothing would call it",
+                    f"{kind.__name__}.{name} is not a hook, so nothing would call it",
                     where=_file_and_line(kind, value),
-                    hint=f"did you mean {meant}? a method of your own may begin with an underscore: _{name}",
+                    hint=f"did you mean {meant}? your own methods may begin with an underscore: _{name}",
                 )
 
 
@@ -170,7 +170,7 @@ def idle_flags(template: type, config: RunConfig) -> tuple[str, ...]:
             acting |= {flag}  # one note per flag
             if flag in config.origins and not _of_a_template(config, flag):
                 given = f"{spelling(flag)} ({config.origin(flag)})"
-                notes.append(f"{given} is for the default {name}; the {name} of {template.__name__} does not name it")
+                notes.append(f"{given} acts in the default {name}; the {name} of {template.__name__} does not name it")
     return tuple(notes)
 
 

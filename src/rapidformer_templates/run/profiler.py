@@ -133,7 +133,7 @@ def describe(measured: dict[str, Any]) -> str:
         f"  exchange between workers {measured['exchange_between_workers_ms']:>10} ms",
         f"  Python and the rest      {measured['python_ms']:>10} ms",
         f"  outside of operators     {measured['outside_operators_share']:>10.1%}",
-        f"  host reads and waits a step: {waits}",
+        f"  host reads and waits per step: {waits}",
     ]
     if "device_idle_share" in measured:
         lines.insert(1, f"  device busy              {measured['device_busy_ms']:>10} ms")

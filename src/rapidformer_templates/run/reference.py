@@ -138,7 +138,7 @@ class Precomputed:
             raise CheckpointError(
                 f"the log-probabilities of the reference belong to another {' and '.join(other)}",
                 where=str(path),
-                hint="go on with the model and the data that the run began with, or start again with --overwrite",
+                hint="continue with the model and the data that the run began with, or start again with --overwrite",
             )
         return values
 
@@ -170,7 +170,7 @@ def precomputed_reference(template: Template, engine: Engine, workers: Workers) 
 def _refuse_other_data(model: nn.Module) -> AbstractContextManager[nn.Module]:
     """Replace the reference after it was precomputed. The model has been trained and changed by then."""
     raise DataError(
-        "the reference was computed once, for the data of the run, and these are others",
+        "the reference was computed once, for the data of the run, and this is other data",
         where="--precompute-reference",
         hint="evaluate the run's own data, or train without --precompute-reference",
     )

@@ -39,8 +39,8 @@ def take_up(template: Template, engine: Engine, folder: RunFolder | None, order:
     path = _newest(folder.checkpoints, workers) if folder and training.resume else None
     weights_only = path is None and training.weights_only
     if path is None and training.resume:
-        assert folder is not None, "--resume acts only together with --save"
-        line = f"--resume found no checkpoint in {folder.checkpoints}: training starts at the beginning"
+        assert folder is not None, "--resume has no effect without --save"
+        line = f"--resume found no checkpoint in {folder.checkpoints}: training starts from the beginning"
         say(workers, line, loud=True)
     if path is None and training.load:
         path = checkpoint_to_load(Path(training.load), workers)
@@ -88,7 +88,7 @@ def say_changes(folder: RunFolder, values: Mapping[str, Mapping[str, Any]], work
     try:
         before = json.loads(folder.plan.read_text(encoding="utf-8"))["values"]
     except (OSError, ValueError, KeyError) as error:
-        say(workers, f"{folder.plan} cannot be read ({error}): what was changed is not known", loud=True)
+        say(workers, f"{folder.plan} cannot be read ({error}): what has changed is unknown", loud=True)
         return
     values = json.loads(json.dumps(values))
     named = sorted((before.keys() | values.keys()) - HOW_IT_STARTS)
@@ -110,13 +110,13 @@ def _newest(root: Path, workers: Workers) -> Path | None:
     """
     newest, passed_over = newest_whole(root, workers)
     for line in passed_over:
-        say(workers, f"passed over {line}", loud=True)
+        say(workers, f"skipped {line}", loud=True)
     if newest is not None:
-        say(workers, f"going on from {newest}")
+        say(workers, f"resuming from {newest}")
     elif passed_over:
         raise CheckpointError(
-            f"no checkpoint in {root} is whole: {'; '.join(passed_over)}",
-            hint="start anew with --overwrite, or put a copy there",
+            f"no checkpoint in {root} is intact: {'; '.join(passed_over)}",
+            hint="start again with --overwrite, or put a copy there",
         )
     return newest
 
@@ -147,7 +147,7 @@ def _own_best(saved: Position, path: Path, folder: RunFolder | None, workers: Wo
         so_far = f"step {best['step']}, {best['metric']} {best['value']:.6g}"
         say(
             workers,
-            f"the best evaluation so far ({so_far}) is that of {path.parent.parent}: this run looks for its own",
+            f"the best evaluation so far ({so_far}) belongs to {path.parent.parent}: this run looks for its own",
         )
         return None
     kept = folder_of(folder.checkpoints, best["step"])
@@ -174,7 +174,7 @@ def _check_fit(reader: Reader, saved: Position, fresh: Position, path: Path) -> 
         raise CheckpointError(
             f"the order of the data would change: {'; '.join(changed)}",
             where=str(path),
-            hint="go on with the same values, or take the weights alone with --load … --weights-only",
+            hint="continue with the same values, or take only the weights with --load … --weights-only",
         )
 
 
@@ -184,7 +184,7 @@ def _check_optimizer(reader: Reader, engine: Engine) -> None:
         raise CheckpointError(
             f"the checkpoint holds the state of {kind}, this run uses {used}",
             where=str(reader.folder),
-            hint="use the same --optimizer, or take the weights alone with --load … --weights-only",
+            hint="use the same --optimizer, or take only the weights with --load … --weights-only",
         )
 
 
@@ -194,12 +194,15 @@ def check_base(reader: Reader, identity: str | None) -> None:
     if base == identity:
         return
     if base and identity:
-        what = f"the adapters in it were trained beside other weights ({base}) than those of this model ({identity})"
+        what = f"the adapters in it were trained with other base weights ({base}) than those of this model ({identity})"
         hint = "name the base that they were trained with"
     elif base:
         what, hint = "it holds adapters, and this model has none", "train with the same --lora-rank"
     else:
-        what, hint = "it holds a whole model, and this run trains adapters", "export it, and train beside that folder"
+        what, hint = (
+            "it holds a whole model, and this run trains adapters",
+            "export it, and train adapters of that folder",
+        )
     raise CheckpointError(what, where=str(reader.folder), hint=hint)
 
 
@@ -211,4 +214,4 @@ def _restore_random_state(reader: Reader, seed: int, step: int, workers: Workers
     # Other workers have other random streams. Seeding them with the step avoids repeating earlier numbers.
     seed_all(seed + 1 + workers.stream + step * workers.world)
     by = f"{' × '.join(map(str, saved))} workers" if math.prod(saved) > saved[1] else f"{saved[1]} workers"
-    say(workers, f"random states were saved by {by}: seeded anew for {workers.world}")
+    say(workers, f"random states were saved by {by}: reseeded for {workers.world}")

@@ -31,7 +31,7 @@ def build_order(template: Template, samples: Any, workers: Workers) -> Order:
     if (group or ordering) and in_order:
         flag = next(iter(ordering.on)) if ordering else "group_by_length"
         raise ConfigError(
-            "these samples come in an order of their own",
+            "these samples have their own order",
             where=f"{spelling(flag)} ({template.config.origin(flag)})",
             hint="leave it out",
         )

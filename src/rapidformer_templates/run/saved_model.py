@@ -107,7 +107,7 @@ def find_saved(path: str | Path) -> Saved:
         raise ConfigError(f"{given} does not exist", where="RUN", hint="name the --save folder of a run, or a model")
     if (given / "plan.json").is_file():
         if not (given / "export").is_dir():
-            hint = f"rapidformer export {given} writes one of its newest checkpoint"
+            hint = f"rapidformer export {given} writes one from its newest checkpoint"
             raise ConfigError(f"{given} holds no exported model", where="RUN", hint=hint)
         return Saved(given / "export", given, values_of(given))
     if (given / "manifest.json").is_file():
@@ -115,7 +115,7 @@ def find_saved(path: str | Path) -> Saved:
         hint = f"rapidformer export {run} --step {step} writes its model"
         raise ConfigError(f"{given} is a checkpoint", where="RUN", hint=hint)
     if not (given / "config.json").is_file():
-        hint = "name the --save folder of a run, or a folder of transformers with config.json and its weights"
+        hint = "name the --save folder of a run, or a transformers folder with config.json and its weights"
         raise ConfigError(f"{given} is neither a run folder nor a model", where="RUN", hint=hint)
     beside = given.resolve().parent
     run_of = beside if (beside / "plan.json").is_file() else None  # RUN/export and RUN/merged also belong to the run

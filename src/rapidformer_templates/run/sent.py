@@ -85,7 +85,7 @@ def _train_in_workers(
             raise _own_error(folder, told) from None
         if not (folder / OUTCOME).exists():
             raise WorkerFailed(
-                "the workers ended without an outcome", hint="a hook of yours may have called sys.exit()"
+                "the workers ended without a result", hint="one of your hooks may have called sys.exit()"
             )
         outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
         take_back_here(template.callbacks, outcome["callbacks"])

@@ -96,7 +96,7 @@ def open_session(
     count = template.config.launch.nproc_per_node or 1
     if launch.is_worker():
         if calls.CALL in os.environ:
-            raise ConfigError("compose() stands before a fit() of the same script", hint="make two scripts of them")
+            raise ConfigError("compose() comes before a fit() in the same script", hint="split them into two scripts")
         launch.report_uncaught()
     elif count > 1:
         command = program.command()
@@ -122,7 +122,7 @@ def _check_flags(template: Template, schedule: Schedule | None) -> None:
     if shaping and (schedule is not None or config.training.train_iters is None):
         raise ConfigError(
             f"{spelling(shaping[0])} has nothing to act on: "
-            + ("there is a schedule of your own" if schedule else "a schedule must know its end"),
+            + ("you pass your own schedule" if schedule else "a schedule must know its end"),
             where=config.origin(shaping[0]),
             hint="leave out one of them" if schedule else "give --train-iters, the number of steps that you will make",
         )
@@ -252,7 +252,7 @@ class Session:
         if told:
             raise CheckpointError(
                 f"a checkpoint does not keep {told}", where="session.save(folder, state)",
-                hint="give plain values: names to numbers, texts, lists and dicts of them",
+                hint="give plain values: names to numbers, strings, lists and dicts of them",
             )  # fmt: skip
         self._hear_all()
         root = RunFolder(folder).checkpoints
@@ -344,7 +344,7 @@ class Session:
             )
         stand_in = batches[-1] if batches else self._stand_in
         if stand_in is None:
-            return [], "no batch, and none before it that could stand in for it"
+            return [], "no batch, and no earlier one that could be used instead"
         idle = [MicroBatch(stand_in, [], idle=True) for _ in range(count - len(batches))]
         mine = [MicroBatch(batch, list(range(int(samples_in(batch))))) for batch in batches]
         return [counted(self._template, microbatch) for microbatch in (*mine, *idle)], None
@@ -364,7 +364,7 @@ class Session:
         )
         if problems:
             told = next(p for p in self.workers.gather(problem) if p)
-            raise DataError(f"a worker brings {told}", where="session")
+            raise DataError(f"a worker passes {told}", where="session")
         return targets, samples, tokens
 
     def _check_replicas(self, microbatches: list[MicroBatch]) -> None:
@@ -387,7 +387,7 @@ class Session:
             replicas.setdefault(replica, set()).add(found)
         if any(len(found) > 1 for found in replicas.values()):
             raise DataError(
-                "workers that share a replica of the model bring different batches",
+                "workers that share a replica of the model pass different batches",
                 where="session.step(batches)",
                 hint="take the share session.workers.data_rank of session.workers.data, not that of the rank",
             )
@@ -405,7 +405,7 @@ class Session:
         except NonFiniteLoss as error:
             step = newest - error.age
             raise NonFiniteLoss(
-                f"step {step + 1}: {error.message}; the weights are as after step {step}",
+                f"step {step + 1}: {error.message}; the weights are those after step {step}",
                 hint="a lower rate, --clip-grad or bf16 instead of fp16 may help",
             ) from None
 

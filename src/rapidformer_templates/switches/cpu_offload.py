@@ -57,7 +57,7 @@ def _optimizer_on_cpu(request: Request) -> list[Finding]:
         return []
     return [
         Finding(
-            f"{optimizer} cannot be offloaded: it has no CPU form",
+            f"{optimizer} cannot be offloaded: it has no CPU implementation",
             (*request.asked("optimizer"), *request.asked_for(*offloads)),
             switches=tuple(offloads),
             changes=(replace({"optimizer": "apex_adam"}),),
@@ -67,7 +67,7 @@ def _optimizer_on_cpu(request: Request) -> list[Finding]:
 
 OPTIMIZER_HAS_CPU_FORM = Rule(
     "RF012",
-    "An offloaded optimizer needs both a CPU and a GPU form.",
+    "An offloaded optimizer needs both a CPU and a GPU implementation.",
     "an offloaded state is updated on the CPU, for which LAMB and the GPU-only optimizers have no kernel",
     "[D]",
     _optimizer_on_cpu,
@@ -85,11 +85,11 @@ SWITCHES = (
         options=CpuOffloadFlags,
         predicts=Prediction(
             {
-                "parameters": "of ZeRO-3 in host memory",
-                "gradients": "of ZeRO in host memory, in fp32 as the update takes them",
+                "parameters": "with ZeRO-3, in host memory",
+                "gradients": "with ZeRO, in host memory, in fp32 as the update needs them",
                 "optimizer": "in host memory",
             },
-            always(time="the update on the host, and the way there and back, are not in the seconds"),
+            always(time="the seconds do not include the update on the host or the transfers there and back"),
         ),
         family="offload",
         freed_memory="given back",
@@ -101,7 +101,7 @@ SWITCHES = (
         rules=(
             Rule(
                 "RF005",
-                "CPU offload together with partitioning of the model's states: only ZeRO.",
+                "CPU offload can be combined with one kind of partitioning: ZeRO.",
                 "OSS, SDP, FSDP and the distributed optimizer keep their shards where the parameters are",
                 "[R]",
                 excludes("cpu-offload", partitions_without_zero),

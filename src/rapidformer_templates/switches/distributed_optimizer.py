@@ -15,7 +15,9 @@ class DistributedOptimizerFlags:
     """Acceleration"""
 
     use_distributed_optimizer: bool = flag(
-        False, "shard the optimizer state over the data-parallel workers, also under 3D", choice=PARTITIONING
+        False,
+        "shard the optimizer state over the data-parallel workers, also under 3D parallelism",
+        choice=PARTITIONING,
     )
 
 
@@ -29,7 +31,7 @@ SWITCHES = (
         predicts=Prediction(
             {
                 "optimizer": "a share on each replica",
-                "activations": "windows of the exchange",
+                "activations": "buckets of the exchange",
                 "time": "two halves of a sum",
             }
         ),

@@ -31,9 +31,13 @@ class FrozenFlags:
     """Adapters"""
 
     freeze: str | None = flag(
-        None, "leave parameters as they are in whose name this regular expression is found", metavar="REGEX"
+        None, "freeze parameters whose name contains a match of this regular expression", metavar="REGEX"
     )
-    train_only: str | None = flag(None, "leave all parameters as they are but those", metavar="REGEX")
+    train_only: str | None = flag(
+        None,
+        "freeze all parameters except those whose name contains a match of this regular expression",
+        metavar="REGEX",
+    )
 
 
 OFF = {"freeze": None, "train_only": None}
@@ -56,7 +60,7 @@ def _regular(request: Request) -> list[Finding]:
         try:
             re.compile(request.config.get(name))
         except re.error as error:
-            message = f"{spelling(name)} is no regular expression: {error}"
+            message = f"{spelling(name)} is not a regular expression: {error}"
             findings.append(Finding(message, request.asked(name), changes=(drop({name: None}),)))
     return findings
 
@@ -64,7 +68,7 @@ def _regular(request: Request) -> list[Finding]:
 def _adapters_decide(request: Request) -> list[Finding]:
     if "lora" not in request.active:
         return []
-    message = "adapters leave all weights as they are; what is trained whole beside them is --lora-modules-to-save"
+    message = "adapters freeze all weights; --lora-modules-to-save names what is trained whole in addition"
     return [Finding(message, request.asked_for("lora"), switches=("frozen-parameters", "lora"))]
 
 
@@ -98,13 +102,13 @@ def freeze(model: nn.Module, building: Building) -> nn.Module:
 
 def _acted(measured: Measured) -> str | None:
     frozen = measured["frozen_parameters"]
-    return None if frozen else "parameters that are left as they are were expected; all are trained"
+    return None if frozen else "frozen parameters were expected; all are trained"
 
 
 SWITCHES = (
     Switch(
         name="frozen-parameters",
-        summary="Leaves parameters as they are, by their names.",
+        summary="Freeze parameters by their names.",
         source="[rapidformer_templates]",
         precedence=Precedence.STRUCTURE,
         options=FrozenFlags,
@@ -112,7 +116,11 @@ SWITCHES = (
         on={"freeze": "embed|wte|wpe"},
         off=OFF,
         predicts=Prediction(
-            {"gradients": "of what is trained", "optimizer": "of what is trained", "activations": "of what is trained"},
+            {
+                "gradients": "those of trained parameters",
+                "optimizer": "those of trained parameters",
+                "activations": "those of trained parameters",
+            },
             traced=True,
         ),
         transform="rapidformer_templates.switches.frozen_parameters:freeze",
@@ -124,7 +132,7 @@ SWITCHES = (
             Rule(
                 "RF123",
                 "Parameters are named either by what is frozen or by what is trained.",
-                "each says of all parameters what becomes of them",
+                "each of the two decides about all parameters",
                 "[rapidformer_templates]",
                 _one_of_two,
                 Example("--freeze wte --train-only head"),
@@ -140,7 +148,7 @@ SWITCHES = (
             Rule(
                 "RF125",
                 "Adapters decide what is frozen.",
-                "they leave all weights as they are but what is trained whole beside them",
+                "they freeze all weights except for modules that are trained whole",
                 "[peft]",
                 _adapters_decide,
                 Example("--freeze wte --lora-rank 8", {"packages": {"peft": "0.17"}}),

@@ -51,7 +51,7 @@ def _only_by_iterations(request: Request) -> list[Finding]:
     same_batch = [] if rest else [replace({"micro_batch_size": per_worker}, "the same global batch in one forward")]
     return [
         Finding(
-            f"gradient accumulation ({sizes.accumulation} micro batches a step) needs --train-iters, not --epochs",
+            f"gradient accumulation ({sizes.accumulation} micro batches per step) needs --train-iters, not --epochs",
             request.asked("micro_batch_size", "global_batch_size", "epochs"),
             changes=(
                 _same_length(request.config, sizes.global_batch),
@@ -66,13 +66,13 @@ def _acted(measured: Measured) -> str | None:
     wanted, seen = measured.plan.sizes.accumulation, measured.all("micro_steps")
     if seen and set(seen) == {wanted}:
         return None
-    return f"{wanted} micro batches in a step were expected; the workers had {shown(seen)}"
+    return f"{wanted} micro batches per step were expected; the workers had {shown(seen)}"
 
 
 SWITCHES = (
     Switch(
         name="gradient-accumulation",
-        summary="Several micro batches an optimizer step: global batch / (micro batch × data-parallel size).",
+        summary="Several micro batches per optimizer step: global batch / (micro batch × data-parallel size).",
         source="[R, S]",
         precedence=Precedence.DATA,
         options=GradientAccumulationFlags,
@@ -80,14 +80,14 @@ SWITCHES = (
         on={"global_batch_size": 16},
         off={"global_batch_size": None},
         predicts=Prediction(
-            {"gradients": "kept from the first micro batch to the last", "time": "more micro batches a step"}
+            {"gradients": "kept from the first micro batch to the last", "time": "more micro batches per step"}
         ),
         receipt=("micro_steps",),
         acted=_acted,
         rules=(
             Rule(
                 "RF006",
-                "Gradient accumulation only in iteration-based runs.",
+                "Gradient accumulation needs an iteration-based run.",
                 "an epoch need not hold a whole number of accumulated steps",
                 "[R]",
                 _only_by_iterations,

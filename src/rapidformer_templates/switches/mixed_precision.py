@@ -32,31 +32,31 @@ class MixedPrecisionFlags:
 
     mixed_precision: Literal["fp16", "bf16"] | None = flag(
         None,
-        "16-bit matrix products; alone: fp16 on a GPU, bf16 on a CPU",
+        "16-bit matrix products; without a type: fp16 on a GPU, bf16 on a CPU",
         bare="auto",
         aliases={"fp16": "fp16", "bf16": "bf16"},
         metavar="fp16|bf16",
     )
     keep_fp32_parameters: bool = flag(
         False,
-        "weights stay fp32 and are cast where they are used, instead of 16-bit weights with fp32 masters",
+        "keep weights in fp32 and cast them where they are used, instead of 16-bit weights with fp32 masters",
         only_with=("mixed_precision", "bf16"),
     )
     grad_accum_dtype: Literal["fp32", "bf16"] = flag(
-        "fp32", "what gradients of 16-bit weights are added up in", only_with=("mixed_precision", "bf16")
+        "fp32", "type in which gradients of 16-bit weights are accumulated", only_with=("mixed_precision", "bf16")
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = flag(
-        "fp32", "what they are summed in over data-parallel workers", only_with=("mixed_precision", "bf16")
+        "fp32", "type in which they are summed over data-parallel workers", only_with=("mixed_precision", "bf16")
     )
 
 
 def _notes(request: Request) -> Sequence[str]:
     chosen, why = precision(request.config, request.environment), wide_weights(request)
-    kept = f"the parameters are not turned into 16-bit weights with fp32 masters ({why})"
-    notes = [kept if why else f"weights are {chosen}, with fp32 masters beside the optimizer's state"]
+    kept = f"the parameters are not converted to 16-bit weights with fp32 masters ({why})"
+    notes = [kept if why else f"weights are {chosen}, with fp32 masters next to the optimizer's state"]
     if not why and request.config.get("grad_accum_dtype") != "fp32" and not updates_apart(implementation(request)):
-        together = f"{implementation(request)} takes all gradients at once, and all of them are copied to fp32 for it"
-        notes.append(f"{together}; --optimizer adamw_torch_fused takes them by the window")
+        together = f"{implementation(request)} needs all gradients at once, so all of them are copied to fp32"
+        notes.append(f"{together}; --optimizer adamw_torch_fused takes them bucket by bucket")
     if request.config.get("mixed_precision") == "auto":
         device = request.environment.device.upper()
         notes.insert(0, f"--mixed-precision without a type: {chosen}, because the device is a {device}")
@@ -81,7 +81,7 @@ def _gradients_of_wide_weights(request: Request) -> list[Finding]:
         return []
     return [
         Finding(
-            f"gradients are of the type of the parameters here, which are not 16-bit weights with masters ({why})",
+            f"gradients have the type of the parameters here, which are not 16-bit weights with masters ({why})",
             request.asked(*given),
             changes=tuple(replace({name: "fp32"}) for name in given),
         )
@@ -105,7 +105,7 @@ def _bf16_before_ampere(request: Request) -> list[Finding]:
 def _acted(measured: Measured) -> str | None:
     wanted = {"bf16": "bfloat16", "fp16": "float16"}[measured.plan.precision]
     seen = sorted({kind for kinds in measured.all("activation_dtypes") for kind in kinds})
-    return None if wanted in seen else f"activations in {wanted} were expected; modules put out {shown(seen)}"
+    return None if wanted in seen else f"activations in {wanted} were expected; modules return {shown(seen)}"
 
 
 SWITCHES = (
@@ -118,10 +118,10 @@ SWITCHES = (
         on={"mixed_precision": "bf16"},
         predicts=Prediction(
             {
-                "parameters": "16 bits, but where a switch keeps them in fp32",
-                "gradients": "of ZeRO in 16 bits",
-                "optimizer": "with fp32 masters of weights of 16 bits",
-                "activations": "products in 16 bits, with what autocast copies",
+                "parameters": "16 bits, except where a switch keeps them in fp32",
+                "gradients": "with ZeRO, in 16 bits",
+                "optimizer": "with fp32 masters of 16-bit weights",
+                "activations": "products in 16 bits, with the copies of autocast",
                 "time": "products at the rate of that precision",
             }
         ),
@@ -134,7 +134,7 @@ SWITCHES = (
             Rule(
                 "RF001",
                 "Mixed precision needs one of the three templates.",
-                "the template's engine casts and scales the loss; a loop of your own does neither",
+                "the template's engine casts and scales the loss; your own loop does neither",
                 "[R]",
                 needs_template("mixed-precision"),
                 Example("--mixed-precision bf16", machine={"template": None}),
@@ -142,7 +142,7 @@ SWITCHES = (
             Rule(
                 "RF201",
                 "The types of gradients can be chosen for 16-bit weights with masters.",
-                "gradients have the type of their weights everywhere else, or one that DeepSpeed or FSDP choose",
+                "elsewhere gradients have the type of their weights, or one that DeepSpeed or FSDP chooses",
                 "[M]",
                 _gradients_of_wide_weights,
                 Example("--mixed-precision bf16 --keep-fp32-parameters --grad-accum-dtype bf16"),

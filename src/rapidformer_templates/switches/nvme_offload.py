@@ -46,7 +46,7 @@ def _needs_zero_3(request: Request) -> list[Finding]:
 def _moves_moments_alone(request: Request) -> list[Finding]:
     if "nvme-offload" not in request.active or request.config.training.ema_decay is None:
         return []
-    message = "the average of the weights lies beside the optimizer's moments, and nvme-offload moves those alone"
+    message = "the average of the weights is stored next to the optimizer's moments, and nvme-offload moves only those"
     values = (*request.asked("ema_decay"), *request.asked_for("nvme-offload"))
     return [Finding(message, values, switches=("nvme-offload",), changes=(drop({"ema_decay": None}),))]
 
@@ -82,7 +82,7 @@ SWITCHES = (
                 "gradients": "those of small sub-groups, the rest on the disk",
                 "optimizer": "that of small sub-groups, the rest on the disk",
             },
-            always(time="the way to the disk and back is not in the seconds"),
+            always(time="the seconds do not include the transfers to the disk and back"),
         ),
         family="offload",
         freed_memory="given back",
@@ -102,7 +102,7 @@ SWITCHES = (
             Rule(
                 "RF115",
                 "An average of the weights is kept in memory.",
-                "DeepSpeed brings the moments of a part from the disk and back, and nothing that lies beside them",
+                "DeepSpeed swaps only the moments of a part from the disk and back",
                 "[deepspeed]",
                 _moves_moments_alone,
                 Example("--ema-decay 0.999 --nvme-path /local_nvme --zero-3-memory-optimization --world-size 2"),

@@ -29,17 +29,17 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 REASONS = {
-    errno.ENOSPC: ("the disk is full", "make room"),
-    errno.EDQUOT: ("the quota of this disk is used up", "make room"),
-    errno.EROFS: ("the file system can only be read", "mount it for writing"),
-    errno.EACCES: ("this process may not write there", "change the permissions"),
-    errno.EPERM: ("this process may not write there", "change the permissions"),
-    errno.EIO: ("the disk reports an error", "look at the disk (dmesg says more)"),
-    errno.ENOENT: ("a folder is not there, or not any more", "see whether its file system is mounted"),
+    errno.ENOSPC: ("the disk is full", "free some space"),
+    errno.EDQUOT: ("the quota of this disk is used up", "free some space"),
+    errno.EROFS: ("the file system is read-only", "mount it for writing"),
+    errno.EACCES: ("this process is not allowed to write there", "change the permissions"),
+    errno.EPERM: ("this process is not allowed to write there", "change the permissions"),
+    errno.EIO: ("the disk reports an error", "check the disk (dmesg says more)"),
+    errno.ENOENT: ("a folder does not exist, or no longer exists", "check that its file system is mounted"),
     errno.ESTALE: ("the network file system has lost the folder", "mount it again"),
-    errno.ENOTDIR: ("a part of the path is a file", "take another path"),
-    errno.EEXIST: ("a file, or a link that leads nowhere, has its place", "move that away"),
-    errno.ELOOP: ("its links lead in a circle", "mend the links"),
+    errno.ENOTDIR: ("a part of the path is a file", "use another path"),
+    errno.EEXIST: ("a file or a broken link is in its place", "move it away"),
+    errno.ELOOP: ("its links form a loop", "fix the links"),
     errno.ENOMEM: ("there is not enough memory", "leave more memory free"),
 }
 """Meaning of errors of the operating system for a user, and what to do about them."""
@@ -47,7 +47,7 @@ REASONS = {
 
 def explain(error: OSError) -> tuple[str, str]:
     """Return (what is wrong, what to do) for a file or folder that cannot be read or written."""
-    what, to_do = REASONS.get(error.errno or 0, ("it failed", "mend what the system reports"))
+    what, to_do = REASONS.get(error.errno or 0, ("it failed", "fix what the system reports"))
     return (what if error.errno == errno.ENOSPC else f"{what} ({error})"), to_do
 
 

@@ -128,17 +128,17 @@ def _raise_first(
         if told:
             raise Interrupted(**told[0])
         if insisted:
-            hint = "--resume goes on from the last checkpoint" if resumes() else "start it again"
-            raise Interrupted("the workers were ended at once, as asked twice", hint=hint, saved=resumes())
-        message = "asked to end before the first step; nothing was lost"
+            hint = "--resume continues from the last checkpoint" if resumes() else "start it again"
+            raise Interrupted("the workers were stopped at once, as requested twice", hint=hint, saved=resumes())
+        message = "stopped before the first step; nothing was lost"
         raise Interrupted(message, hint="start it again", saved=resumes())
     first = min(others, key=_when)
     if TOLD in first.told:
         raise ReportedError(first.told["message"], first.status if first.status > 0 else 1, first.rank)
     memory = "out of memory is the usual cause of SIGKILL; " if first.status == -signal.SIGKILL else ""
     raise WorkerFailed(
-        f"worker {first.rank} {first.how} after {time.time() - started:.0f} s; the others were ended",
-        hint=f"{memory}--resume goes on from the last checkpoint",
+        f"worker {first.rank} {first.how} after {time.time() - started:.0f} s; the others were stopped",
+        hint=f"{memory}--resume continues from the last checkpoint",
     )
 
 

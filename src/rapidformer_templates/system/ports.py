@@ -19,7 +19,7 @@ def why_not(port: int) -> str | None:
         try:
             probe.bind(("127.0.0.1", port))
         except PermissionError:
-            return f"port {port} is kept for the administrator of this machine"
+            return f"port {port} is reserved for the administrator of this machine"
         except OSError:
             return f"port {port} is in use on this machine"
     return None

@@ -105,7 +105,7 @@ class Group:
         while self._running() and time.monotonic() < deadline + GRACE:  # killed processes may be stuck in the kernel
             for number in asked.signals[passed_on:]:
                 if not passed_on:
-                    print("asked to end: the workers save; asked again, they are ended at once", file=sys.stderr)
+                    print("stopping: the workers save first; press Ctrl-C again to stop at once", file=sys.stderr)
                 # In a worker that is still importing, SIGINT would raise an exception anywhere, and all would report
                 # it.
                 self._send(signal.SIGTERM if number == signal.SIGINT else number)

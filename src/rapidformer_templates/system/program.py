@@ -45,7 +45,7 @@ def command() -> list[str]:
         raise ConfigError(
             "workers can only be started from a script or the command line",
             where="--nproc-per-node",
-            hint="each worker runs the program again, and this one is in no file: "
+            hint="each worker runs the program again, but this one is not in a file: "
             "save the code as a script, or train with one worker here (nproc_per_node=1)",
         )
     return [sys.executable, *sys.orig_argv[1:]]

@@ -94,11 +94,11 @@ class StopRequest:
 
     def _outside_the_loop(self) -> Interrupted:
         if self._saves is None:
-            message = "asked to end before the first step; nothing was lost"
+            message = "stopped before the first step; nothing was lost"
             return Interrupted(message, hint="start it again", saved=self._resumes())
-        message = "asked to end after the last step, before evaluation and export were done"
+        message = "stopped after the last step, before evaluation and export were done"
         if self._saves:
-            return Interrupted(message, hint="every step is saved: --resume does what is left")
+            return Interrupted(message, hint="every step is saved: --resume does the rest")
         return Interrupted(message, hint="nothing was saved: there is no --save", saved=False)
 
 

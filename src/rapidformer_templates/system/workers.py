@@ -210,7 +210,7 @@ def _open_group(device: torch.device) -> None:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise WorkerFailed(
-            f"the workers cannot meet at {address}: {str(error).splitlines()[0]}",
+            f"the workers cannot connect at {address}: {str(error).splitlines()[0]}",
             hint="a port in use or a firewall: choose another --master-port, or leave it out for a free one",
         ) from error
 

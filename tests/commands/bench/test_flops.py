@@ -1,4 +1,4 @@
-"""Model FLOPs beside the formula for decoders, and the matrix product that they are measured by."""
+"""Model FLOPs compared with the formula for decoders, and the matrix product used as the unit of measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rapidformer_templates.commands.bench.flops import MatrixProduct, training_f
 
 
 def test_a_decoder_s_flops_are_those_of_the_formula() -> None:
-    """6 N + 12 L H S a token, N without the table that is only looked up (PaLM, appendix B)."""
+    """6 N + 12 L H S per token, where N excludes the table that is only looked up (PaLM, appendix B)."""
     layers, hidden, length, vocabulary, rows = 3, 64, 32, 512, 2
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,

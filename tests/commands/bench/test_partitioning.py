@@ -1,4 +1,4 @@
-"""Ways to divide the model's state, at a size of some thousand parameters. No test looks at how long anything took."""
+"""Ways to partition the model state, with a few thousand parameters. The tests never check how long anything took."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rapidformer_templates.switches.auto_strategy.state_bytes import (
 )
 
 FEW = [Facts((10, 4), True), Facts((3,), False), Facts((5, 4), True), Facts((5,), False)]
-"""60 elements that decay, 8 that do not."""
+"""60 elements with weight decay, 8 without."""
 
 has_fairscale = importlib.util.find_spec("fairscale") is not None
 
@@ -52,19 +52,21 @@ def test_masters_stand_beside_weights_of_16_bits() -> None:
 
 
 def test_oss_gives_each_parameter_to_whoever_has_fewest() -> None:
-    # 40 to the first; 20, 3 and 5 to the second.
+    # The first worker owns 40 elements. The second owns 20, 3 and 5.
     assert owned(FEW, 2, 4) == [Held(272, 272, 8 * 40 + 4), Held(272, 272, 8 * 28 + 12)]
     assert owned_with_gradients(FEW, 2, 4) == [Held(272, 160, 8 * 40 + 4), Held(272, 112, 8 * 28 + 12)]
 
 
 def test_fsdp_fills_up_what_cannot_be_halved() -> None:
-    # Halves of 10 rows of four, 3 numbers, 5 rows of four, 5 numbers: room for the larger, states of what is there.
+    # Halves: 10 rows of four, 3 numbers, 5 rows of four, 5 numbers. Each worker has room for the larger half, and
+    # states of its own half.
     first, second = 20 + 2 + 12 + 3, 20 + 1 + 8 + 2
     assert divided_in_rows(FEW, 2, 4) == [Held(4 * first, 4 * first, 8 * count + 16) for count in (first, second)]
 
 
 def test_zero_1_and_2_hold_masters_beside_whole_parameters() -> None:
-    # Groups of 60 and 8: parts of 30 and 4. The first parameter of each group is cut, and its gradient whole in both.
+    # Groups of 60 and 8 elements have parts of 30 and 4. The first parameter of each group is cut. Both workers have
+    # its complete gradient.
     first = Held(272, 4 * (40 + 3 + 5), 12 * 34 + 8)
     second = Held(272, 4 * (40 + 20 + 5), 12 * 34 + 8)
     assert divided_groups(FEW, 2, 4) == [first, second]
@@ -83,12 +85,12 @@ def test_zero_3_cuts_everything_and_keeps_what_is_small() -> None:
 
 def test_nvme_leaves_small_groups_in_memory() -> None:
     large, small = Facts((1024, 1024), True), Facts((512,), False)
-    # 524,288 elements of the first group are on the disk, 256 of the second are not.
+    # The 524,288 elements of the first group are on the disk. The 256 elements of the second are not.
     assert each_divided_on_disk([large, small], 2, 4) == [Held(4 * (524_544 + 512), 4 * (524_544 + 256), 12 * 256)] * 2
 
 
 def test_each_partitioning_approaches_its_share() -> None:
-    """Bytes a parameter on N workers, for the model of the table."""
+    """Bytes per parameter on N workers, for the model in the table."""
     model, workers = facts_of(PARTITIONING.scales["small"]), 2
     count = sum(parameter.count for parameter in model)
     shares = {
@@ -123,7 +125,9 @@ def test_who_computes_another_loss_is_found_out() -> None:
     report.runs = {name: [Run([1.0], [{"loss": loss}])] for name, loss in losses.items()}
     measure._check_losses(report)
     assert set(report.runs) == {"none", "fsdp"}
-    assert report.absent == {"accelerate DDP": "its loss is 4.1000, that of the others 4.0000: it does other work"}
+    assert report.absent == {
+        "accelerate DDP": "its loss is 4.1000, and that of the others 4.0000: it does different work"
+    }
     assert report.failed == []
 
 

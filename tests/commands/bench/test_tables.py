@@ -1,4 +1,4 @@
-"""Tables as data, and the command that measures them. No test looks at how long anything took."""
+"""Tables as data, and the command that measures them. The tests never check how long anything took."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_layouts_keep_the_global_batch_whatever_divides_the_model(tmp_path: Path
         assert (job.global_batch, job.data) == (4, 4 // solution.divides)
         assert _why_not(request, name) is None
     fewer = Request(PARALLEL, "small", 2, "cpu", [], 1, 1)
-    assert _why_not(fewer, "tp 2, pp 2") == "one copy of the model needs 4 workers, there are 2"
+    assert _why_not(fewer, "tp 2, pp 2") == "one copy of the model needs 4 workers, but there are 2"
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=lambda table: table.name)
@@ -94,9 +94,9 @@ def test_a_cpu_computes_in_bf16_where_it_has_instructions_for_it(
 
 def test_utilisation_is_of_the_turns_and_what_was_measured_around_them() -> None:
     report = Report(UTILISATION, "tiny", 2, "cpu", flops=10.0, global_batch=4)
-    report.runs["rapidformer"] = [Run([1.0, 2.0], peaks=[80.0, 40.0])]  # 40 FLOP a step
+    report.runs["rapidformer"] = [Run([1.0, 2.0], peaks=[80.0, 40.0])]  # 40 FLOP per step
     assert report.utilisation("rapidformer") == pytest.approx(0.5)
-    report.device = "cuda"  # two of them
+    report.device = "cuda"  # two devices
     assert report.utilisation("rapidformer") == pytest.approx(0.25)
     report.runs["rapidformer"] = [Run([1.0])]
     assert report.utilisation("rapidformer") is None
@@ -129,7 +129,7 @@ def test_unknown_scales_tables_and_flags_are_refused(capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit):
             main(words)
     assert main(["run", "--task", "causal_lm", "--epochs", "3"]) == 2
-    assert "--epochs is no flag of a measured run" in capsys.readouterr().err
+    assert "--epochs is not a flag of a measured run" in capsys.readouterr().err
 
 
 def test_the_benchmark_starts_the_workers_itself() -> None:

@@ -1,4 +1,4 @@
-"""Conversations and completions: the tokens of transformers' own rendering, and loss on the answers alone."""
+"""Conversations and completions: the same tokens as transformers renders, and loss only on the answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Load = Callable[..., CausalLM]
 
 
 def _talk(*contents: str, system: str | None = None) -> list[Message]:
-    """A conversation of the user and the assistant in turn."""
+    """Build a conversation in which user and assistant take turns."""
     turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
     return [{"role": "system", "content": system}, *turns] if system is not None else turns
 
@@ -57,7 +57,7 @@ TALKS = [
 
 @pytest.fixture(scope="module")
 def chatml_folder(gpt_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The byte-level tokenizer with two special tokens and a chat template that uses them."""
+    """Save the byte-level tokenizer with two special tokens and a chat template that uses them."""
     tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = CHATML
@@ -68,7 +68,7 @@ def chatml_folder(gpt_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def load(tmp_path: Path, configure: Callable[..., RunConfig], chatml_folder: Path) -> Load:
-    """A task over rows that are written as ``train.jsonl``."""
+    """Return a function that writes rows to ``train.jsonl`` and loads a task for them."""
 
     def make(rows: list[dict[str, Any]], template: str | None = CHATML, **flags: Any) -> CausalLM:
         write_jsonl(tmp_path / "train.jsonl", rows)
@@ -94,7 +94,7 @@ def _learned(task: CausalLM, sample: dict[str, np.ndarray]) -> str:
 
 
 def _labels_by_prefixes(tokenizer: PreTrainedTokenizerFast, talk: list[Message]) -> list[int]:
-    """The labels by counting the tokens of each conversation that ends before an answer, and with it."""
+    """Compute the labels by counting the tokens of the conversation up to each answer, without and with it."""
     arguments: dict[str, Any] = {"tokenize": True, "return_dict": False}
     ids = tokenizer.apply_chat_template(talk, **arguments)
     labels = [IGNORED] * len(ids)
@@ -156,7 +156,7 @@ def test_older_form_and_other_columns(load: Load) -> None:
         ("conversations", TALKS, {}),
         ("talk", TALKS, {"text_column": "talk"}),
     ):
-        # Plain text beside conversations is not what is trained on.
+        # A text column next to conversations is not used for training.
         task = load([{"text": "the cat", column: row} for row in rows], **flags)
         assert [s["labels"].tolist() for s in _built(task)] == wanted
     assert "labels" not in _built(load([{"text": "the cat", "messages": TALKS[0]}], text_column="text"))[0]
@@ -187,7 +187,7 @@ def test_prompts_with_completions(load: Load) -> None:
         prompt, whole = (task.tokenizer(text).input_ids for text in (row["prompt"], row["prompt"] + row["completion"]))
         end = [task.tokenizer.eos_token_id]
         assert sample["input_ids"].tolist() == whole + end
-        # Nothing predicts the first token of a sample.
+        # The first token of a sample has no prediction.
         start = max(1, len(prompt))
         assert sample["labels"].tolist() == [IGNORED] * start + (whole + end)[start:]
     assert task.notes == []
@@ -201,7 +201,7 @@ def test_a_prompt_that_ends_in_a_space_is_told_of(load: Load) -> None:
     assert samples[0]["labels"].tolist() == samples[1]["labels"].tolist()
     assert task.notes == [
         "train: 1 answers begin inside a token that begins in their prompt; "
-        "let the space or line break between them stand in the answer"
+        "put the space or line break between them into the answer"
     ]
 
 
@@ -223,7 +223,7 @@ def test_all_tokens_can_be_learned(load: Load) -> None:
     tokens = batch["attention_mask"].bool()
     tokens[:, 0] = False
     assert torch.equal(batch["labels"], torch.where(tokens, batch["input_ids"], IGNORED))
-    # What has no answer can be learned as a whole.
+    # A conversation without an answer can be learned as a whole.
     assert len(_built(load([{"messages": _talk("the cat")}], loss_on="all"))) == 1
     with pytest.raises(DataError, match="the column 'text' holds plain text") as caught:
         load([{"text": "the cat"}], loss_on="answers").build_data()
@@ -258,7 +258,7 @@ BAD: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize("way", ["files", "saved"])
 def test_parts_of_text_are_the_text(load: Load, tmp_path: Path, way: str) -> None:
-    """OpenAI's list of parts, beside messages with a text in one column; also in a set that datasets saved."""
+    """Test OpenAI's lists of parts together with messages that have one text, also in a set saved by datasets."""
     parts = [{**GOOD[0], "content": [TEXT_PART, {"type": "text", "text": "hello"}]},
              {**GOOD[1], "content": [{"type": "text", "text": "hello"}]}]  # fmt: skip
     plain = _built(load([{"messages": GOOD}] * 2))
@@ -306,15 +306,16 @@ def test_a_misspelt_role_has_a_hint(load: Load) -> None:
         ({"messages": [GOOD[0], {**GOOD[1], "content": [{"type": "text"}]}]},
          "part 1 of the content of message 2 in 'messages' has no text"),
         ({"messages": [{**GOOD[0], "content": [TEXT_PART, {"type": "image_url", "image_url": {"url": "a"}}]}, GOOD[1]]},
-         "part 2 of the content of message 1 in 'messages' is of the type 'image_url', which is not in this version"),
+         "part 2 of the content of message 1 in 'messages' is of the type 'image_url', "
+         "which is not supported in this version"),
         ({"messages": [GOOD[0], {**GOOD[1], "content": None, "function_call": {"name": "f"}}]},
-         "message 2 of the conversation calls tools, which is not in this version"),
-        ({"messages": GOOD, "functions": ["f"]}, "tools are not in this version"),
+         "message 2 of the conversation calls tools, which is not supported in this version"),
+        ({"messages": GOOD, "functions": ["f"]}, "tools are not supported in this version"),
         ({"messages": [GOOD[0], {**GOOD[1], "weight": 0}]},
-         "message 2 of the conversation has the weight 0, which is not in this version"),
+         "message 2 of the conversation has the weight 0, which is not supported in this version"),
         ({"messages": [*GOOD, {**GOOD[1], "tool_calls": ["f"]}]},
-         "message 3 of the conversation calls tools, which is not in this version"),
-        ({"messages": GOOD, "tools": ["f"]}, "tools are not in this version"),
+         "message 3 of the conversation calls tools, which is not supported in this version"),
+        ({"messages": GOOD, "tools": ["f"]}, "tools are not supported in this version"),
     ],
 )  # fmt: skip
 def test_other_rows_that_cannot_be_used(load: Load, tmp_path: Path, row: dict[str, Any], message: str) -> None:
@@ -331,7 +332,7 @@ def test_templates_that_cannot_be_used(load: Load, tmp_path: Path) -> None:
     assert caught.value.where == f"{tmp_path / 'train.jsonl'}:2"
     assert "--loss-on all" in str(caught.value.hint)
     assert len(_built(load(rows, LAST_TURN_DIFFERS, loss_on="all"))) == 2
-    with pytest.raises(DataError, match="does not take the conversation: roles must alternate") as caught:
+    with pytest.raises(DataError, match="rejects the conversation: roles must alternate") as caught:
         load(rows, STRICT).build_data()
     assert caught.value.where == f"{tmp_path / 'train.jsonl'}:1"
 
@@ -346,7 +347,7 @@ def test_long_conversations_are_cut_and_counted(load: Load) -> None:
     assert [s["labels"].tolist() for s in samples] == [s["labels"][:48].tolist() for s in whole[1:]]
     assert len(samples[0]["input_ids"]) == 48
     assert task.notes == [
-        "train: 2 of 3 samples are cut to 48 tokens; 1, of whose answers nothing is left, are not used",
+        "train: 2 of 3 samples are cut to 48 tokens; 1 with no part of an answer left are not used",
     ]
     with pytest.raises(DataError, match="within the first 4 tokens of any of the 3 samples"):
         load(rows, seq_length=4).build_data()
@@ -359,7 +360,7 @@ def _words(draw: np.random.Generator) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_black_box_run(tmp_path: Path, gpt_folder: Path, packed: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """The exported folder generates with the template that was trained on, and its loss is the one reported."""
+    """The exported folder generates with the chat template of the training, and its loss equals the reported loss."""
     draw = np.random.default_rng(3)
     talks = [_talk(*(_words(draw) for _ in range(2 + 2 * (i % 2)))) for i in range(40)]
     write_jsonl(tmp_path / "chat-train.jsonl", [{"messages": talk} for talk in talks[:30]])

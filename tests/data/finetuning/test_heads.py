@@ -1,4 +1,4 @@
-"""A pretrained head keeps its labels, in any order of the data, or is left out."""
+"""A pretrained head keeps its labels with any order in the data, or is left out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Load = Callable[..., Task]
 
 @pytest.fixture
 def load(tmp_path: Path, configure: Callable[..., RunConfig], bert_folder: Path) -> Load:
-    """A task over the rows in ``tmp_path/data``, from a pretrained head for :data:`OWN` or other labels."""
+    """Return a loader of tasks for ``tmp_path/data``. Their pretrained head has :data:`OWN` or other labels."""
 
     def make(task: str, labels: Sequence[str] = OWN, head: Any = None, **flags: Any) -> Task:
         kind = head or (BertForSequenceClassification if task != "token_classification" else BertForTokenClassification)
@@ -42,7 +42,7 @@ def load(tmp_path: Path, configure: Callable[..., RunConfig], bert_folder: Path)
 
 
 def write_declared(folder: Path, names: Sequence[str], *, tagged: bool = False) -> None:
-    """Each label once, in a saved data set that declares the names."""
+    """Save a data set that contains each label once and declares the names."""
     label = datasets.ClassLabel(names=list(names))
     if tagged:
         features = {"tokens": datasets.Sequence(datasets.Value("string")), "ner_tags": datasets.Sequence(label)}
@@ -110,7 +110,7 @@ def test_a_head_without_names_takes_them_in_order_with_a_note(load: Load, tmp_pa
 def test_a_new_head_is_that_of_a_model_without_one(
     task: str, names: Sequence[str], flags: dict[str, Any], load: Load, tmp_path: Path
 ) -> None:
-    """It is drawn as one whose weights the folder lacks, and the body is the pretrained one."""
+    """It is initialised like a head whose weights are missing in the folder, and the body is the pretrained one."""
     write_plain(tmp_path, names)
     trained = load(task, **flags)
     trained.build_data()
@@ -125,7 +125,7 @@ def test_a_new_head_is_that_of_a_model_without_one(
     head = weights["classifier.weight"]
     assert head.shape == (len(names), 16)
     assert len(names) != len(OWN) or not torch.equal(head, there["classifier.weight"])
-    assert 0.01 < head.std() < 0.03  # BERT draws with 0.02
+    assert 0.01 < head.std() < 0.03  # BERT initialises with 0.02
     assert torch.equal(weights["classifier.bias"], torch.zeros(len(names)))
 
 

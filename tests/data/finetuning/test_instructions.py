@@ -1,4 +1,4 @@
-"""Instructions with inputs and answers, as Alpaca and Dolly have them."""
+"""Instructions with inputs and answers, as in Alpaca and Dolly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load(tmp_path: Path, configure: Callable[..., RunConfig], gpt_folder: Path) 
 
 
 def texts(task: Task) -> list[tuple[str, str]]:
-    """(what is given, what is learned) of each sample."""
+    """Return (prompt, learned text) for each sample."""
     train = task.build_data().train
     assert train is not None
     found = []

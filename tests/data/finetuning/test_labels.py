@@ -1,4 +1,4 @@
-"""Labels that stand for none, labels that are numbers, and parts that no run reads."""
+"""Labels that mean "no label", labels that are numbers, and parts that no run reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TAGGED = datasets.Features(
 
 @pytest.fixture
 def load(tmp_path: Path, configure: Callable[..., RunConfig], bert_folder: Path) -> Load:
-    """A task over the data set in ``tmp_path``."""
+    """Return a function that loads a task for the data set in ``tmp_path``."""
 
     def make(task: str, **flags: Any) -> Task:
         common = {"data_dir": str(tmp_path), "model_type": "bert", "tokenizer_path": str(bert_folder), **TINY}
@@ -66,11 +66,11 @@ def test_a_text_without_a_label_is_named(load: Load, tmp_path: Path, none: int) 
     rows = glue(0, 1, 2)
     features = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.Value("int64")})
     table = datasets.Dataset.from_list([*rows, {"sentence": "a", "label": none}], features=features)
-    table.info.features["label"] = NAMES  # written without a check of the values, as older versions did
+    table.info.features["label"] = NAMES  # written without checking the values, as older versions did
     datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(str(tmp_path))
     with pytest.raises(DataError) as caught:
         load("sequence_classification").build_data()
-    assert caught.value.message == f"the label in column 'label' is {none}, which stands for no label"
+    assert caught.value.message == f"the label in column 'label' is {none}, which is not a label"
     assert caught.value.where == f"{tmp_path / 'train'}, row 4"
 
 
@@ -91,7 +91,7 @@ def test_a_word_without_a_tag_is_no_target(load: Load, tmp_path: Path, none: int
 
 
 def test_ignored_tags_without_names_are_no_class(load: Load, tmp_path: Path) -> None:
-    """-100 is what losses leave out; -1 may be a class of files, which declare no names."""
+    """Losses ignore -100. But -1 may be a class in files, which do not declare names."""
     write_jsonl(tmp_path / "train.jsonl", [{"tokens": ["the", "cat", "on"], "tags": [-1, -100, 1]}] * 4)
     task = load("token_classification")
     data = task.build_data()

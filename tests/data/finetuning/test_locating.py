@@ -1,4 +1,4 @@
-"""A data set's own parts and configurations, in folders as the hub has them and in the cache of datasets."""
+"""A data set's own parts and configurations, in folders as on the hub and in the cache of datasets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_validation_file_beside_a_named_one_is_read(name: str, configure: Co
     (tmp_path / valid).with_suffix(".csv").write_text("text\nother", encoding="utf-8")
     config = configure(data_dir=str(tmp_path), data_name=name)
     assert read(config) == expected()
-    alone = read_part(config, None)  # as it is evaluated
+    alone = read_part(config, None)  # as in evaluation
     assert alone.train.table["text"][:] == expected()[0]
 
 
@@ -112,7 +112,7 @@ configs:
 
 
 def test_configurations_by_name(configure: Configure, tmp_path: Path) -> None:
-    """Those that a card describes, and folders; beside what datasets reads of the same folder."""
+    """Test configurations that a card describes, and folders. Compare with what datasets reads from the same folder."""
     write(tmp_path / "plain", "{part}.jsonl", "plain")
     write(tmp_path / "b", "{part}.jsonl", "other")
     assert read(configure(data_dir=str(tmp_path), data_name="plain")) == expected("plain")
@@ -135,13 +135,13 @@ def test_a_card_names_nothing_outside_of_its_folder(named: str, configure: Confi
     write_jsonl(tmp_path / "secret.jsonl", [{"text": "a"}])
     entry = f"  - split: train\n    path: {named.format(tmp_path)}\n"
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{entry}---\n")
-    with pytest.raises(DataError, match="it names data outside of its folder") as error:
+    with pytest.raises(DataError, match="it names data outside its folder") as error:
         locate(configure(data_dir=str(folder)).data)
     assert error.value.where == str(folder / "README.md")
 
 
 class OfTheHub(datasets.GeneratorBasedBuilder):  # type: ignore[misc]
-    """Stands for a data set of the hub with configurations."""
+    """A stand-in for a data set of the hub with configurations."""
 
     BUILDER_CONFIGS = [datasets.BuilderConfig(name) for name in ("plain", "long", "default")]  # noqa: RUF012
 
@@ -157,7 +157,7 @@ class OfTheHub(datasets.GeneratorBasedBuilder):  # type: ignore[misc]
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that datasets has written, of two configurations of one set and of another set."""
+    """Create a cache written by datasets, with two configurations of one set, and another set."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("HF_DATASETS_CACHE", str(cache))
     for repository, config in (("someone/MyMovies", "plain"), ("someone/MyMovies", "long"), ("tweets", "default")):
@@ -208,7 +208,7 @@ def texts_of(config: RunConfig, part: str | None) -> list[str]:
 def test_two_files_for_one_part_are_refused(
     configure: Configure, tmp_path: Path, part: str, prefix: str, other: str
 ) -> None:
-    """Whichever part it is, wherever it is read, and only there: one of them may be a copy of the other."""
+    """This holds for every part, if that part is read. One of the files may be a copy of the other."""
     write(tmp_path, prefix + "{part}.jsonl")
     (tmp_path / f"{prefix}{part}{other}").write_text(json.dumps(rows(part)), encoding="utf-8")
     config = configure(data_dir=str(tmp_path), data_name=prefix.strip("-") or None, evaluate_test=True)
@@ -230,9 +230,9 @@ def test_all_shards_in_the_order_of_their_names(configure: Configure, tmp_path: 
     config = configure(data_dir=str(tmp_path))
     assert texts_of(config, "test") == texts_of(config, None) == ["0", "1", "2"]
     (tmp_path / "test-00001-of-00003.jsonl").unlink()
-    with pytest.raises(DataError, match=f"of 3 shards 2 are in {tmp_path}") as caught:
+    with pytest.raises(DataError, match=f"only 2 of 3 shards are in {tmp_path}") as caught:
         texts_of(config, "test")
-    assert caught.value.hint == "bring the others; there is: test-00000-of-00003.jsonl, test-00002-of-00003.jsonl"
+    assert caught.value.hint == "add the others; there is: test-00000-of-00003.jsonl, test-00002-of-00003.jsonl"
 
 
 @pytest.mark.parametrize("kind", ["folders", "card", "saved", "cached"])
@@ -264,7 +264,7 @@ def test_two_names_for_one_part_are_refused(
 def test_a_part_that_is_not_there(configure: Configure, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", rows("train"))
     write_jsonl(tmp_path / "test.jsonl", rows("test"))
-    (tmp_path / "README.md").write_bytes(b"---\nname: \xe9\n---\n")  # no card that can be read
+    (tmp_path / "README.md").write_bytes(b"---\nname: \xe9\n---\n")  # the card cannot be read
     with pytest.raises(DataError, match="the data set has no validation part") as caught:
         texts_of(configure(data_dir=str(tmp_path)), None)
     assert caught.value.where == f"--data-dir {tmp_path}"

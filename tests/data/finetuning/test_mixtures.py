@@ -1,4 +1,4 @@
-"""Weighted mixtures of data sets: exact shares, whole epochs of each set, and what does not mix."""
+"""Weighted mixtures of data sets: exact shares, complete epochs of each set, and sets that cannot be mixed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLAGS = {"model_type": "gpt2", "seq_length": 32, "validation_fraction": 0.0, "se
 
 @pytest.fixture
 def sets(tmp_path: Path) -> Path:
-    """Sets of 7 and 20 rows, whose texts begin with the words that tell them apart."""
+    """Write sets of 7 and 20 rows. The first word of each text shows which set it is from."""
     draw = np.random.default_rng(0)
     for name, word, count in (("a", "river", 7), ("b", "tree", 20)):
         rows = [{"text": f"{word} {' '.join(draw.choice(WORDS, 5))} {i}", "label": "xy"[i % 2]} for i in range(count)]
@@ -47,7 +47,7 @@ def test_each_set_has_its_share_at_any_time(configure: Configure, gpt_folder: Pa
     of_a = np.cumsum([text.startswith("river") for text in found])
     assert (np.abs(of_a - 0.7 * np.arange(1, 211)) < 1).all()
     from_a, from_b = ([t for t in found if t.startswith(word)] for word in ("river", "tree"))
-    for epoch in range(20):  # each epoch of a set is all of it, in an order of its own
+    for epoch in range(20):  # each epoch of a set is complete and has a separate order
         assert len(set(from_a[epoch * 7 : epoch * 7 + 7])) == 7
     assert from_a[:7] != from_a[7:14]
     assert max(Counter(from_b[:60]).values()) == 3
@@ -91,7 +91,7 @@ def test_what_does_not_mix(configure: Configure, gpt_folder: Path, sets: Path) -
     ):
         with pytest.raises(DataError, match=message):
             load_task(configure(**flags, data_name=name)).check()
-    with pytest.raises(DataError, match="these are no weights: 0, 1") as caught:
+    with pytest.raises(DataError, match="these are not weights: 0, 1") as caught:
         load_task(configure(**flags, data_name="0 a 1 b")).check()
     assert caught.value.where == "--data-name"
 
@@ -110,7 +110,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "judged": ("gpt2", "preference", PAIR),
     "reward": ("gpt2", "", PAIR),
 }
-"""A row for each kind of data: an architecture, the task where the kind has another name, and what the row has."""
+"""A row for each kind of data: the architecture, the task if its name differs from the kind, and the contents."""
 
 
 def test_every_task_of_one_row_a_sample_is_listed() -> None:
@@ -124,7 +124,7 @@ def test_every_task_of_one_row_a_sample_is_listed() -> None:
 def test_a_mixture_of_a_set_with_itself_is_the_set(
     kind: str, configure: Configure, gpt_folder: Path, bert_folder: Path, tmp_path: Path
 ) -> None:
-    """The same head, the same metric and the same batches, whatever the task has learned from its data."""
+    """Head, metric and batches are the same, no matter what the task has learned from its data."""
     architecture, task, row = KINDS[kind]
     other = {"label": "y"} if row.get("label") == "x" else {}
     for name in ("a", "b"):

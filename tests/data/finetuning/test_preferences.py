@@ -1,4 +1,4 @@
-"""Rows of preferences in their usual forms, as tokens and labels; and what is said of rows that cannot be used."""
+"""Preference rows in their usual forms, as tokens and labels, and the errors for rows that cannot be used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def answer(text: str) -> dict[str, str]:
 
 
 def learned(task: Task, sample: dict[str, Any], prefix: str = "") -> tuple[str, str]:
-    """A row's text, and the part of it that is an answer."""
+    """Return the text of a row, and the part of it that is an answer."""
     ids, labels = sample[f"{prefix}input_ids"], sample[f"{prefix}labels"]
     return task.tokenizer.decode(ids), task.tokenizer.decode([label for label in labels if label != -100])
 
@@ -85,7 +85,7 @@ def test_judged_answers_are_paired_with_the_prompt_before(load: Load) -> None:
 
 @pytest.mark.parametrize("speaks", [False, True])
 def test_drift_is_measured_with_the_answer_to_another_prompt(speaks: bool, load: Load) -> None:
-    """Several answers to one prompt stand one after another, as they usually do."""
+    """Several answers to one prompt follow each other, as usual."""
 
     def row(prompt: str, word: str) -> dict[str, Any]:
         if speaks:

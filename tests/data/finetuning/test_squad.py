@@ -1,4 +1,4 @@
-"""Windows, answers and scores of question answering, against what is worked out by hand."""
+"""Windows, answers and scores of question answering, compared with results computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Configure = Callable[..., RunConfig]
 
 
 def row(seed: int, length: int = 40) -> dict[str, Any]:
-    """A context of words with an answer of two words at a random place."""
+    """Build a row: a context of words, with an answer of two words at a random position."""
     generator = np.random.default_rng(seed)
     chosen = [str(word) for word in generator.choice(WORDS, length)]
     at = int(generator.integers(length - 1))
@@ -50,7 +50,7 @@ Make = Callable[..., QuestionAnswering]
 
 
 def perfect(task: QuestionAnswering, batch: dict[str, torch.Tensor]) -> SimpleNamespace:
-    """Outputs of a model that knows the answers, and is surest where it sees them whole."""
+    """Build the outputs of a model that knows the answers, and is most confident if a window contains all of them."""
     shape = batch["input_ids"].shape
     starts, ends = torch.randn(shape), torch.randn(shape)
     rows = torch.arange(len(starts))
@@ -59,7 +59,7 @@ def perfect(task: QuestionAnswering, batch: dict[str, torch.Tensor]) -> SimpleNa
 
 
 def test_the_loss_of_a_batch_is_that_of_its_samples(make: Make) -> None:
-    """The reference is transformers' loss of each sample alone, where nothing is padded."""
+    """The reference is transformers' loss of each sample alone, without padding."""
     short = {"question": "what", "context": "it runs", "answers": {"text": ["runs"], "answer_start": [3]}}
     task = make([row(0), short, row(1)], seq_length=64)
     data = task.build_data()
@@ -106,7 +106,7 @@ def test_a_model_that_knows_the_answers_is_right(make: Make) -> None:
     guesses, truths = task.predict(perfect(task, batch), batch)
     assert len(guesses) == len(truths) == len(data.valid)
     assert task.compute_metrics(guesses, truths) == {"exact_match": 100.0, "f1": 100.0}
-    # of the first windows only: as many examples as they are of
+    # only the first windows: as many examples as they belong to
     few = sum(feature.example < 3 for feature in task.features)
     assert task.compute_metrics(guesses[:few], truths[:few]) == {"exact_match": 100.0, "f1": 100.0}
     zeros = torch.zeros(batch["input_ids"].shape)
@@ -115,7 +115,7 @@ def test_a_model_that_knows_the_answers_is_right(make: Make) -> None:
 
 
 def test_short_windows_beside_long_ones(make: Make) -> None:
-    """A window of fewer tokens than candidates are asked for has the same answers as alone, and none in its padding."""
+    """A window with fewer tokens than requested candidates has the same answers as alone, and none in its padding."""
     task = make([row(0, 4), row(1, 18), row(2, 3)])
     data = task.build_data()
     assert data.collate is not None
@@ -124,7 +124,7 @@ def test_short_windows_beside_long_ones(make: Make) -> None:
     assert min(lengths) < 20 <= max(lengths)
     batch = data.collate(samples)
     outputs = perfect(task, batch)
-    outputs.start_logits[batch["attention_mask"] == 0] = 30.0  # what a model says of padding is nothing
+    outputs.start_logits[batch["attention_mask"] == 0] = 30.0  # the output at padding must not matter
     together, truths = task.predict(outputs, batch)
     alone = [
         task.predict(
@@ -206,9 +206,9 @@ def test_scores_are_squads() -> None:
     assert normalized("The  U.S. Army's a test") == "us armys test"
     assert exact_match("the Eiffel Tower!", ["eiffel tower", "tower"]) == 1.0
     assert exact_match("Eiffel", ["eiffel tower"]) == 0.0
-    # 2 of 3 predicted words are right and 2 of 2 true words are found: 2 · (2/3) · 1 / (5/3)
+    # 2 of 3 predicted words are correct and 2 of 2 true words are found: 2 · (2/3) · 1 / (5/3)
     assert f1("big Eiffel Tower", ["the eiffel tower"]) == pytest.approx(0.8)
-    assert f1("tower tower", ["tower"]) == pytest.approx(2 / 3)  # words are counted
-    assert f1("x", ["y", "x z"]) == pytest.approx(2 / 3)  # the best of the references
+    assert f1("tower tower", ["tower"]) == pytest.approx(2 / 3)  # repeated words are counted
+    assert f1("x", ["y", "x z"]) == pytest.approx(2 / 3)  # the best of the references counts
     assert f1("", []) == exact_match("", []) == 1.0
     assert f1("something", []) == exact_match("something", []) == 0.0

@@ -1,4 +1,4 @@
-"""Every format gives the same table, and every mistake is named with its file and line."""
+"""Every format gives the same table, and every error names the file and line."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_parts_are_found_by_their_names(tmp_path: Path, configure: Configure, la
     assert [len(part) for part in raw.parts().values()] == [8, 4]
     assert not raw.held_out
     found = locate(config.data)
-    assert [path.stem for path in found.parts["test"]] == [Path(layout.format(part="test")).name]  # found, and not read
+    assert [path.stem for path in found.parts["test"]] == [Path(layout.format(part="test")).name]  # found, but not read
 
 
 def test_shards_and_saved_parts(tmp_path: Path, configure: Configure) -> None:
@@ -194,7 +194,7 @@ def test_a_column_that_is_not_there(tmp_path: Path, configure: Configure) -> Non
 
 def test_a_column_of_mixed_kinds(tmp_path: Path, configure: Configure) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}, {"text": 3}])
-    with pytest.raises(DataError, match="the column 'text' holds '3', which is of another kind") as caught:
+    with pytest.raises(DataError, match="the column 'text' holds '3', which has another type") as caught:
         read_dataset(configure(data_dir=str(tmp_path)))
     assert caught.value.where == f"{tmp_path / 'a.jsonl'}:3"
     for value in (10**30, "half a character: \ud83d", [10**30]):

@@ -1,4 +1,4 @@
-"""Blends: exact within one sample after any number of samples, in every place of the run."""
+"""Blends are exact to within one sample, after any number of samples and everywhere in the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_weights_are_taken_as_they_are_written() -> None:
     shares = np.asarray(rounded) / sum(rounded) - np.asarray(odd, float) / sum(map(float, odd))
     assert (np.abs(shares) < 2 / LONGEST_PERIOD).all()
     for wrong in (["a", "1"], ["0", "1"], ["-1", "2"], [], ["nan", "1"], ["inf", "1"]):
-        with pytest.raises(DataError, match="these are no weights"):
+        with pytest.raises(DataError, match="these are not weights"):
             whole_weights(wrong)
 
 

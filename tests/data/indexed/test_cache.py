@@ -1,4 +1,4 @@
-"""Tables are made once, whoever asks, and are whole or not there."""
+"""Tables are built once for all processes. They are either complete or missing."""
 
 from __future__ import annotations
 

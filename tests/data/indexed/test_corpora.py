@@ -1,4 +1,4 @@
-"""Corpora of ``--data-path``: samples against a concatenation by hand, the cache, blends, and every mistake."""
+"""Corpora of ``--data-path``: samples compared with a concatenation by hand, the cache, blends, and every error."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tokens_of(corpus: Corpus) -> list[int]:
 
 
 def row_of(documents: list[list[int]], part: tuple[int, int], seed: int) -> np.ndarray:
-    """The tokens of the first epoch, in its order of the documents."""
+    """Return the tokens of the first epoch, in its order of documents."""
     order = np.arange(*part)
     np.random.RandomState(seed).shuffle(order)
     return np.concatenate([documents[i] for i in order])
@@ -89,7 +89,7 @@ def test_every_token_but_the_first_is_a_target_once(configure: Configure, flags:
 
 
 def test_documents_apart(configure: Configure, flags: dict[str, Any]) -> None:
-    """The loss is the sum of the losses of the documents, each run through the model alone."""
+    """The loss is the sum of the losses of the documents, each run separately through the model."""
     config = configure(**flags, split="1", keep_documents_apart=True)
     task = load_task(config)
     data = task.build_data()
@@ -162,7 +162,7 @@ def test_every_format_gives_the_same_tokens(
     tokenizer = load_tokenizer(config)
     corpus = load_corpus(config, tokenizer, 0)
     documents = [corpus.dataset[i] for i in range(len(corpus.dataset))]
-    if kind == "txt":  # a line break stands at the end of all but the last
+    if kind == "txt":  # all lines but the last end with a line break
         documents = [d[d != tokenizer.encode("\n")[0]] for d in documents]
     assert [d.tolist() for d in documents] == stream_of(config, 0)
     assert corpus.dataset.dtype == np.uint16
@@ -177,7 +177,7 @@ def test_the_cache_is_used_again_and_made_anew(
     monkeypatch.setattr(corpora, "_write_corpus", lambda *a: (made.append(a[-1]), write(*a)))
     tokenizer = load_tokenizer(config)
     first = load_corpus(config, tokenizer, 0)
-    tokenizer("the cat", truncation=True, max_length=1)  # leaves its mark on the tokenizer
+    tokenizer("the cat", truncation=True, max_length=1)  # this changes the state of the tokenizer
     again = load_corpus(config, tokenizer, 0)
     assert len(made) == 1
     assert tokens_of(again) == tokens_of(first)
@@ -221,7 +221,7 @@ def test_what_a_killed_process_left_is_taken_away(configure: Configure, flags: d
     config = configure(**flags)
     corpus = load_corpus(config, load_tokenizer(config), 0)
     folder, tokens = Path(corpus.dataset.prefix).parent, tokens_of(corpus)
-    del corpus  # its memory map would not outlive what is done to the file
+    del corpus  # its memory map would not survive the changes to the file
     half = folder.rename(folder.with_suffix(".tmp"))
     (half / "corpus_text_document.bin").write_bytes(b"")
     again = load_corpus(config, load_tokenizer(config), 0)
@@ -229,11 +229,11 @@ def test_what_a_killed_process_left_is_taken_away(configure: Configure, flags: d
     del again
     (folder / "corpus_text_document.bin").write_bytes(b"12")
     with pytest.raises(
-        DataError, match="cache of the tokenized corpus is damaged: the file of tokens is cut"
+        DataError, match="cache of the tokenized corpus is damaged: the file of tokens is truncated"
     ) as caught:
         load_corpus(config, load_tokenizer(config), 0)
     assert caught.value.where == str(folder)
-    assert caught.value.hint == "delete this folder; it is made anew"
+    assert caught.value.hint == "delete this folder; it will be created again"
 
 
 def test_the_cache_folder(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,13 +302,13 @@ def test_a_bad_line_is_named_or_left_out(configure: Configure, flags: dict[str, 
         ((), "no corpus is named"),
         (("{dir}/none.txt",), "{dir}/none.txt does not exist"),
         (("{dir}/corpus.json",), "{dir}/corpus.json does not exist"),
-        (("{dir}/image.png",), "{dir}/image.png is no file of text"),
+        (("{dir}/image.png",), "{dir}/image.png is not a text file"),
         (("{dir}/empty",), "there is no text file in {dir}/empty"),
         (("0.3", "{dir}/blank.txt", "0.7"), "weights and corpora do not alternate"),
         (("0.3", "0.7", "{dir}/blank.txt", "{dir}/blank.txt"), "weights and corpora do not alternate"),
         (("0.3", "{dir}/none", "0.7", "{dir}/blank.txt"), "{dir}/none does not exist"),
-        (("{dir}/indexed",), "this is no index of Megatron's format"),
-        (("{dir}/indexed.bin",), "this is no index of Megatron's format"),
+        (("{dir}/indexed",), "this is not an index in Megatron's format"),
+        (("{dir}/indexed.bin",), "this is not an index in Megatron's format"),
         (("{dir}/blank.txt",), "there is no document with text"),
     ],
 )
@@ -335,7 +335,7 @@ def test_files_are_in_the_order_given(tmp_path: Path) -> None:
 
 def test_a_corpus_that_is_too_small(configure: Configure, flags: dict[str, Any]) -> None:
     data = load_task(configure(**flags)).build_data()
-    assert data.test is None  # one document in a thousand is none of these
+    assert data.test is None  # a thousandth of these documents is none
     assert load_task(configure(**flags, split="969,30,1")).build_data().test is None
     with pytest.raises(DataError, match=r"the validation part of .* is too small: 0 documents") as caught:
         load_task(configure(**flags, split="998,1,1")).build_data()

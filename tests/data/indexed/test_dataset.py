@@ -1,4 +1,4 @@
-"""Indexed data sets beside those of megatron-core, byte for byte, and every kind of damage."""
+"""Indexed data sets compared with those of megatron-core, byte for byte, and every kind of damage."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_ways_to_read(prefix: Path, access: Any) -> None:
     assert dataset.tokens[2:6].tolist() == [7, 1, 2, 3]
     assert dataset.lengths.tolist() == [3, 1, 2, 1, 5]
     state = pickle.dumps(dataset)
-    assert len(state) < 500  # the tokens do not travel
+    assert len(state) < 500  # the tokens are not pickled
     again = pickle.loads(state)
     assert contents(again) == DOCUMENTS
     assert again.access == access
@@ -126,7 +126,7 @@ LENGTHS, POINTERS, ENTRIES = INDEX, INDEX + 4 * 5, INDEX + 12 * 5
 
 
 def _put(place: int, form: str, *values: int) -> Any:
-    """A change of the index: these values at this place."""
+    """Return a change of the index that writes these values at this offset."""
 
     def change(data: bytes) -> bytes:
         new = struct.pack(form, *values)
@@ -136,29 +136,28 @@ def _put(place: int, form: str, *values: int) -> Any:
 
 
 DAMAGE = {
-    "cut index": (lambda data: data[:-3], "the index is cut: 5 sequences and 4 entries of documents need 126 bytes, "
-                  "the file has 123"),
-    "cut head": (lambda data: data[:20], "the index is cut: 20 bytes are less than its head"),
-    "empty index": (lambda data: b"", "the index is cut: 0 bytes are less than its head"),
+    "cut index": (lambda data: data[:-3], "the index is truncated: 5 sequences and 4 entries of documents need 126 "
+                  "bytes, the file has 123"),
+    "cut head": (lambda data: data[:20], "the index is truncated: 20 bytes are less than its header"),
+    "empty index": (lambda data: b"", "the index is truncated: 0 bytes are less than its header"),
     "longer index": (lambda data: data + b"12", "the index is too long: 5 sequences and 4 entries of documents need "
                      "126 bytes, the file has 128"),
-    "other file": (lambda data: b"PK\x03\x04" + data, "this is no index of Megatron's format (MMIDIDX)"),
+    "other file": (lambda data: b"PK\x03\x04" + data, "this is not an index in Megatron's format (MMIDIDX)"),
     "old format": (lambda data: b"TNTIDX\x00\x00" + data, "the index has the older format TNTIDX, not MMIDIDX"),
-    "version": (_put(9, "<Q", 2), "the index has version 2; only 1 is known"),
-    "type": (_put(17, "<B", 99), "the index names no known type of tokens (code 99)"),
-    "huge count": (_put(18, "<Q", 2**60), "the index is cut: 1,152,921,504,606,846,976 sequences and 4 entries of "
-                   "documents need 13,835,058,055,282,163,778 bytes, the file has 126"),
-    "shifted pointer": (_put(POINTERS + 8, "<q", 8), "sequence 1 begins elsewhere than where the one ahead of it ends"),
-    "other length": (_put(LENGTHS + 4, "<i", 2), "sequence 2 begins elsewhere than where the one ahead of it ends"),
-    "last length": (_put(LENGTHS + 16, "<i", 6), "the file of tokens is cut: 24 bytes of 26"),
+    "version": (_put(9, "<Q", 2), "the index has version 2; only 1 is supported"),
+    "type": (_put(17, "<B", 99), "the index has an unknown token type (code 99)"),
+    "huge count": (_put(18, "<Q", 2**60), "the index is truncated: 1,152,921,504,606,846,976 sequences and 4 entries "
+                   "of documents need 13,835,058,055,282,163,778 bytes, the file has 126"),
+    "shifted pointer": (_put(POINTERS + 8, "<q", 8), "sequence 1 does not begin where the previous one ends"),
+    "other length": (_put(LENGTHS + 4, "<i", 2), "sequence 2 does not begin where the previous one ends"),
+    "last length": (_put(LENGTHS + 16, "<i", 6), "the file of tokens is truncated: 24 bytes of 26"),
     "negative length": (_put(LENGTHS + 8, "<i", -1), "sequence 2 has a negative length"),
     "no tokens": (_put(LENGTHS, "<i", 0), "sequence 0 has no tokens"),
     "first document": (_put(ENTRIES, "<q", 1), "the document table does not cover the sequences"),
     "last document": (_put(ENTRIES + 24, "<q", 4), "the document table does not cover the sequences"),
-    "empty document": (_put(ENTRIES + 8, "<qq", 4, 4), "document 1 has no tokens, or begins before the one ahead of "
-                       "it"),
+    "empty document": (_put(ENTRIES + 8, "<qq", 4, 4), "document 1 has no tokens, or begins before the previous one"),
 }  # fmt: skip
-"""What becomes of the index, and the message."""
+"""Changes of the index, and the messages that they cause."""
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -175,7 +174,7 @@ def test_a_damaged_index_is_refused_when_it_is_opened(prefix: Path, name: str) -
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [(22, "the file of tokens is cut: 22 bytes of 24"), (26, "the file of tokens is too long: 26 bytes, not 24")],
+    [(22, "the file of tokens is truncated: 22 bytes of 24"), (26, "the file of tokens is too long: 26 bytes, not 24")],
 )
 def test_other_sizes_of_the_tokens(prefix: Path, size: int, message: str) -> None:
     data = bin_path(prefix).read_bytes()

@@ -1,4 +1,4 @@
-"""Samples across documents: against a plain concatenation, and against Megatron-LM's own data set."""
+"""Samples across documents, compared with a plain concatenation and with Megatron-LM's own data set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
 def _row_of(samples: GPTSamples, epoch: int) -> list[int]:
-    """All tokens of an epoch, by drawing the orders once more and walking through the documents one by one."""
+    """Return all tokens of an epoch, by drawing the orders again and reading the documents one by one."""
     state = np.random.RandomState(samples.seed if epoch == 0 else [samples.seed, epoch])
     documents = list(range(*samples.part))
     state.shuffle(documents)
@@ -75,7 +75,7 @@ def test_marks_change_where_documents_begin(tmp_path: Path) -> None:
     begins = {0, *np.cumsum(lengths).tolist()}
     for item in GPTSamples(dataset, (0, 6), 8, 1, marks_documents=True).__getitems__(range(4)):
         changes = np.diff(item["documents"]) != 0
-        # Tokens are numbered through, so the first of a document is known by its number.
+        # Tokens are numbered consecutively, so the first token of a document is known by its number.
         assert changes.tolist() == [int(token) in begins for token in item["input_ids"][1:]]
 
 
@@ -85,13 +85,13 @@ def test_tables_are_shared_through_the_cache(tmp_path: Path) -> None:
     samples = GPTSamples(dataset, (0, 30), 16, 3, cache=cache)
     drawn = [samples[p]["input_ids"].tolist() for p in range(30)]
     folders = sorted(path.name for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    assert len(folders) == 3  # the epochs that 30 samples touch
+    assert len(folders) == 3  # the epochs used by 30 samples
     copy = pickle.loads(pickle.dumps(samples))
     assert len(pickle.dumps(samples)) < 2000
     assert [copy[p]["input_ids"].tolist() for p in range(30)] == drawn
     assert sorted(path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()) == folders
     GPTSamples(numbered(tmp_path / "set", [7, 8, 10] * 10), (0, 30), 16, 3, cache=cache)[0]
-    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 4  # another set, another index
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 4  # a new set, a new index
 
 
 @pytest.mark.parametrize("length", [16, 200])

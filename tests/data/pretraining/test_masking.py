@@ -1,4 +1,4 @@
-"""The masking's rates, and what it leaves alone."""
+"""The rates of masking, and the tokens that it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP, MASK = 2, 3, 4
 PIECES = [f"w{i}" for i in range(100)] + [f"##p{i}" for i in range(100)]
 WORD, PIECE = 5, 105
-"""The first token that starts a word, and the first that goes on with one."""
+"""The first token that starts a word, and the first that continues one."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_rates_of_masking(bert_folder: Path) -> None:
     row = np.full(200_000, token, dtype=np.int32)
     masked = MaskTokens(tokenizer, 0.15)({"input_ids": row}, np.random.default_rng(0))
     ids, chosen = masked["input_ids"], masked["labels"] != IGNORED
-    spread = 4 * np.sqrt(0.25 / len(row))  # four standard deviations at most
+    spread = 4 * np.sqrt(0.25 / len(row))  # at most four standard deviations
     assert abs(chosen.mean() - 0.15) < spread
     assert (masked["labels"][chosen] == token).all()
     assert (ids[~chosen] == token).all()
@@ -91,7 +91,7 @@ def test_no_mask_token(gpt_folder: Path, configure: Callable[..., RunConfig]) ->
 
 
 def slow_words(row: list[int]) -> list[list[int]]:
-    """The places of each word, found token by token."""
+    """Return the positions of each word, found token by token."""
     words: list[list[int]] = []
     open_word = False
     for place, token in enumerate(row):
@@ -99,7 +99,7 @@ def slow_words(row: list[int]) -> list[list[int]]:
             open_word = False
         elif token >= PIECE and open_word:
             words[-1].append(place)
-        else:  # a piece at the very beginning is a word of its own: the window begins inside it
+        else:  # a piece at the very beginning is a separate word, because the window begins inside it
             words.append([place])
             open_word = True
     return words
@@ -135,7 +135,7 @@ def test_rates_of_whole_words(pieces: BertTokenizer) -> None:
     row[firsts] = WORD
     masked = MaskTokens(pieces, 0.15, whole_words=True)({"input_ids": row}, np.random.default_rng(0))
     ids, chosen = masked["input_ids"], masked["labels"] != IGNORED
-    # Words are independent: the variance of the share of tokens is that of a sum over words of their sizes.
+    # Words are independent. So the variance of the share of tokens is that of a sum of word sizes.
     spread = np.sqrt(0.15 * 0.85 * (sizes**2).sum()) / sizes.sum()
     assert abs(chosen.mean() - 0.15) < 4 * spread
     picked = np.flatnonzero(chosen[firsts])
@@ -144,7 +144,7 @@ def test_rates_of_whole_words(pieces: BertTokenizer) -> None:
     count, ordinary = len(picked), len(PIECES)
     assert abs((ids[starts] == MASK).mean() - 0.8) < 4 * np.sqrt(0.16 / count)
     assert abs((ids[starts] == WORD).mean() - 0.1 - 0.1 / ordinary) < 4 * np.sqrt(0.09 / count)
-    # In a replaced word each token is drawn by itself.
+    # In a replaced word, each token is drawn separately.
     long = starts[sizes[picked] > 1]
     replaced = long[(ids[long] != MASK) & (ids[long] != WORD)]
     pairs = ids[replaced] * 1000 + ids[replaced + 1]
@@ -261,7 +261,7 @@ def test_a_tokenizer_without_word_starts_is_refused_before_the_start(
     ],
 )
 def test_flags_of_other_tasks_are_refused(configure: Configure, task: str, flag: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{task} has no use for --{flag.replace('_', '-')}"):
+    with pytest.raises(ConfigError, match=f"{task} does not use --{flag.replace('_', '-')}"):
         load_task(configure(task=task, **{flag: value}))
 
 
@@ -280,7 +280,7 @@ def test_flags_of_other_tasks_are_refused(configure: Configure, task: str, flag:
 def test_data_flags_that_a_task_does_not_read_are_refused(
     configure: Configure, task: str, flag: str, value: object
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{task} has no use for --{flag.replace('_', '-')}"):
+    with pytest.raises(ConfigError, match=f"{task} does not use --{flag.replace('_', '-')}"):
         check_data_flags(configure(task=task, **{flag: value}))
     check_data_flags(configure(task=task))
 
@@ -293,6 +293,6 @@ def test_a_run_that_hides_nothing_is_refused(configure: Configure, bert_folder: 
 
 
 def test_a_checkpoint_remembers_how_samples_were_masked(configure: Configure) -> None:
-    # These are compared when a run goes on: it must not mask otherwise from then on.
+    # Resuming compares these flags, because the resumed run must not mask differently.
     assert sample_flags(configure(task="masked_lm", mask_prob=0.3)) == {"--mask-prob": 0.3, "--whole-word-mask": False}
     assert "--mask-prob" not in sample_flags(configure(task="causal_lm"))

@@ -1,4 +1,4 @@
-"""Every objective of pretraining through the black box, and the flags that do not go with it."""
+"""Every pretraining objective in the black box, and flags that are not compatible with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def t5_folder(tmp_path: Path) -> Path:
 
 
 def write_sentences(prefix: Path, tokenizer: Any, seed: int = 0) -> str:
-    """Sixty documents. WordPiece has to take their words apart: each is two in one."""
+    """Write sixty documents. WordPiece has to split their words: each consists of two."""
     glue = "" if tokenizer.cls_token else " "
     generator = np.random.default_rng(seed)
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
@@ -63,7 +63,7 @@ def flags_of(folder: Path, tokenizer: Path, *, blend: bool = False, **more: Any)
 
 
 def fit(flags: dict[str, Any], folder: Path, **more: Any) -> list[dict[str, Any]]:
-    """The lines of the metrics of a short run."""
+    """Return the metrics lines of a short run."""
     run = {"train_iters": 4, "lr": 1e-3, "log_interval": 1, "global_batch_size": 8, "micro_batch_size": 8}
     Pretrainer([], **(flags | run | {"save": str(folder), "device": "cpu"} | more)).fit()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -73,7 +73,7 @@ def fit(flags: dict[str, Any], folder: Path, **more: Any) -> list[dict[str, Any]
 def test_pairs_through_the_black_box(model_type: str, blend: bool, bert_folder: Path, tmp_path: Path) -> None:
     flags = flags_of(tmp_path, bert_folder, model_type=model_type, sentence_pairs=True, blend=blend)
     lines = fit(flags, tmp_path / "whole")
-    # However a batch is cut, the loss is the same, although it is a sum of two.
+    # The loss does not depend on how a batch is divided, although it is a sum of two losses.
     cut = fit(flags, tmp_path / "cut", micro_batch_size=2)
     for whole, parts in zip(lines, cut, strict=True):
         for name in {"loss", "grad_norm", "eval_loss"} & whole.keys():
@@ -129,8 +129,8 @@ def test_windows_mask_whole_words(configure: Configure, bert_folder: Path, tmp_p
         ("gpt2", {"sentence_pairs": True}, "gpt2 is pretrained without --sentence-pairs"),
         ("t5", {"short_seq_prob": 0.0}, "t5 is pretrained without --short-seq-prob"),
         ("t5", {"whole_word_mask": True}, "t5 is pretrained without --whole-word-mask"),
-        ("roberta", {"sentence_pairs": True}, "no head that tells"),
-        ("fnet", {"sentence_pairs": True}, "no padding mask"),
+        ("roberta", {"sentence_pairs": True}, "no head that predicts"),
+        ("fnet", {"sentence_pairs": True}, "not take a padding mask"),
     ],
 )
 def test_flags_of_other_objectives_are_refused(

@@ -1,4 +1,4 @@
-"""The loss of sentence pairs against transformers' own, and against itself on parts of a batch."""
+"""The loss of sentence pairs, compared with transformers' own and with itself on parts of a batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_models_take_the_batches_and_their_losses_are_ours(tmp_path: Path) -> No
             total, count = pair_loss(model, batch, label, masked / 12)
         assert count == masked
         assert torch.isfinite(reference)
-        # With the batch's own mean number of masked tokens the two agree.
+        # The two agree when the batch's own mean number of masked tokens is used.
         torch.testing.assert_close(total / count, reference)
 
 
@@ -73,10 +73,10 @@ def test_architectures_with_next_sentences(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("roberta", "no head that tells"),
-        ("electra", "no head that tells"),
-        ("gpt2", "no head that tells"),
-        ("fnet", "no padding mask"),
+        ("roberta", "no head that predicts"),
+        ("electra", "no head that predicts"),
+        ("gpt2", "no head that predicts"),
+        ("fnet", "not take a padding mask"),
     ],
 )
 def test_architectures_without_a_head_for_pairs_are_refused(model_type: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Sentence pairs against a plain loop over sentences, and against transformers' own losses."""
+"""Sentence pairs compared with a plain loop over sentences, and with transformers' own losses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.sentence_pairs import CLS, FEW, FIRST, SEP, WORDS, Corpus, ma
 
 @pytest.fixture(scope="module")
 def tokenizer() -> BertTokenizer:
-    """A small vocabulary, for a small corpus."""
+    """Build a tokenizer with a small vocabulary, for a small corpus."""
     return tokenizer_of(FEW)
 
 
@@ -48,7 +48,7 @@ CORPORA = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_si
 
 
 def slow_chunks(corpus: Corpus, targets: Callable[[int], int]) -> list[tuple[int, int, int]]:
-    """Gather sentence after sentence, as the papers' scripts do; ``targets`` is asked for each first sentence."""
+    """Gather sentence after sentence, as the papers' scripts do. ``targets`` is called for each first sentence."""
     chunks, place = [], 0
     for document in corpus:
         first, tokens = place, 0
@@ -120,7 +120,7 @@ def test_each_token_too_many_goes_from_either_end() -> None:
 
 
 def texts_of(sample: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """A and B, as places in the stream; the frame around them is checked."""
+    """Check the special tokens of a sample, and return A and B as positions in the stream."""
     ids, types = sample["input_ids"], sample["token_type_ids"]
     assert ids[0] == CLS
     first, last = np.flatnonzero(ids == SEP)
@@ -130,7 +130,7 @@ def texts_of(sample: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_sample(sample: dict[str, Any], corpus: Corpus, chunks: list[tuple[int, int, int]], swapped: bool) -> int:
-    """Look every token of a sample up where it should be from. Returns the chunk that it is of."""
+    """Check every token of a sample against its expected origin. Returns the chunk of the sample."""
     sentences = np.concatenate([[0], np.cumsum([length for document in corpus for length in document])])
     document_of = np.repeat(np.arange(len(corpus)), list(map(len, corpus)))
     other = sample["sentence_order_label" if swapped else "next_sentence_label"]
@@ -142,7 +142,7 @@ def check_sample(sample: dict[str, Any], corpus: Corpus, chunks: list[tuple[int,
     def sentence(place: int) -> int:
         return int(np.searchsorted(sentences, place, side="right")) - 1
 
-    # A begins in its chunk and ends before the chunk's last sentence; so the chunk is that of its first token.
+    # A starts in its chunk and ends before the chunk's last sentence. So the chunk is that of A's first token.
     index = next(i for i, (first, end, _) in enumerate(chunks) if first <= sentence(a[0]) < end)
     first, end, target = chunks[index]
     assert first <= sentence(a[-1]) < end - 1
@@ -150,11 +150,11 @@ def check_sample(sample: dict[str, Any], corpus: Corpus, chunks: list[tuple[int,
     if other and not swapped:
         document = document_of[sentence(b[0])]
         assert document_of[sentence(b[-1])] == document != document_of[first]
-        if len(a) + len(b) < target:  # nothing was cut, and there was no more to take
+        if len(a) + len(b) < target:  # nothing was truncated, and there was nothing more to take
             assert b[0] in sentences
             assert b[-1] + 1 == sentences[np.flatnonzero(document_of == document)[-1] + 1]
         return index
-    # B follows A: for some cut between sentences both are what the truncation leaves of the two sides.
+    # B follows A: for some cut between sentences, truncating the two sides gives A and B.
     begin, stop = sentences[first], sentences[end]
     cuts = [c for c in sentences[first + 1 : end] if begin <= a[0] and a[-1] < c <= b[0] and b[-1] < stop]
     limits = [((c - begin, stop - c) if not (swapped and other) else (stop - c, c - begin)) for c in cuts]
@@ -177,7 +177,7 @@ def test_every_token_is_from_where_it_should_be(
         for epoch in (0, 1, 5):
             positions = range(epoch * len(pairs), (epoch + 1) * len(pairs))
             seen = [check_sample(pairs[p], corpus, chunks, swapped) for p in positions]
-            assert sorted(seen) == list(range(len(chunks)))  # nothing lost, nothing twice
+            assert sorted(seen) == list(range(len(chunks)))  # nothing is lost or doubled
 
 
 def test_an_epoch_holds_every_token_of_documents_that_give_pairs(no_mask: MaskTokens, tmp_path: Path) -> None:
@@ -219,11 +219,11 @@ def test_rates_of_labels_cuts_and_other_documents(no_mask: MaskTokens, tmp_path:
                 cuts[len(a)] += 1
     assert abs(follows[1] / count - 0.5) < 4 * math.sqrt(0.25 / count)
     total = sum(cuts.values())
-    for cut in (1, 2, 3):  # one sentence is one token: all cuts of the four are equally likely
+    for cut in (1, 2, 3):  # one sentence is one token, so all cuts of the four are equally likely
         assert abs(cuts[cut] / total - 1 / 3) < 4 * math.sqrt(2 / 9 / total)
     total = sum(others.values())
     for document in range(1, 5):
-        share = 0.25 / sizes[document]  # the document evenly, then a sentence of it
+        share = 0.25 / sizes[document]  # draw the document uniformly, then one of its sentences
         for sentence in np.flatnonzero(own == document).tolist():
             assert abs(others[document, sentence] / total - share) < 4.5 * math.sqrt(share * (1 - share) / total)
 
@@ -294,7 +294,7 @@ def test_tables_come_from_the_cache(no_mask: MaskTokens, tmp_path: Path, monkeyp
     for i, change in enumerate(changes):
         make(dataset, no_mask, cache=cache, **change)[0]
         folders = [path for path in (tmp_path / "tables").iterdir() if path.is_dir()]
-        assert len(folders) == 3 + 2 * (i + 1), change  # none is taken for another's
+        assert len(folders) == 3 + 2 * (i + 1), change  # no cache is used for a different setting
 
 
 def test_what_a_resumed_run_is_compared_by(no_mask: MaskTokens, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_sets_of_pairs_blend(no_mask: MaskTokens, tmp_path: Path) -> None:
     ("corpus", "changes", "message"),
     [
         ([[1], [2], [3]], {}, "none of the 3 documents has two sentences"),
-        ([[1, 2, 3]], {}, "one document only"),
+        ([[1, 2, 3]], {}, "only one document"),
         ([[1, 2], [3, 4]], {"seq_length": 4}, "does not fit into 4 tokens"),
         ([[1, 2], [3, 4]], {"short_probability": 1.5}, "1.5 is not a share"),
     ],

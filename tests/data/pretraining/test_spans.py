@@ -1,4 +1,4 @@
-"""T5's spans: lengths against a plain search, spans against a plain loop, and the way back to the window."""
+"""T5's spans: lengths compared with a plain search, spans with a plain loop, and the window recovered from a sample."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LENGTHS = st.tuples(st.integers(8, 300), st.floats(0.02, 0.45), st.floats(1, 8))
 
 
 def window_of(sizes: SpanSizes) -> np.ndarray:
-    """Tokens that tell their place."""
+    """Return tokens that show their position."""
     return (FIRST + np.arange(sizes.window)).astype(np.uint16)
 
 
@@ -42,7 +42,7 @@ def corrupted(sizes: SpanSizes, seed: int) -> dict[str, np.ndarray]:
 
 
 def slow_sizes(seq_length: int, density: float, mean: float) -> tuple[int, int, int, int]:
-    """(window, noise, spans, length of labels) by trying one window after another."""
+    """Return (window, noise, spans, length of labels), by trying one window after another."""
     best = None
     for window in range(2, 3 * seq_length):
         noise = min(max(int(np.round(window * density)), 1), window - 1)
@@ -62,7 +62,7 @@ def test_inputs_have_exactly_the_sequence_length(values: tuple[int, float, float
 
 
 def test_lengths_of_the_paper() -> None:
-    # 512 tokens, 15 %, spans of 3: T5 trains on targets of 114 tokens.
+    # For 512 tokens, 15 % and spans of 3, T5 trains on targets of 114 tokens.
     sizes = span_sizes(512)
     assert (sizes.window, sizes.inputs, sizes.labels) == (568, 512, 114)
 
@@ -85,7 +85,7 @@ def test_impossible_lengths(values: tuple[int, float, float], where: str, messag
 
 
 def slow_corruption(tokens: list[int], hidden: list[bool]) -> tuple[list[int], list[int]]:
-    """Inputs and labels, token by token."""
+    """Return inputs and labels, computed token by token."""
     inputs: list[int] = []
     labels: list[int] = []
     spans, before = 0, False
@@ -153,7 +153,7 @@ def test_all_ways_to_part_are_equally_likely(total: int, parts: int) -> None:
 def test_hidden_tokens_are_spread_over_the_window() -> None:
     sizes, draws = SpanSizes(window=20, noise=6, spans=2), 4000
     seen = np.stack([hidden_spans(sizes, np.random.default_rng((1, i))) for i in range(draws)])
-    # By enumeration: all ways to part the shown and the hidden tokens are equally likely.
+    # By enumeration: all ways to split the visible and the hidden tokens are equally likely.
     ways = [np.repeat([False, True, False, True], [a, b, 14 - a, 6 - b]) for a, b in product(range(1, 14), range(1, 6))]
     shares = np.mean(ways, axis=0)
     assert (np.abs(seen.mean(axis=0) - shares) <= 4.5 * np.sqrt(shares * (1 - shares) / draws)).all()

@@ -1,4 +1,4 @@
-"""The unigram loss, against the likelihood of one token after another."""
+"""The unigram loss, compared with the likelihood computed token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rapidformer_templates.errors import DataError
 
 
 def test_unigram_loss_is_that_of_single_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unigram, "CHUNK", 37)  # so that counting goes over several chunks
+    monkeypatch.setattr(unigram, "CHUNK", 37)  # so that counting needs several chunks
     generator = np.random.default_rng(0)
     documents = [generator.zipf(1.5, size).clip(max=99).astype(np.uint16) for size in generator.integers(1, 40, 60)]
     with IndexedWriter(tmp_path / "set", np.dtype(np.uint16)) as writer:

@@ -1,4 +1,4 @@
-"""Samples of a stream: the same for any reader from any bookmark, and those of the text read whole."""
+"""Samples of a stream: the same for any reader from any bookmark, and the same as if the text is read at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROWS = [f"{shard}-{row}" for shard, size in enumerate(SIZES) for row in range(si
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Four shards of 25 rows, jsonl and parquet."""
+    """Write four shards of 25 rows, jsonl and parquet."""
     folder = tmp_path_factory.mktemp("shards")
     files = []
     for shard, size in enumerate(SIZES):
@@ -93,7 +93,7 @@ def whole_rows(rows: list[StreamedRow], left: Any, generator: np.random.Generato
 
 
 class Pairs:
-    """Two rows a sample; one of an odd number is left over."""
+    """Combines two rows into a sample. An odd row at the end is left over."""
 
     def __call__(self, rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> Made:
         all_rows = [*(left or []), *(row.row["text"] for row in rows if row.row)]
@@ -120,7 +120,7 @@ def test_any_reader_from_any_bookmark_has_the_same_samples(shards: list[Path], m
         other = stream()
         other.go_to(json.loads(json.dumps(bookmark)))
         assert [other[i] for i in range(p + 4, 80)] == whole[p + 4 : 80]
-        assert other[0] == whole[0]  # a step back, as far as the beginning
+        assert other[0] == whole[0]  # a step back, to the beginning
         assert pickle.loads(pickle.dumps(other))[20] == whole[20]
 
 
@@ -131,7 +131,7 @@ def test_a_block_has_its_rows_in_another_order(shards: list[Path], buffer: int) 
     for start in range(0, 60, buffer):
         assert sorted(found[start : start + buffer]) == sorted(rows[start : start + buffer])
     assert (found == rows[:60]) == (buffer == 1)
-    if buffer == 10:  # the blocks have orders of their own
+    if buffer == 10:  # the blocks have different orders
         orders = [tuple(rows[s : s + 10].index(text) for text in found[s : s + 10]) for s in (0, 10)]
         assert orders[0] != orders[1]
 
@@ -155,7 +155,7 @@ def test_a_stream_without_a_sample_ends(tmp_path: Path) -> None:
     samples = StreamedSamples(
         RowStream([file], 1), lambda rows, left, generator: Made([]), seed=1, buffer=2, identity=""
     )
-    with pytest.raises(DataError, match="there is no sample in all of the files"):
+    with pytest.raises(DataError, match="there is no sample in any of the files"):
         samples[0]
     file.write_text("\n\n")
     with pytest.raises(DataError, match="the data set is empty"):
@@ -172,7 +172,7 @@ def documents(count: int, seed: int = 0) -> list[str]:
 def test_windows_are_those_of_the_text_in_a_row(
     configure: Configure, gpt_folder: Path, tmp_path: Path, buffer: int, apart: bool
 ) -> None:
-    """Without a shuffle the windows are those of all documents one after another; with one each token is there once."""
+    """Without a shuffle, the windows are those of all documents in a row. With a shuffle, each token occurs once."""
     text = documents(50)
     files = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": t} for t in text[i * 25 : i * 25 + 25]]) for i in range(2)]
     config = configure(
@@ -208,7 +208,7 @@ def test_windows_are_those_of_the_text_in_a_row(
 
 @pytest.mark.slow
 def test_the_column_and_the_unit_of_a_text(configure: Configure, gpt_folder: Path, tmp_path: Path) -> None:
-    """Windows of one text as files of lines and as rows of another column."""
+    """Compare the windows of one text, read from files of lines and from rows with a different column."""
     text = documents(30)
     (tmp_path / "a.txt").write_text("\n".join(text))
     write_jsonl(tmp_path / "a.jsonl", [{"body": f"{line}\n" if i < 29 else line} for i, line in enumerate(text)])
@@ -244,7 +244,7 @@ def test_a_fast_tokenizer_is_used_only_where_it_gives_the_same(
 
 @pytest.mark.parametrize("task", ["pretraining", "masked_lm"])
 def test_masked_windows_and_texts(configure: Configure, bert_folder: Path, tmp_path: Path, task: str) -> None:
-    """Tasks whose samples change each time that they are used: batches of one shape, with hidden tokens."""
+    """Tasks whose samples change at each use produce batches of one shape with hidden tokens."""
     file = write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in documents(40)])
     of_task: dict[str, Any] = {
         "pretraining": {"data_path": (str(file),), "short_seq_prob": 0.0},
@@ -283,7 +283,7 @@ def test_a_streamed_task_has_the_samples_of_the_same_rows_read_whole(
     assert streamed.train is not None
 
     def texts_in(samples: Any, count: int) -> list[list[int]]:
-        """Single samples, also out of packed rows."""
+        """Return single samples, also those in packed rows."""
         found = []
         for row in (samples[p] for p in range(count)):
             starts = np.flatnonzero(row["position_ids"] == 0) if packs else np.array([0])
@@ -320,8 +320,8 @@ def test_what_is_not_streamed(configure: Configure, gpt_folder: Path, tmp_path: 
 
     datasets.Dataset.from_dict({"text": documents(5)}).save_to_disk(str(tmp_path / "saved"))
     flags = {**TINY, "tokenizer_path": str(gpt_folder), "model_type": "gpt2", "seq_length": 16, "streaming": True}
-    with pytest.raises(DataError, match="was saved by datasets, and is not streamed"):
+    with pytest.raises(DataError, match="was saved by datasets, and cannot be streamed"):
         load_task(configure(**flags, task="causal_lm", data_dir=str(tmp_path / "saved"))).check()
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in documents(5)])
-    with pytest.raises(DataError, match="a blend is not streamed"):
+    with pytest.raises(DataError, match="a blend cannot be streamed"):
         load_task(configure(**flags, task="pretraining", data_path=("0.5", str(file), "0.5", str(file)))).check()

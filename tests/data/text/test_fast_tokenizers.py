@@ -1,4 +1,4 @@
-"""The fast ways to tokenize are used where they are proven to give the same tokens, and only there."""
+"""Fast tokenizer backends are used only if they are proven to give the same tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_fast_tokenizer_that_differs_is_not_used(corpus: Path, make: Callable[
         "vocab": {"a": 0, "dog": 1, "cat": 2}}, "added_tokens": []})  # fmt: skip
     made = make(corpus, recipe=Recipe(word_piece, "uint16", None), backend="auto")
     assert made.way == "pieces"
-    assert made.compared == sum(made.tokens.values())  # of a single part, which is checked
+    assert made.compared == sum(made.tokens.values())  # there is only one part, which is compared
     assert made.notes[0].startswith("gigatoken is not used: it cannot read this tokenizer")
     reference = make(corpus, recipe=Recipe(word_piece, "uint16", None), prefix="reference")
     assert files_of(made.prefix["text"]) == files_of(reference.prefix["text"])
@@ -129,7 +129,7 @@ def test_pieces_are_not_used_where_words_run_together(gpt_folder: Path) -> None:
     prepends = description | {"normalizer": {"type": "Prepend", "prepend": "a"}}
     with pytest.raises(Differs, match="it gives other tokens in made-up hard texts"):
         proven("pieces", json.dumps(prepends))
-    description["pre_tokenizer"]["use_regex"] = False  # tokens may now reach over words, as " the" and "a a"
+    description["pre_tokenizer"]["use_regex"] = False  # tokens may now span words, as " the" and "a a" do
     model = description["model"]
     for merge in (["Ġ", "q"], ["q", "Ġq"]):
         model["vocab"].setdefault("".join(merge), len(model["vocab"]))

@@ -25,7 +25,7 @@ from tests.support.texts import TEXTS, files_of, write_jsonl
 
 
 def plain(megatron: Any, tokenizer_folder: Path, texts: list[str], prefix: Path) -> list[bytes]:
-    """What a script of Megatron's kind makes of the texts: transformers' tokenizer and megatron-core's builder."""
+    """Return the files of a script in Megatron's style: transformers' tokenizer and megatron-core's builder."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for text in texts:
@@ -87,7 +87,7 @@ def test_sentences(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) ->
     expected = [["A dog.", "A cat!", "The tree?"], ["he sees", "they run. we run"]]
     ids = [[tokenizer([sentence])[0].tolist() for sentence in document] for document in expected]
     for document in ids:
-        document[-1].append(0)  # one end token a document
+        document[-1].append(0)  # one end token per document
     assert contents(IndexedDataset(made.prefix["text"])) == ids
     assert made.empty == {"text": 1}
 
@@ -110,9 +110,9 @@ BAD = {
     b'["text"]': "a line must hold a JSON object, not list",
     b'{"body": "x"}': "there is no column 'text'",
     b'{"text": 3}': "the column 'text' holds int, not text",
-    b'{"text": "half \\ud83d"}': "the column 'text' holds half of a surrogate pair, which is no character",
-    b"[" * 100_000: "broken JSON: a number that is too long, or too many brackets in one another",
-    b'{"n": ' + b"9" * 5000 + b"}": "broken JSON: a number that is too long, or too many brackets in one another",
+    b'{"text": "half \\ud83d"}': "the column 'text' holds half of a surrogate pair, which is not a character",
+    b"[" * 100_000: "broken JSON: a number that is too long, or brackets that are nested too deeply",
+    b'{"n": ' + b"9" * 5000 + b"}": "broken JSON: a number that is too long, or brackets that are nested too deeply",
 }
 
 
@@ -184,7 +184,7 @@ def test_parts_of_a_file_are_whole_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unit", ["paragraph", "line", "file"])
 @pytest.mark.parametrize("chunk_size", [1, 2, 1000])
 def test_a_document_is_what_the_unit_says(tmp_path: Path, unit: TextUnit, chunk_size: int) -> None:
-    """However the file is divided into jobs, beside what plain splitting of the text gives."""
+    """The result does not depend on how the file is divided into jobs. It equals plain splitting of the text."""
     file = tmp_path / "a.txt"
     file.write_text("\n\nfirst\nsecond\n \n\nthird\n\nfourth\nfifth\n")
     text = file.read_text()

@@ -1,4 +1,4 @@
-"""Preprocessing that is stopped: by a full disk, a signal, a worker's end. Nothing half-made is left."""
+"""Preprocessing that is stopped by a full disk, a signal, or a worker that exits. No incomplete output is left."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ else:
     IndexedWriter.add = add
 sys.exit(cli.main(sys.argv[2:]))
 """
-"""Preprocessing that names its workers and waits after a first part, or that may write 300 bytes at most."""
+"""A script whose preprocessing prints its workers and waits after a first part, or may write at most 300 bytes."""
 
 
 def words_for(corpus: Path, gpt_folder: Path, prefix: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tokenizers trained on raw text: their files, and that they are the same again."""
+"""Tokenizers trained on raw text: their files, and that training is reproducible."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_wordpiece_is_at_once_a_bert_tokenizer(corpus: Path, tmp_path: Path, low
     assert (tokenizer.tokenize("HELLO") == tokenizer.tokenize("hello")) is lower
     assert (tokenizer.tokenize("Élan") == tokenizer.tokenize("elan")) is lower
     assert tokenizer.tokenize("xqQ日z")[0] == "[UNK]"
-    assert "[UNK]" not in tokenizer.tokenize("dHHlvw hEl")  # letters inside words that were never there
+    assert "[UNK]" not in tokenizer.tokenize("dHHlvw hEl")  # the letters are never inside words in the training text
     own = BertTokenizer(vocab=str(folder / "vocab.txt"), do_lower_case=lower)
     assert [own(text)["input_ids"] for text in TEXTS] == [tokenizer(text)["input_ids"] for text in TEXTS]
 
@@ -114,7 +114,7 @@ def test_other_columns_and_bad_lines(corpus: Path, tmp_path: Path, capsys: pytes
     assert train(corpus, tmp_path / "skips", "--skip-bad-lines", "--vocab-size", "999") == 0
     shown = capsys.readouterr().out
     assert f"1 bad lines left out, the first: {corpus}:31: broken JSON" in shown
-    assert "so that there are fewer tokens" in shown
+    assert "so there are fewer tokens" in shown
 
 
 @pytest.mark.parametrize(

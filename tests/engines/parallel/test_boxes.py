@@ -1,4 +1,4 @@
-"""Boxes of shards against torch's own ways of dividing tensors."""
+"""Compare the boxes of shards with torch's own ways of dividing tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of parameters of which some workers have copies, and of one that a single worker reaches."""
+"""Gradients of parameters that some workers share as copies, and of a parameter that a single worker reaches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rapidformer_templates.switches.mixture_of_experts.expert_parallel import Ex
 from tests.support.worker_pool import run_in_workers
 
 SIZE = 8
-"""Rows and columns of each matrix; a window has room for one of them."""
+"""Rows and columns of each matrix. A window has room for one matrix."""
 
 
 def _matrices() -> dict[str, nn.Parameter]:
@@ -29,13 +29,13 @@ def _rows(rank: int) -> torch.Tensor:
 
 
 def _loss(rank: int, of: dict[str, nn.Parameter], experts: Any) -> torch.Tensor:
-    """A worker's loss; the branch is for the rows of the first one."""
+    """Return the loss of a worker. Only the rows of the first worker use the branch."""
     rows = experts(_rows(rank) @ of["before"]) @ of["after"]
     return (rows @ of["branch"] if rank == 0 else rows).square().sum()
 
 
 def _in_two_workers(workers: Any, shards: str | None) -> dict[str, torch.Tensor]:
-    """The gradients that this worker updates with, when each has sent its rows to the other one's expert."""
+    """Return the gradients of this worker's update. Each worker has sent its rows to the other one's expert."""
     of, rank = _matrices(), workers.rank
     copies = {name: Copies() if name == "expert" else Copies(2, rank) for name in of}
     trained = [Trained(name, parameter, copies[name]) for name, parameter in of.items()]
@@ -61,7 +61,7 @@ def _in_two_workers(workers: Any, shards: str | None) -> dict[str, torch.Tensor]
 @pytest.mark.distributed
 @pytest.mark.parametrize("shards", [None, "optimizer", "gradients"])
 def test_nobody_waits_for_ever_where_one_worker_alone_reaches_a_parameter(shards: str | None) -> None:
-    """The other one sends its zeros after a backward that is not over before this one has come to its end."""
+    """The other worker sends its zeros only after a backward that needs the end of this worker's backward."""
     of, experts = _matrices(), [_matrices()["expert"] for _ in range(2)]
     losses = [_loss(rank, of, lambda rows, e=experts[1 - rank]: torch.tanh(rows @ e)) for rank in range(2)]
     torch.stack(losses).sum().backward()

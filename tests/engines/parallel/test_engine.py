@@ -28,7 +28,7 @@ TENSOR, PIPELINE, VIRTUAL = (
 ZERO_1, ZERO_2 = "--zero-1-memory-optimization", "--zero-2-memory-optimization"
 DISTRIBUTED, CHECKPOINTED = "--use-distributed-optimizer", "--checkpoint-activations"
 
-# (job, double precision, flags): each with four workers.
+# (job, double precision, flags), each with four workers.
 FOUR = {
     "pp4-uneven": ("gpt2-8-tied", True, f"--micro-batch-size 2 {PIPELINE} 4 --pipeline-stages 1,3,2,2"),
     "pp4-few-micro-batches": ("bert-8-untied", True, f"--micro-batch-size 4 {PIPELINE} 4 {CHECKPOINTED}"),
@@ -43,9 +43,9 @@ FOUR = {
     "own-loss": ("own-loss", True, f"--micro-batch-size 2 {PIPELINE} 2 {DISTRIBUTED}"),
 }
 LONGER = {"pp2-dp2-outputs-kept", "pp2-dp2-frozen", "pp4-fused"}
-"""For ``make test-longer``. Rows of the covering table freeze parameters and fuse the loss in a pipeline, too."""
+"""For ``make test-longer``. Rows of the covering table also freeze parameters and fuse the loss in a pipeline."""
 READ = ("pp2-dp2-zero-2", "pp2-dp2-interleaved-zero-1", "pp4-few-micro-batches")
-"""Layouts whose receipts are read."""
+"""Layouts whose receipts the tests read."""
 HALF = {
     "bf16": ("gpt2-4-tied", False, f"--micro-batch-size 2 --mixed-precision bf16 {PIPELINE} 2 {ZERO_1}"),
     "fp16": ("gpt2-4-tied", False, f"--micro-batch-size 2 --mixed-precision fp16 {PIPELINE} 2 {ZERO_2}"),
@@ -67,11 +67,11 @@ WIDE = {
     for name, extra in (("plain", ""), ("zero-1", ZERO_1), ("zero-2", ZERO_2), ("checkpointed", CHECKPOINTED))
     for double in (False, True)
 }
-"""All that is promised, for a machine with time."""
+"""Everything that the documentation promises, for a machine with time."""
 
 
 def _whole(case: tuple[str, bool, str]) -> tuple[str, bool, str]:
-    """The same job in one process and in micro batches of the same size: some models round to fp32 inside."""
+    """Return the same job in one process, with micro batches of the same size: some models round to fp32 inside."""
     words = case[2].split()
     size = words[words.index("--micro-batch-size") + 1]
     precision = "".join(f" --mixed-precision {kind}" for kind in HALF if kind in words)
@@ -82,7 +82,7 @@ def _with_steps(cases: dict[str, tuple[str, bool, str]]) -> dict[str, tuple[str,
     return {name: (job, double, f"{STEPS} {flags}") for name, (job, double, flags) in cases.items()}
 
 
-# A run that dies and is resumed in another layout, several times: (flags, the step after which it dies).
+# A run that dies and resumes in another layout, several times: (flags, the step after which it dies).
 RESUMED = "--train-iters 5 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --lr 1e-3 --no-export-model"
 CHAIN = (
     (f"--micro-batch-size 4 {TENSOR} 2 {PIPELINE} 2", 2),
@@ -96,7 +96,7 @@ def _begin(folder: str, flags: str, dies_after: int | None = None) -> list[tuple
 
 
 def _go_on(workers: Any, folder: str, chain: tuple[tuple[str, int], ...]) -> list[tuple[float, float]]:
-    """The curves of all parts. The last step of each part is left out, because the run dies in it before it saves."""
+    """Return the joined curves of all parts, each without its last step: the run dies in that step before it saves."""
     curve: list[tuple[float, float]] = []
     for flags, dies_after in chain:
         curve += _begin(folder, flags, dies_after)[:-1]
@@ -116,7 +116,7 @@ def _four_workers(workers: Any, folder: str, layouts: list[str]) -> dict[str, An
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All layouts in one group of workers."""
+    """All layouts, trained by one group of workers."""
     folder = str(tmp_path_factory.mktemp("parallel"))
     return {
         **run_in_workers(4, _four_workers, folder, sorted({*selected(request, "layout"), *READ}))[0],
@@ -135,8 +135,8 @@ def _assert_follows(actual: dict[str, Any], expected: dict[str, Any], double: bo
         found, wanted = (torch.tensor(run[key], dtype=torch.float64) for run in (actual, expected))
         torch.testing.assert_close(found, wanted, **tolerance)
     assert actual["weights"].keys() == expected["weights"].keys()
-    # Adam divides a gradient by its own size: in fp32, of one that is nearly zero the rounding shows in full. The
-    # bound is a hundredth of one update (the learning rate is 1e-3); fp64 tells rounding from mistakes.
+    # Adam divides a gradient by its own magnitude, so in fp32 a gradient near zero shows its rounding in full. The
+    # bound is a hundredth of one update (the learning rate is 1e-3). fp64 separates rounding from mistakes.
     weights = tolerance if double else {"rtol": 1e-5, "atol": 1e-5}
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(actual["weights"][name], weight, **weights)
@@ -149,7 +149,7 @@ def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> 
 
 
 def test_the_references_learn_and_are_clipped(references: Any) -> None:
-    """A curve that did not move would agree with anything."""
+    """A constant curve would agree with anything."""
     for run in references.values():
         assert len({loss for loss, _ in run["curve"]}) == 4
         assert max(norm for _, norm in run["curve"]) > 2 * CLIP
@@ -167,7 +167,7 @@ def test_half_precision_follows_one_process_within_its_rounding(
 
 
 def test_offload_moves_the_state_and_nothing_else(runs: Any, references: Any) -> None:
-    """The engine is made to believe that host memory is elsewhere; the job is that of another layout."""
+    """The engine treats host memory as separate from the device. The job is that of another layout."""
     _assert_follows(runs["offloaded"], references["pp2-dp2-zero-2"], double=True)
 
 
@@ -176,12 +176,12 @@ def test_receipts_show_what_each_worker_holds(runs: Any, references: Any) -> Non
     whole = references["pp2-dp2-zero-2"]["summary"]["receipts"]["held_bytes_by_rank"][0]
     for place in held:
         assert place["parameter_bytes"] < 0.65 * whole["parameter_bytes"]  # a stage, and a copy of the embedding
-        # Of a stage, half: ZeRO-2 over two replicas. The state adds a count for each run of a parameter.
+        # Half of a stage: ZeRO-2 over two replicas. The state adds a count for each run of a parameter.
         assert place["gradient_bytes"] == pytest.approx(place["parameter_bytes"] / 2, abs=16)
         assert place["optimizer_state_bytes"] == pytest.approx(place["parameter_bytes"], rel=0.01)
     zero_1 = runs["pp2-dp2-interleaved-zero-1"]["summary"]["receipts"]["held_bytes_by_rank"]
     for place in zero_1:
-        # Whole while they are added up; in the last backward they leave, and the update finds the shares.
+        # Whole during accumulation. The last backward reduces them, and the update gets the shares.
         assert place["gradient_bytes"] == pytest.approx(place["parameter_bytes"] / 2, abs=16)
         assert place["optimizer_state_bytes"] == pytest.approx(place["parameter_bytes"], rel=0.01)
     receipts = runs["pp4-few-micro-batches"]["summary"]["receipts"]
@@ -190,7 +190,7 @@ def test_receipts_show_what_each_worker_holds(runs: Any, references: Any) -> Non
 
 @pytest.fixture(scope="module")
 def whole() -> torch.Tensor:
-    """The curve of the run of ``CHAIN`` in one process that does not die."""
+    """The curve of an uninterrupted run of ``CHAIN`` in one process."""
     run = reference("gpt2-8-tied", False, f"{RESUMED} --micro-batch-size 8", lr=None)
     return torch.tensor(run["curve"])
 
@@ -207,11 +207,11 @@ def _chain_ends(workers: Any, folder: str) -> list[tuple[float, float]]:
 @pytest.mark.slow
 @pytest.mark.deepspeed
 def test_a_run_goes_through_all_engines(runs: Any, whole: torch.Tensor) -> None:
-    """3D, a pipeline alone, DeepSpeed's ZeRO-2, one process, FSDP."""
+    """3D, a pipeline alone, ZeRO-2 of DeepSpeed, one process, FSDP."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
     folder = f"{runs['folder']}/begun"
     curve = runs["begun"] + run_in_workers(2, _go_on, folder, ((f"--micro-batch-size 4 {ZERO_2} --resume", 4),))[0]
-    # One more step in one process; it dies in the last one, before which FSDP takes over.
+    # One more step in one process. The run dies in its last step, and FSDP takes over before it.
     curve += _begin(folder, "--micro-batch-size 4 --resume", dies_after=5)[:-1]
     curve += run_in_workers(2, _chain_ends, folder)[0]
     torch.testing.assert_close(torch.tensor(curve), whole, rtol=1e-5, atol=1e-6)
@@ -223,5 +223,5 @@ def test_every_layout_with_every_switch(family: str) -> None:
     cases = {name: case for name, case in WIDE.items() if name.startswith(family)}
     found = run_in_workers(4, train_all, _with_steps(cases))[0]
     for name, case in cases.items():
-        # Norms of llama round to fp32 whatever the type of the model.
+        # The norms of llama round to fp32, independent of the model's type.
         _assert_follows(found[name], reference(*_whole(case)), case[1] and family != "llama")

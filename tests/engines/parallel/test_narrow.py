@@ -1,4 +1,4 @@
-"""Weights of 16 bits with fp32 masters: against a loop by hand, under each layout, and in checkpoints."""
+"""16-bit weights with fp32 masters: compared with a loop by hand, under each layout, and in checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DISTRIBUTED, ZERO_1, ZERO_2 = (
 )
 PIPELINE, TENSOR = "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
 ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
-"""Of the formats: 8 and 11 bits of mantissa."""
+"""Rounding of the formats, with 8 and 11 bits of mantissa."""
 
 TWO = {
     "ddp": f"{BF16} --micro-batch-size 4",
@@ -39,7 +39,7 @@ TWO = {
     "distributed-accumulated": f"{FP16} --micro-batch-size 1 {DISTRIBUTED} --checkpoint-activations",
     "pipeline": f"{BF16} --micro-batch-size 2 {PIPELINE} 2",
 }
-"""Layouts of two workers; with four, tests/engines/parallel/test_engine.py has some."""
+"""Layouts of two workers. tests/engines/parallel/test_engine.py has some of four."""
 RESUMED = "--train-iters 5 --global-batch-size 8 --clip-grad 0.1 --lr 1e-3 --no-export-model"
 CHAIN = (
     (f"--micro-batch-size 4 {BF16}", 2),
@@ -47,7 +47,7 @@ CHAIN = (
     (f"--micro-batch-size 4 {BF16} {KEPT} --resume", 4),
     (f"--micro-batch-size 4 {BF16} {PIPELINE} 2 --resume", None),
 )
-"""A run that dies and goes on in another layout, and with the other way to keep its weights."""
+"""A run that dies and continues in another layout, and with the other way to keep its weights."""
 
 
 def _precision(flags: str) -> str:
@@ -67,13 +67,13 @@ def _two_workers(workers: Any, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All layouts in one group of workers, in windows of 700 elements: many, and across parameters."""
+    """All layouts, trained by one group of workers. Windows have 700 elements: they are many and cross parameters."""
     return run_in_workers(2, _two_workers, str(tmp_path_factory.mktemp("two")))[0]
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """One process by precision, and for the run of ``CHAIN``."""
+    """The runs of one process for each precision, and for ``CHAIN``."""
     runs: dict[str, Any] = {
         kind: reference("gpt2-4-tied", False, f"{STEPS} --micro-batch-size 2 --mixed-precision {kind}")
         for kind in ROUNDING
@@ -88,7 +88,7 @@ def test_layouts_follow_one_process_within_the_rounding_of_the_format(layout: st
     kind = _precision(TWO[layout])
     found, wanted = runs[layout], alone[kind]
     torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=ROUNDING[kind], atol=0)
-    # Adam divides a gradient by its own size, so that of one near zero the rounding shows in full.
+    # Adam divides a gradient by its own magnitude, so a gradient near zero shows its rounding in full.
     assert weights_apart(found["weights"], wanted["weights"]) < 5e-3
     assert found["summary"]["receipts"]["parameter_dtypes"] == wanted["summary"]["receipts"]["parameter_dtypes"]
 
@@ -114,7 +114,7 @@ def _in_fp32(table: nn.Embedding) -> Any:
 
 @pytest.mark.parametrize("padding", [None, 1])
 def test_rows_of_a_table_are_summed_in_fp32(padding: int | None) -> None:
-    """Where torch's own kernel for a CPU comes to 4 of 10."""
+    """torch's own CPU kernel reaches 4 of 10 here."""
     table = nn.Embedding(5, 8, padding_idx=padding, dtype=torch.bfloat16)
     ids = torch.arange(4096).reshape(4, 1024) % 4
     exact = nn.Embedding(5, 8, padding_idx=padding)
@@ -128,7 +128,7 @@ def test_rows_of_a_table_are_summed_in_fp32(padding: int | None) -> None:
 
 def test_what_hooks_make_of_the_rows_of_a_table_stays() -> None:
     table = nn.Embedding(5, 8).bfloat16()
-    table.register_forward_hook(lambda module, inputs, output: output * 2)  # as noise on embeddings is added
+    table.register_forward_hook(lambda module, inputs, output: output * 2)  # like noise on embeddings
     sum_rows_in_fp32(table)
     ids = torch.arange(4096).reshape(4, 1024) % 4
     for found in (table(ids), table(input=ids)):
@@ -140,7 +140,7 @@ def test_what_hooks_make_of_the_rows_of_a_table_stays() -> None:
 
 
 class Pruned(CausalJob):
-    """A hook of the user's masks weights after each step."""
+    """A user's hook masks weights after each step."""
 
     def on_step_end(self, step: int, result: Any) -> None:
         super().on_step_end(step, result)
@@ -165,7 +165,7 @@ def test_what_a_hook_sets_of_the_weights_stays_set() -> None:
 
 
 def _broken_off(workers: Any) -> list[list[torch.Tensor]]:
-    """The summed gradients of a step, without and with one before it whose backward breaks off in the first layer."""
+    """Return a step's summed gradients, without and with an earlier step whose backward fails in the first layer."""
     found = []
     for breaks in (False, True):
         torch.manual_seed(0)
@@ -195,11 +195,11 @@ def test_gradients_that_an_error_leaves_on_their_way_are_forgotten() -> None:
 
 
 def test_it_is_a_loop_by_hand() -> None:
-    """A model of 16 bits, its gradients in fp32, AdamW over fp32 copies: plain torch."""
+    """Plain torch: a 16-bit model, its gradients in fp32, AdamW over fp32 copies."""
     found = train("causal", False, f"{STEPS} --micro-batch-size 4 {BF16}")
     torch.manual_seed(1234)
     model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().train()
-    model.transformer.wte.forward = _in_fp32(model.transformer.wte)  # the gradients of rows are summed in fp32
+    model.transformer.wte.forward = _in_fp32(model.transformer.wte)  # gradients of rows are summed in fp32
     model.transformer.wpe.forward = _in_fp32(model.transformer.wpe)
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     for parameter in (p for name, p in model.named_parameters() if ".ln_" not in name):
@@ -233,7 +233,7 @@ def test_it_is_a_loop_by_hand() -> None:
             for parameter, master in zip(model.parameters(), masters, strict=True):
                 parameter.copy_(master)
         curve.append((loss, norm.item()))
-    # A factor of the loss is rounded elsewhere here, which moves single bits of 16.
+    # A factor of the loss is rounded at another place here, which changes single bits of 16.
     torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(curve), rtol=1e-4, atol=0)
     other = train("causal", False, f"{STEPS} --micro-batch-size 4 {BF16} {KEPT}")
     assert (torch.tensor(other["curve"]) / torch.tensor(curve) - 1).abs().max() > 1e-3
@@ -270,7 +270,7 @@ def _seen_by(norm: nn.Module) -> Any:
 
 
 class Normalised(CausalJob):
-    """Keeps running means of what it sees, which differs from worker to worker."""
+    """Keeps running means of its inputs, which differ between workers."""
 
     def make(self) -> nn.Module:
         model = super().make()
@@ -296,7 +296,7 @@ def test_running_means_are_those_of_the_first_worker_as_under_ddp() -> None:
 
 
 class ComesTwice(CausalJob):
-    """Its blocks are recomputed by nested backward passes, each of which brings a gradient of the shared matrix."""
+    """Recomputes its blocks in nested backward passes. Each pass produces a gradient of the shared matrix."""
 
     def make(self) -> nn.Module:
         model = super().make()
@@ -317,7 +317,7 @@ def _comes_twice(workers: Any) -> str:
     job = ComesTwice([*STEPS.split(), "--lr", "1e-3", "--micro-batch-size", "4", *BF16.split(), DISTRIBUTED])
     with (
         mock.patch.object(engine, "window_for", return_value=700),
-        pytest.raises(RapidformerError, match="came twice in one backward") as refused,
+        pytest.raises(RapidformerError, match="was ready twice in one backward") as refused,
     ):
         job.fit()
     return str(refused.value)

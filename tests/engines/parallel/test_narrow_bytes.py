@@ -1,4 +1,4 @@
-"""Bytes that weights of 16 bits, their masters and gradients take on each worker: measured, and by formula."""
+"""Bytes of 16-bit weights, their masters and gradients on each worker: measured, and by formula."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH, BLOCKS = 128, 2
 
 
 class Measured(CausalJob):
-    """Large enough for padding and norms to be little beside it."""
+    """Large enough that padding and norms are small in comparison."""
 
     def make(self) -> torch.nn.Module:
         sizes = {"n_positions": 64, "n_embd": WIDTH, "n_layer": BLOCKS, "n_head": 2}
@@ -47,9 +47,9 @@ def held() -> dict[str, Any]:
 
 
 def _counts() -> tuple[int, int, int]:
-    """(Elements of matrices and their biases that tensor parallelism divides, of others, of norms)."""
+    """Return the number of elements that tensor parallelism divides, of other elements, and of norms."""
     norms = (2 * BLOCKS + 1) * 2 * WIDTH
-    rows = BLOCKS * 2 * WIDTH  # biases of the products whose sums are over the group
+    rows = BLOCKS * 2 * WIDTH  # biases of the products that the group sums
     divided = BLOCKS * (12 * WIDTH**2 + 7 * WIDTH) + (VOCABULARY + 1) * WIDTH
     return divided, rows + 64 * WIDTH, norms
 
@@ -62,7 +62,7 @@ def test_bytes_a_worker(way: str, held: Any) -> None:
     narrow, shares = divided // tensor + whole, 1 if way == "none" else replicas
     for worker in held[way]:
         assert worker["parameter_bytes"] == pytest.approx(2 * narrow + 4 * norms, rel=2e-3)
-        # Masters and two moments; a norm is its own master.
+        # Masters and two moments. A norm is its own master.
         assert worker["optimizer_state_bytes"] == pytest.approx((12 * narrow + 8 * norms) / shares, rel=5e-3)
         assert worker["gradient_bytes"] == pytest.approx(4 * (narrow + norms) / shares, rel=5e-3)
         promised = {"none": 18, "distributed-optimizer": 2 + 4 + 12 / 4, "zero-1": 2 + 4 + 12 / 2, "zero-2": 2 + 16 / 2}

@@ -1,4 +1,4 @@
-"""Sums of gradients in 16 bits: an update by the window is, bit for bit, that of all gradients at once."""
+"""16-bit sums of gradients: an update window by window equals one with all gradients at once, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.worker_pool import run_in_workers
 
 Job: Any = JOBS["gpt2-4-tied"]
 LIMIT, LARGEST, CLIP = 700, VOCABULARY * 16, 0.01
-"""Elements of a window, and of the largest parameter; a norm that every gradient here exceeds."""
+"""Elements of a window and of the largest parameter, and a norm that every gradient here exceeds."""
 STEPS = (
     f"--train-iters 3 --global-batch-size 8 --micro-batch-size 2 --lr 1e-3 --clip-grad {CLIP} --weight-decay 0.1 "
     "--grad-accum-dtype bf16 --no-export-model"
@@ -53,7 +53,7 @@ TOGETHER = {
 
 
 class EstimatesForAll(torch.optim.AdamW):
-    """Of somebody else: nobody knows what it makes of gradients that come one after another."""
+    """A third-party optimizer: nobody knows how it treats gradients that arrive one after another."""
 
 
 class WithEstimate(Job):
@@ -62,7 +62,7 @@ class WithEstimate(Job):
 
 
 class Gradients:
-    """What optimizers find when they are called: elements with a gradient, and the norm of those."""
+    """The gradients that optimizers receive when they are called: number of elements, and norm."""
 
     def __init__(self) -> None:
         self.elements: list[int] = []
@@ -91,7 +91,7 @@ def _train(kind: type[Trainer], flags: str) -> tuple[Trained, Gradients]:
 
 
 def _both(workers: Any, cases: dict[str, str]) -> dict[str, Any]:
-    """Each case by the window and with all gradients at once."""
+    """Train each case window by window and with all gradients at once."""
     found = {}
     with mock.patch.object(engine, "window_for", return_value=LIMIT):
         for name, flags in cases.items():
@@ -136,12 +136,12 @@ def test_an_optimizer_of_somebody_else_has_all_gradients_at_once() -> None:
 
 
 class Large(CausalJob):
-    """Beside its weights a micro batch is little."""
+    """The weights are large compared with a micro batch."""
 
     def build_data(self) -> Data:
         self.peaks: list[int] = []
         self.live = LiveStorages()
-        self.live.__enter__()  # what the run takes is seen from before there is a model
+        self.live.__enter__()  # records the memory of the run from before the model exists
         return replace(super().build_data(), train=[dict.fromkeys(("input_ids", "labels"), np.full(8, 5))] * 32)
 
     def make(self) -> torch.nn.Module:

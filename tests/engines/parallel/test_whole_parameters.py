@@ -1,4 +1,4 @@
-"""Optimizers whose update needs whole parameters, shared out over replicas: as one process has it, step by step."""
+"""Optimizers that need whole parameters, distributed over replicas. Every step equals that of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = {
     "own, data": ("own-lamb", DISTRIBUTED),
     "muon, frozen stage": ("frozen-8", f"--optimizer muon {PIPELINE} {ZERO_2}"),
 }
-"""(job, flags): four workers, and micro batches of one sample, so that gradients are accumulated."""
+"""(job, flags): four workers and micro batches of one sample, so that gradients are accumulated."""
 SPLIT = (DISTRIBUTED, PIPELINE, ZERO_1, ZERO_2)
 
 RESUMED = (
@@ -40,11 +40,11 @@ RESUMED = (
     " --optimizer adafactor --no-export-model"
 )
 CHAIN = ((f"{PIPELINE} {ZERO_2}", 2), (f"{DISTRIBUTED} --resume", 3), (f"{PIPELINE} {ZERO_1} --resume", 4))
-"""(flags, dies after this step)."""
+"""(flags, step after which the run dies)."""
 
 
 class OwnLamb(Lamb):
-    """Of a user: nobody knows what of a parameter its update needs."""
+    """A user's optimizer: nobody knows which part of a parameter its update needs."""
 
 
 class OwnOptimizer(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
@@ -53,7 +53,7 @@ class OwnOptimizer(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
 
 
 def _orthogonalized(gradient: torch.Tensor, coefficients: tuple[float, ...], steps: int, eps: float) -> torch.Tensor:
-    """torch's iterations in the type of the gradient: in bfloat16 a last bit of a sum shows as a hundredth."""
+    """torch's iterations in the type of the gradient. In bfloat16, the last bit of a sum shows as a hundredth."""
     a, b, c = coefficients
     turned = gradient.T if gradient.size(0) > gradient.size(1) else gradient
     turned = turned / turned.norm().clamp(min=eps)

@@ -1,4 +1,4 @@
-"""Windows cover every parameter once, and the ranks' shares every window once."""
+"""Windows cover every parameter once, and the shares of the ranks cover every window once."""
 
 from __future__ import annotations
 

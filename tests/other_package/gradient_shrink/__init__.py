@@ -1,4 +1,4 @@
-"""A switch of rapidformer_templates in a package of its own: smaller gradients of the word embeddings.
+"""A switch for rapidformer_templates in a separate package: smaller gradients of the word embeddings.
 
-They keep the training of large models from diverging; Zeng et al., GLM-130B, 2022.
+They keep the training of large models from diverging. See Zeng et al., GLM-130B, 2022.
 """

@@ -1,4 +1,4 @@
-"""What the switch is, when it is refused, and what shows that it acted. Imports no torch."""
+"""The declaration of the switch: when it is refused, and how the receipt shows that it acted. Does not import torch."""
 
 from __future__ import annotations
 

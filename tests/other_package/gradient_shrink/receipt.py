@@ -1,4 +1,4 @@
-"""What is measured."""
+"""The measurement of the switch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rapidformer_templates.engines.receipt import Probe, Receipt
 
 
 class Ratio(Receipt):
-    """``embedding_gradient_ratio``: what reached the table over what came back to the embeddings, in the first step."""
+    """``embedding_gradient_ratio``: gradient norm at the table over that at its output, in the first step."""
 
     def __init__(self) -> None:
         self._shrunk: Shrunk | None = None

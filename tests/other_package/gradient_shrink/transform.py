@@ -1,4 +1,4 @@
-"""What acts."""
+"""The implementation of the switch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rapidformer_templates.engines.model_building import Building
 
 
 class Shrunk:
-    """The forward of an embedding with its gradient times ``alpha``: alpha·e + (1 - alpha)·detached e.
+    """The forward of an embedding with its gradient scaled by ``alpha``: alpha·e + (1 - alpha)·detached e.
 
     Attributes:
-        watching: whether to note the norms of the gradients, for the receipt.
-        norms: of what came back to the output, and of what went on to the table.
+        watching: Whether to record the norms of the gradients, for the receipt.
+        norms: Norms of the gradients at the embedding's output ("came") and of those passed to the table ("went").
     """
 
     def __init__(self, forward: Any, alpha: float) -> None:

@@ -1,4 +1,4 @@
-"""A DeepSpeed file and the flags: filled, adopted, refused where they contradict each other."""
+"""A DeepSpeed file and the flags: the file is completed, adopted, or refused if it contradicts the flags."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_auto_is_filled_from_the_flags(file: Any) -> None:
     sizes = {name for name, value in told["zero_optimization"].items() if value == "auto"}
     assert sizes == set(by_width(1)), "the model's width is not known yet"
     assert "auto" not in json.dumps({**told, "zero_optimization": filled(told["zero_optimization"], 64)})
-    assert "optimizer" not in told  # the plan has it, and the engine gets a built optimizer
+    assert "optimizer" not in told  # the plan has it, and the engine receives a ready optimizer
     assert "scheduler" not in told  # the plan has it
 
 
@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_used(content: Any, message: str, file: Any) -> No
 
 METRICS = "metrics go to metrics.jsonl; send them elsewhere in on_step_end and on_evaluate"
 IDLE = [
-    ({"amp": {"enabled": True}}, "ds.json has a section amp: the precision is that of --mixed-precision; leave it out"),
+    ({"amp": {"enabled": True}}, "ds.json has a section amp: --mixed-precision sets the precision; leave it out"),
     ({"wandb": {"enabled": True, "project": "x"}}, f"ds.json has a section wandb: {METRICS}"),
     ({"tensorboard": {"enabled": True, "output_path": "x"}}, f"ds.json has a section tensorboard: {METRICS}"),
     ({"csv_monitor": {"enabled": True}}, f"ds.json has a section csv_monitor: {METRICS}"),
@@ -194,7 +194,7 @@ IDLE = [
     ),
     (
         {"scheduler": {"type": "WarmupLr"}},
-        "scheduler.type = WarmupLr is no schedule of DeepSpeed; did you mean WarmupLR?",
+        "scheduler.type = WarmupLr is not a schedule of DeepSpeed; did you mean WarmupLR?",
     ),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0, "warmup_min_lr": "auto"}}},
@@ -211,7 +211,7 @@ IDLE = [
     ),
     (
         {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}},
-        "zero_optimization.zero_quantized_gradients = true is not possible: a switch changes no mathematics",
+        "zero_optimization.zero_quantized_gradients = true is not possible: a switch does not change the mathematics",
     ),
     (
         {"communication_data_type": "fp8"},
@@ -265,7 +265,7 @@ UNKNOWN_BELOW = [
     ({"aio": {"block": 1}}, "no such key: aio.block; did you mean aio.block_size?"),
     (
         {"zero_optimization": {"stage": 2, "cpu_offload": True}},
-        "zero_optimization.cpu_offload is given up by DeepSpeed: write zero_optimization.offload_optimizer",
+        "zero_optimization.cpu_offload is deprecated in DeepSpeed: write zero_optimization.offload_optimizer",
     ),
     ({"zero_optimization": True, "bf16": {"enabled": False}}, "zero_optimization must be a section, not True"),
 ]
@@ -286,7 +286,7 @@ def test_a_refusal_names_the_line(file: Any) -> None:
 
 
 def test_every_key_that_deepspeed_asks_for_is_decided() -> None:
-    """Its own parser, given a dictionary that notes what it is asked for."""
+    """Use DeepSpeed's own parser, with a dictionary that records which keys it reads."""
     config = pytest.importorskip("deepspeed.runtime.config", reason="needs DeepSpeed")
 
     class Asked(dict[str, Any]):
@@ -367,7 +367,7 @@ def test_flags_of_another_schedule_are_refused(kind: str, flags: str, idle: str,
     params = dict.fromkeys(("warmup_max_lr", "warmup_num_steps"), "auto")
     params |= {"total_num_steps": "auto"} if kind == "WarmupDecayLR" else {}
     path = file({**ZERO_2, "scheduler": {"type": kind, "params": params}})
-    message = f"RF105: ds.json has the schedule {kind}, beside which {idle} would do nothing"
+    message = f"RF105: ds.json has the schedule {kind}, with which {idle} would do nothing"
     assert refusals(f"--deepspeed-config {path} {flags}") == [message]
 
 
@@ -442,7 +442,7 @@ def test_no_such_file() -> None:
 
 
 def test_deepspeed_takes_what_it_is_told(file: Any) -> None:
-    """Its own parser reads every effective configuration: the key names are its own."""
+    """DeepSpeed's own parser reads every effective configuration, so the key names are DeepSpeed's."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -456,7 +456,7 @@ def test_deepspeed_takes_what_it_is_told(file: Any) -> None:
 
 
 def test_a_warmup_of_the_file_may_be_longer_than_the_run(file: Any) -> None:
-    """The guide's own file has one of 500 steps, and a short run of it is a try."""
+    """The guide's own file has a warmup of 500 steps, and a short run with it is a trial."""
     params = {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}
     path = file({**ZERO_2, "scheduler": {"type": "WarmupLR", "params": params}})
     resolve(adopt(config_of(f"--deepspeed-config {path} --train-iters 5")), TWO)

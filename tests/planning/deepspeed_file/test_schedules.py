@@ -1,4 +1,4 @@
-"""The schedules of a DeepSpeed file run beside DeepSpeed's own, update by update."""
+"""The schedules of a DeepSpeed file, compared with DeepSpeed's own, update by update."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_update_runs_at_deepspeeds_rate(kind: str, given: dict[str, Any]) -
 def test_parameters_and_defaults_are_deepspeeds(kind: str) -> None:
     theirs = inspect.signature(getattr(lr_schedules, kind)).parameters.values()
     ours = PARAMETERS[kind]
-    # Where an update begins to count is ours: a resume goes on where it was.
+    # We decide which update comes first: a resumed run continues from its last update.
     assert set(ours) == {p.name for p in theirs} - {"optimizer", "last_batch_iteration"}
     for parameter in theirs:
         if parameter.name in ours:

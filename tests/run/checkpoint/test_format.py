@@ -1,4 +1,4 @@
-"""Boxes of tensors: what any layout wrote, any other can read; and what does not count as a checkpoint."""
+"""Boxes of tensors: any layout can read what another one wrote. Also, folders that do not count as checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.durable
 
 
 class Shelf:
-    """Stands for an engine that holds some boxes."""
+    """A stand-in for an engine that holds some boxes."""
 
     def __init__(self, boxes: list[Piece]) -> None:
         self.boxes = boxes
@@ -50,7 +50,7 @@ class Shelf:
 
 
 def cut(tensor: torch.Tensor, cuts: list[int]) -> list[Piece]:
-    """The rows of a tensor in pieces."""
+    """Split the rows of a tensor into pieces."""
     edges = [0, *sorted(set(cuts)), len(tensor)]
     return [
         Piece("w", tensor[a:b], tuple(tensor.shape), (a, *[0] * (tensor.ndim - 1)))
@@ -68,7 +68,7 @@ def cut(tensor: torch.Tensor, cuts: list[int]) -> list[Piece]:
 def test_any_box_can_be_read_from_any_pieces(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], cuts: list[int], box: st.DataObject
 ) -> None:
-    """Each piece is written as if by a rank of its own."""
+    """Each piece is written as if by a separate rank."""
     folder = tmp_path_factory.mktemp("boxes")
     tensor = torch.from_numpy(np.random.default_rng(0).normal(size=shape))
     boxes: list[list[Any]] = []
@@ -114,7 +114,7 @@ def test_files_are_bounded_and_read_as_one(limit: int, tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_a_part_goes_from_memory_before_the_next_is_brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An engine may bring its pieces from elsewhere, more of them than fit into memory."""
+    """An engine may load its pieces from elsewhere, and more of them than fit into memory."""
     monkeypatch.setattr(checkpoint, "PART_BYTES", 8000)
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
@@ -130,7 +130,7 @@ def test_a_part_goes_from_memory_before_the_next_is_brought(monkeypatch: pytest.
                 del tensor
 
     checkpoint.save(tmp_path, 1, Lazy([]), {}, alone())
-    assert 4 <= most <= 6  # a part of four, the one that did not fit, the last one asked for
+    assert 4 <= most <= 6  # a part of four, the one that did not fit, and the last requested one
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -184,7 +184,7 @@ def test_a_type_that_safetensors_does_not_know_is_an_error(tmp_path: Path) -> No
 
 
 def test_a_mistake_of_an_engine_is_shown_as_one(tmp_path: Path) -> None:
-    """And not as a disk that has no room."""
+    """It is not reported as a full disk."""
 
     class Mistaken(Shelf):
         def pieces(self, kind: str) -> Iterator[Piece]:
@@ -200,15 +200,19 @@ def test_a_mistake_of_an_engine_is_shown_as_one(tmp_path: Path) -> None:
 
 
 FAILURES = {
-    "full": (OSError(errno.ENOSPC, "No space left on device"), "the disk is full", "make room"),
-    "quota": (OSError(errno.EDQUOT, "Quota exceeded"), "the quota of this disk is used up", "make room"),
-    "read-only": (OSError(errno.EROFS, "Read-only"), "the file system can only be read", "mount it for writing"),
-    "permission": (OSError(errno.EACCES, "denied"), "this process may not write there", "change the permissions"),
-    "disk": (OSError(errno.EIO, "I/O error"), "the disk reports an error", r"look at the disk \(dmesg says more\)"),
-    "gone": (OSError(errno.ENOENT, "No such file"), "a folder is not there", "see whether its file system is mounted"),
+    "full": (OSError(errno.ENOSPC, "No space left on device"), "the disk is full", "free some space"),
+    "quota": (OSError(errno.EDQUOT, "Quota exceeded"), "the quota of this disk is used up", "free some space"),
+    "read-only": (OSError(errno.EROFS, "Read-only"), "the file system is read-only", "mount it for writing"),
+    "permission": (
+        OSError(errno.EACCES, "denied"),
+        "this process is not allowed to write there",
+        "change the permissions",
+    ),
+    "disk": (OSError(errno.EIO, "I/O error"), "the disk reports an error", r"check the disk \(dmesg says more\)"),
+    "gone": (OSError(errno.ENOENT, "No such file"), "a folder does not exist", "check that its file system is mounted"),
     "stale": (OSError(errno.ESTALE, "Stale"), "the network file system has lost the folder", "mount it again"),
     "memory": (MemoryError(), "there is not enough memory", "leave more memory free"),
-    "strange": (OSError(errno.EBUSY, "busy"), r"it failed \(\[Errno 16\] busy\)", "mend what the system reports"),
+    "strange": (OSError(errno.EBUSY, "busy"), r"it failed \(\[Errno 16\] busy\)", "fix what the system reports"),
 }
 
 
@@ -225,12 +229,12 @@ def test_what_fails_a_save_is_told_with_what_to_do(
     monkeypatch.setattr(tensor_file, "write", fail)
     with pytest.raises(CheckpointError, match=f"step 4 could not be written: {what}") as caught:
         saved(tmp_path, 4)
-    assert re.fullmatch(f"{to_do} and go on with --resume from step-3", str(caught.value.hint))
+    assert re.fullmatch(f"{to_do} and continue with --resume from step-3", str(caught.value.hint))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3"]
 
 
 def test_a_failure_without_words_fails_the_other_ranks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the second of two workers sees the first one's."""
+    """Test the view of the second worker when the first one fails."""
     attempt = checkpoint.Attempt(tmp_path, 1, {}, {}, alone())
     monkeypatch.setattr(Workers, "gather", lambda self, value: [checkpoint._told(MemoryError()), value])
     with pytest.raises(CheckpointError, match="there is not enough memory"):
@@ -238,7 +242,7 @@ def test_a_failure_without_words_fails_the_other_ranks_too(tmp_path: Path, monke
 
 
 def test_a_save_in_the_background_keeps_the_moment_of_its_start(tmp_path: Path) -> None:
-    """And its memory serves the next save."""
+    """The next save reuses its memory."""
     weight = torch.arange(6.0)
     saver = AsyncSaver(tmp_path, alone(), keep=1)
     shelf = Shelf([Piece("w", weight, (6,), (0,))])
@@ -283,8 +287,8 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["../latest"] = {"bytes": 7, "crc32": 0}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint_check.problem_of(path) == "../latest leaves the folder"
-    assert checkpoint_check.problem_together(path, alone()) == "../latest leaves the folder"
+    assert checkpoint_check.problem_of(path) == "../latest is outside the folder"
+    assert checkpoint_check.problem_together(path, alone()) == "../latest is outside the folder"
 
 
 def test_an_index_that_points_out_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -313,7 +317,7 @@ def test_older_ones_go_only_when_the_newest_is_whole(tmp_path: Path) -> None:
     (tmp_path / "step-4" / "index.json").write_text("{}")
     told = checkpoint_check.delete_older(tmp_path / "step-4", 1, None, alone())
     assert told == (
-        f"step-4 was written, and cannot be read back (index.json has 2 bytes instead of {size}): "
+        f"step-4 was written, but cannot be read back (index.json has 2 bytes instead of {size}): "
         "older checkpoints are kept"
     )
     assert [path.name for path in checkpoint.candidates(tmp_path)] == ["step-4", "step-3", "step-2", "step-1"]
@@ -324,7 +328,7 @@ def test_older_ones_go_only_when_the_newest_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_older_than_a_save_goes_and_what_is_later_stays(tmp_path: Path) -> None:
-    """A later one was passed over by the resume, perhaps on account of a disk that is well again."""
+    """The resume skipped the later one, perhaps because of a disk error that has since been fixed."""
     for step in (9, 3, 6):
         saved(tmp_path, step)
     checkpoint_check.delete_older(tmp_path / "step-6", 1, None, alone())
@@ -386,8 +390,8 @@ def test_a_file_that_fails_after_the_check_is_named(tmp_path: Path) -> None:
 def test_a_death_at_any_moment_leaves_a_whole_checkpoint(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a save, in what takes the place of a damaged one, and in the deletion of older ones."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is cut here
+    """The process dies during a save, while a damaged checkpoint is replaced, or while older ones are deleted."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # power is not cut here
     monkeypatch.setattr(files, "DIRECT", 0)
     start, step = tmp_path / "start", 3
     for earlier in (1, 2, 3) if again else (1, 2):

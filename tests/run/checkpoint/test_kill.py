@@ -1,4 +1,4 @@
-"""kill -9 while two workers write a checkpoint: the earlier one is whole, and the run goes on from it bitwise."""
+"""kill -9 while two workers write a checkpoint: the previous one is intact, and the run resumes from it bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KILLED = ("fsdp", "zero-2")
 
 
 def _hang_in_second_save(workers: Any, folder: str, engine: str) -> None:
-    """Each worker leaves half of its first file of the last checkpoint, says so, and waits to be killed."""
+    """Write half of each worker's first file of the last checkpoint, report it, and wait to be killed."""
     pwrite = os.pwrite
 
     def hang(descriptor: int, data: Any, place: int) -> int:
@@ -51,7 +51,7 @@ def _begin_and_kill(folder: str, engine: str, work: str) -> None:
 
 
 def _go_on(workers: Any, root: str) -> tuple[dict[str, Any], str]:
-    """The curves by engine, and what this worker said."""
+    """Return the curves by engine, and the output of this worker."""
     curves: dict[str, Any] = {}
     with contextlib.redirect_stderr(io.StringIO()) as said:
         for name in KILLED:
@@ -67,5 +67,5 @@ def test_the_earlier_checkpoint_is_whole_and_taken(tmp_path: Path, whole_runs: W
         assert ENGINES[name]
     curves, said = run_in_workers(2, _go_on, str(tmp_path))[0]
     for name in KILLED:
-        assert f"going on from {tmp_path / name}/checkpoints/step-{SAVED}" in said
+        assert f"resuming from {tmp_path / name}/checkpoints/step-{SAVED}" in said
         assert curves[name] == whole_runs.curves[name][SAVED:], name

@@ -1,4 +1,4 @@
-"""Safetensors files as we write them, read by safetensors itself."""
+"""Safetensors files that we write, read with safetensors itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TENSORS: dict[str, torch.Tensor] = {
 def write_in_two_ways(
     folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> tuple[Path, Any]:
-    """Both ways of writing give the same file; the file and its seal."""
+    """Check that both ways of writing give the same file. Return the file and its seal."""
     paths = folder / "one.safetensors", folder / "other.safetensors"
     seals = [
         tensor_file.write(paths[0], tensors, metadata),
@@ -109,7 +109,7 @@ def test_a_full_disk_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_writes_that_are_cut_short_or_refused_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of a page is left, which cannot go past the page cache; or the file system has larger pages."""
+    """The rest of a page cannot bypass the page cache, or the file system has larger pages."""
     pwrite, calls = os.pwrite, []
 
     def short(descriptor: int, data: memoryview, place: int) -> int:

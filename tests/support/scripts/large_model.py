@@ -1,4 +1,4 @@
-"""A white-box job whose state takes 1.7 GB a worker without partitioning; for test_memory."""
+"""A white-box job for test_memory. Its state takes 1.7 GB per worker without partitioning."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from rapidformer_templates import Data, Trainer
 
 
 class Large(Trainer):
-    """A GPT of 109 million parameters on random tokens."""
+    """A GPT with 109 million parameters on random tokens."""
 
     def build_data(self) -> Data:
         draw = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""A small job, for torchrun."""
+"""A small job that torchrun starts."""
 
 from tests.support.jobs import CausalJob
 

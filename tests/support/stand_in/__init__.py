@@ -1,8 +1,9 @@
-"""A device that is no CPU to anybody who asks, for rehearsing what is written for accelerators: ``standin``.
+"""``standin``: a device that no code can take for a CPU, to rehearse code that is written for accelerators.
 
-Made with torch's PrivateUse1. Its memory is closed to the host; its streams work in threads of their own, as late as
-:func:`late` says; what the host reads of it is counted with the line that did it. Values are those of the CPU's
-kernels. ``runtime.h`` has the machine, ``operations.cpp`` what torch asks of it, ``device.cpp`` how torch knows it.
+It uses torch's PrivateUse1. The host cannot access its memory. Its streams work in separate threads, as late as
+:func:`late` sets. Each read by the host is counted, with the line that caused it. Values come from the CPU's kernels.
+``runtime.h`` contains the machine, ``operations.cpp`` the operations that torch calls, and ``device.cpp`` the
+registration with torch.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ DEVICES = 4
 
 @functools.cache
 def kind() -> str:
-    """The accelerator that rehearsals run on: a real one where torch can use one here, else this."""
+    """Return the accelerator for rehearsals: a real one if torch can use one on this machine, else the stand-in."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return NAME if found is None else found.type
 
 
 def count() -> int:
-    """How many of them there are."""
+    """Return the number of devices of this kind."""
     return DEVICES if kind() == NAME else torch.accelerator.device_count()
 
 
 def missing(*, devices: int = 1, any_kind: bool = False) -> dict[str, Any]:
-    """For ``skipif``: what a test lacks here.
+    """Return arguments for ``skipif`` that say what a test lacks on this machine.
 
     Args:
-        devices: that it needs.
-        any_kind: whether a real one does, too. Late streams, counted reads, faults and equal bits need the stand-in.
+        devices: number of devices that the test needs.
+        any_kind: whether a real accelerator is enough. Late streams, counted reads, faults and equal bits need the
+            stand-in.
     """
     if kind() == NAME:
         built = shutil.which("c++") and shutil.which("ninja")
@@ -67,10 +69,10 @@ def missing(*, devices: int = 1, any_kind: bool = False) -> dict[str, Any]:
 
 @functools.cache
 def load() -> ModuleType:
-    """Build the device, once for this version of its sources and of torch, and make it known to torch.
+    """Build the device and register it with torch. It is built once for each version of its sources and of torch.
 
     Raises:
-        RuntimeError: it cannot be built.
+        RuntimeError: the device cannot be built.
     """
     spec = importlib.util.spec_from_file_location(LIBRARY, _built())
     assert spec is not None
@@ -86,14 +88,14 @@ def load() -> ModuleType:
 
 
 def _built() -> Path:
-    """The library; whoever comes first builds it, and the others wait."""
+    """Return the path of the library. The first process builds it, and the others wait."""
     sources = [*map(HERE.joinpath, SOURCES), HERE / "runtime.h"]
     content = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     kept = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rapidformer-stand-in"
     kept.mkdir(parents=True, exist_ok=True)
     library = kept / f"{content}-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}.so"
     with open(kept / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=kept) as folder:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system opens it when a process dies
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases the lock when a process dies
         if not library.exists():
             cpp_extension.load(
                 LIBRARY,
@@ -112,7 +114,7 @@ def _group(native: Any, store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 
 def _device_module(native: Any) -> ModuleType:
-    """What torch calls ``torch.standin``."""
+    """Return the module that torch calls ``torch.standin``."""
     module: Any = ModuleType(f"torch.{NAME}")
     module.is_available = lambda: True
     module.is_initialized = lambda: True
@@ -145,21 +147,21 @@ def _index(device: Any) -> int:
 
 @contextmanager
 def late(*, main: float = 0.0, side: float = 0.0) -> Iterator[None]:
-    """Streams wait before each piece of work: default streams for ``main`` seconds, others for ``side``."""
+    """Delay each piece of work on a stream: ``main`` seconds on default streams, ``side`` seconds on others."""
     native = load()
     native.set_lateness(main, side)
     try:
         yield
     finally:
         try:
-            torch.accelerator.synchronize()  # raises what has gone wrong meanwhile
+            torch.accelerator.synchronize()  # raises errors that have occurred meanwhile
         finally:
             native.set_lateness(0.0, 0.0)
 
 
 @contextmanager
 def host_reads() -> Iterator[list[str]]:
-    """What the host reads of the device within, each as ``what: file:line``; it waits for the device each time."""
+    """Record what the host reads from the device as ``what: file:line``. The host waits for the device at each read."""
     native = load()
     found: list[str] = []
 

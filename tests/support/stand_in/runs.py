@@ -1,4 +1,4 @@
-"""Runs on a stand-in device, or on a real one where there is one, that several tests look at."""
+"""Runs that several tests use, on the stand-in device or on a real accelerator if there is one."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ DEVICE = stand_in.kind()
 IS_REAL = DEVICE != stand_in.NAME
 STEPS = "--global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model --dataloader-num-workers 0"
 LATE = 0.002
-"""Seconds by which side streams are late, so that a copy that nobody waits for gives other numbers."""
+"""Delay of side streams in seconds. With it, a copy that nobody waits for gives different numbers."""
 
 
 class Case(NamedTuple):
     """A run to rehearse.
 
     Attributes:
-        flags: in addition to :data:`STEPS`.
-        precision: of its reference.
-        job: of :mod:`tests.support.jobs`.
-        devices: how many it needs.
-        steps: two are enough to use what the first one has left.
+        flags: flags in addition to :data:`STEPS`.
+        precision: precision of the reference.
+        job: name of a job of :mod:`tests.support.jobs`.
+        devices: number of devices that it needs.
+        steps: number of steps. With two, the second one uses what the first one has left.
     """
 
     flags: str
@@ -57,12 +57,12 @@ CASES: Mapping[str, Case] = {
         "--micro-batch-size 8 --context-parallel-size 2 --context-parallel-kind ring", devices=2
     ),
 }
-"""Runs that test_runs.py compares with a CPU. test_sabotage.py repeats them without a line of the product."""
+"""Runs that test_runs.py compares with a CPU. test_sabotage.py repeats them with a line of the product removed."""
 
 
 @cache
 def rehearsed(case: Case) -> Trained:
-    """Train on late streams, once per test process."""
+    """Train with late streams, once per test process."""
     found: Trained = run_in_workers(case.devices, _rehearse, case, device=DEVICE)[0]
     return found
 
@@ -73,9 +73,9 @@ def _rehearse(workers: Any, case: Case) -> Trained:
 
 
 def train_silently(case: Case) -> Trained:
-    """Train on the device. The job's own hook reads nothing: nobody waits for the device who need not.
+    """Train on the device with a hook that reads nothing, so that no unnecessary read waits for the device.
 
-    The weights of a run that saves are those of its checkpoint.
+    If the run saves, the weights come from its checkpoint.
     """
     every = jobs.JOBS | parallel_jobs.OTHERS
     kind = type("Silent", (every[case.job],), {"on_step_end": _reads_nothing})
@@ -94,12 +94,12 @@ def _reads_nothing(template: Any, step: int, result: Any) -> None:
 
 
 def flags_of(case: Case) -> str:
-    """Its flags without the device."""
+    """Return the flags of a case without the device."""
     return f"{STEPS} --train-iters {case.steps} {case.flags}"
 
 
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights in the only checkpoint of a run of one worker, in fp64."""
+    """Return the weights in the only checkpoint of a run with one worker, in fp64."""
     (checkpoint,) = folder.glob("checkpoints/step-*")
     files = sorted(checkpoint.glob("weights-*.safetensors"))
     return {name: tensor.double() for file in files for name, tensor in load_file(file).items()}

@@ -1,4 +1,4 @@
-"""``--auto-strategy`` on a training command: what it chooses, where the values say they are from, and who gets them."""
+"""``--auto-strategy`` on a training command: its choice, the origin that the values show, and who receives them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_best_layout_is_taken_and_shown(
     assert values["--zero-1-memory-optimization"]["origin"] == "command line"
     assert "zero-1" in template.plan.switches
 
-    # Workers that this process starts do not search again.
+    # Workers that this process starts do not repeat the search.
     chosen = json.loads(chosen_layout(template.config)[CHOSEN])["values"]
     assert chosen["global_batch_size"] == [sizes.global_batch, "auto-strategy"]
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", **chosen_layout(template.config)}.items():

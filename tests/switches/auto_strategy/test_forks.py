@@ -1,4 +1,4 @@
-"""Traces that are made at the same time are those that are made one after the other."""
+"""Traces that are made at the same time equal traces that are made one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a frozen copy of the model takes on each worker, as the planner predicts it and as it lies there."""
+"""Memory of a frozen copy of the model on each worker: the planner's prediction, and the measurement."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ ENGINES: dict[str, tuple[tuple[str, ...], str, Setting]] = {
     "fsdp": (("--fsdp-memory-optimization",), "fsdp", Setting()),
     "zero-3": (("--zero-3-memory-optimization",), "zero-3", Setting(how=How(kept_whole=by_width(32)[KEPT_WHOLE]))),
 }
-"""By name the flags, and what the planner makes of them."""
+"""By name: flags, and the partitioning and setting that the planner derives from them."""
 
 
 def bytes_of(model: torch.nn.Module) -> int:
-    """What of its parameters lies here: whole ones, shards, and the parts of ZeRO-3."""
+    """Return the local bytes of its parameters: whole parameters, shards, and partitions of ZeRO-3."""
     held = 0
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data

@@ -1,4 +1,4 @@
-"""The devices that a plan is for: those of a data sheet, of variables, or of this machine."""
+"""The devices that a plan is for: from a data sheet, from variables, or from this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def of_kind(name: str, precision: str = "bf16") -> dict[str, object]:
 
 
 def test_a_kind_is_its_data_sheet_times_what_training_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The A100 of 80 GB is what is assumed of every GPU whose kind nobody names."""
+    """The planner assumes an A100 of 80 GB for every GPU whose kind the user does not name."""
     found, assumed = of_kind("a100-80gb"), ASSUMED["cuda"]
     assert found["memory_gb"] == 80
     assert found["tflops"] == pytest.approx(assumed.tflops["bf16"], rel=0.01)
@@ -49,7 +49,7 @@ def test_faster_kinds_have_larger_figures() -> None:
 @pytest.mark.parametrize(
     ("flags", "memory", "devices"),
     [
-        ("", "4", "GPUs (DEVICE_MEMORY_GB without --device; --device cpu plans for processors)"),
+        ("", "4", "GPUs (DEVICE_MEMORY_GB without --device; --device cpu plans for CPUs)"),
         ("--device cpu", "4", None),
         ("--device-kind l4-24gb", None, "GPUs (--device-kind l4-24gb)"),
     ],

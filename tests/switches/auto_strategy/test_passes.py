@@ -1,4 +1,4 @@
-"""What a pipeline's worker holds beside each pass, next to the formulas of the schedules' authors."""
+"""Passes that a pipeline worker holds at the same time, compared with the formulas of the schedules' authors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rapidformer_templates.switches.auto_strategy.passes import ENOUGH_ROUNDS, _
 
 
 def alive(workers: int, rank: int, per_worker: int, microbatches: int) -> int:
-    """Most forwards whose backwards are to come, the one at work among them."""
+    """Return the maximum number of forwards that still wait for their backward, including the current one."""
     return 1 + max(sum(count for _, count in each.others) for each in passes(workers, rank, per_worker, microbatches))
 
 
@@ -22,7 +22,7 @@ def test_1f1b_holds_a_micro_batch_for_each_stage_that_follows(workers: int, micr
 
 @pytest.mark.parametrize(("workers", "per_worker"), [(2, 2), (2, 4), (4, 2), (4, 3)])
 def test_interleaved_workers_look_twice_as_far_ahead(workers: int, per_worker: int) -> None:
-    """As many warm-up passes as Megatron-LM's interleaved schedule has, and one more."""
+    """One more than the warm-up passes of Megatron-LM's interleaved schedule."""
     for rank in range(workers):
         warmup = 2 * (workers - rank - 1) + (per_worker - 1) * workers
         assert alive(workers, rank, per_worker, 4 * workers) == warmup + 1

@@ -1,4 +1,4 @@
-"""States of every switch as the planner predicts them, beside the receipts of a run with it: equal to the byte."""
+"""Predicted states of every switch, compared with the receipts of a run with the switch: equal to the byte."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidform
 pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
 STATE_KINDS = ("parameters", "gradients", "optimizer")
 VOCABULARY, LENGTH, BLOCKS = 131, 16, 4
-"""Not all sizes divide; some parameters have more than the 4,096 elements from which states are quantized."""
+"""Not all sizes divide. Some parameters have more than 4,096 elements, from which states are quantized."""
 
 
 def model(blocks: int | None = None) -> Any:
@@ -62,7 +62,7 @@ class Job(Trainer):
 
 
 class PretrainedJob(Job, Pretrainer):
-    """In the template that dynamic shapes need."""
+    """Uses the template that dynamic shapes need."""
 
 
 JOBS: dict[str, type[Job]] = {"Trainer": Job, "Pretrainer": PretrainedJob}
@@ -76,7 +76,7 @@ def shapes(config: RunConfig, plan: Any) -> ModelShapes:
     return ModelShapes(lambda blocks: with_switches(model(blocks), config, plan), batch)
 
 
-# What is run. Values by field; a world of workers each.
+# The runs. Values by field, and a number of workers for each.
 
 Case = tuple[str, int, str, Mapping[str, Any]]
 """(name, workers, template, values)."""
@@ -86,7 +86,7 @@ CHEAP = {
     "deepspeed_config": '{"zero_optimization": {"stage": 2}}',
     "nvme_path": "{folder}",
 }
-"""Values that mean the same for the states and take no time, or no file of the user's."""
+"""Values that mean the same for the states and need neither time nor a user's file."""
 
 NO_RUN = {
     "auto-strategy": "it chooses among the others",
@@ -97,7 +97,7 @@ NO_RUN = {
 
 
 def case_of(switch: Switch) -> Case:
-    """The switch with what it needs: the nearest combination that the rules accept."""
+    """Return the switch with what it needs, as the nearest combination that the rules accept."""
     template = "Trainer" if "Trainer" in switch.templates else switch.templates[0]
     world = 4 if switch.name == "hybrid-sharding" else 2  # two groups of two
     place = detect(template, "test", device="cpu", world_size=world)
@@ -171,7 +171,7 @@ MASTERS: list[Case] = [
     ("masters, interleaved", 2, "Trainer", {**NARROW, **INTERLEAVED}),
     ("masters, interleaved, zero-2", 4, "Trainer", {**NARROW, **INTERLEAVED, "zero_2_memory_optimization": True}),
 ]  # fmt: skip
-"""Weights of 16 bits, with fp32 masters."""
+"""16-bit weights with fp32 masters."""
 
 TOGETHER: list[Case] = [
     ("zero-2, one worker", 1, "Trainer", {"zero_2_memory_optimization": True}),
@@ -260,12 +260,12 @@ QUICK = {
     *("adafactor, pipeline, zero-2", "masters, muon, pipeline, zero-1"),
     *("masters, alone", "masters, tensor, zero-2", "lora, pipeline, sharded over data", "average, zero-2"),
 }
-"""Cases of make test."""
+"""Cases that ``make test`` runs."""
 LONGER = {
     *(case[0] for case in MASTERS),
     *("average, oss", "lora, fsdp", "lora, zero-2", "lora, tensor, sharded over data"),
 }
-"""make test-longer runs these too."""
+"""Cases that ``make test-longer`` runs as well."""
 
 
 def _marked(case: Case) -> Any:
@@ -300,7 +300,7 @@ def words(values: Mapping[str, Any], folder: str) -> list[str]:
 
 
 def run(case: Case, folder: str) -> list[Held]:
-    """What each rank holds, by the receipts."""
+    """Return the bytes that each rank holds according to the receipts."""
     name, _, template, values = case
     summary = JOBS[template](words(values, str(Path(folder) / name.replace(" ", "-")))).fit()
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
@@ -321,7 +321,7 @@ def predicted(case: Case) -> list[Held]:
 
 @pytest.fixture(scope="module")
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Held]]:
-    """What is asked for, with a group of workers for each number of them."""
+    """Measure the selected cases, with one group of workers for each number of workers."""
     folder = str(tmp_path_factory.mktemp("runs"))
     asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
     if why_no_nvme():

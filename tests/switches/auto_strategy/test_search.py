@@ -1,4 +1,4 @@
-"""The search beside a brute force over the same predictions, and the jobs that it must find a layout for."""
+"""The search compared with brute force over the same predictions, and jobs for which it must find a layout."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def search_of(flags: str, monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> 
 
 @functools.cache
 def tiny() -> Subject:
-    """One for all tests, with what has been traced."""
+    """One subject for all tests, with its traces."""
     return Subject(plan_request(TINY.split())[0], gpu=False)
 
 
 @pytest.mark.slow
 def test_brute_force_agrees_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 4 --global-batch-size 4 --device cpu"
-    search = search_of(flags, monkeypatch, 0.8 + 0.045)  # between the least and the most that a layout needs
+    search = search_of(flags, monkeypatch, 0.8 + 0.045)  # between the lowest and the highest memory of a layout
     found = search.run()
     fitting = {candidate.layout for candidate in found.layouts}
     assert fitting
@@ -58,7 +58,7 @@ def test_brute_force_agrees_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def all_layouts(world: int, batch: int) -> list[Layout]:
-    """Every way to multiply, and every switch, with no thought for what works."""
+    """Return every division of the workers with every switch, including layouts that cannot work."""
     sizes = [(t, p, world // (t * p)) for t in range(1, world + 1) for p in range(1, world + 1) if world % (t * p) == 0]
     return [
         Layout(t, p, d, micro, batch // (micro * d), partitioning, recompute, sequence_parallel=t > 1)
@@ -68,7 +68,7 @@ def all_layouts(world: int, batch: int) -> list[Layout]:
 
 
 def fits(search: Search, layout: Layout) -> bool:
-    """By the switches' own rules and the exact prediction alone."""
+    """Check a layout only with the rules of the switches and the exact prediction."""
     config = search.config.replace("test", **layout.values())
     if REGISTRY.refusals(build_request(config, search.environment, REGISTRY.switches)):
         return False
@@ -104,7 +104,7 @@ def test_sequences_are_divided_where_nothing_fits_otherwise(monkeypatch: pytest.
     flags = f"{TINY} --auto-strategy --world-size 2 --local-world-size 2 --device cpu --global-batch-size 1"
     flags += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --no-checkpoint-activations"
     alone = search_of(f"{flags} --context-parallel-size 1", monkeypatch, 4).run()
-    assert not alone.layouts  # one sample is too few for two replicas
+    assert not alone.layouts  # one sample is not enough for two replicas
     (best, *others) = search_of(flags, monkeypatch, 4).run().layouts
     assert {candidate.layout.context for candidate in (best, *others)} == {2}
     config, place, _ = plan_request([*flags.replace("--auto-strategy", "").split(), *best.layout.flags()])
@@ -130,7 +130,8 @@ def test_stages_are_interleaved_as_far_as_the_blocks_divide(
 @pytest.mark.parametrize(
     ("more", "sizes"),
     by_default(
-        [("", {1, 2, 4})], [("", {1, 2, 4}), ("--expert-model-parallel-size 2", {2}), ("--expert-parallel", {4})]
+        [("", {1, 2, 4}), ("--expert-parallel", {4})],
+        [("", {1, 2, 4}), ("--expert-model-parallel-size 2", {2}), ("--expert-parallel", {4})],
     ),
 )
 def test_experts_are_divided_as_far_as_they_go(more: str, sizes: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +144,11 @@ def test_experts_are_divided_as_far_as_they_go(more: str, sizes: set[int], monke
     found = {each.layout.experts: each for each in search.run().layouts if each.layout.context == 1}
     assert found.keys() == sizes
     facts = search.subject.facts
-    assert facts.visits == 2 * 4  # of each of four blocks
+    assert facts.visits == 2 * 4  # in each of four blocks
     for count, candidate in found.items():
         here = facts.parameters - facts.experts + facts.experts / count
         assert candidate.memory.parameters == 4 * here
-        # Each visit is a trip there and back in the forward, and one of the gradients; no other worker is at home.
+        # A visit takes two trips in the forward and two for the gradients, except on the expert's own worker.
         tokens = 32 * candidate.layout.accumulation
         trips = 4 * facts.visits * tokens * 32 * 4 * (count - 1) / count
         assert candidate.timing.experts == pytest.approx(trips / (search.hardware.intra_node * GB))
@@ -163,7 +164,7 @@ MIXTURES = {
 
 @pytest.fixture(params=by_default(["qwen3_moe"], MIXTURES))
 def mixture(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The folder of a mixture that transformers has itself; not every block of the last two has experts."""
+    """The folder of a mixture from transformers. Not every block of the last two has experts."""
     sizes = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
     AutoConfig.for_model(request.param, **sizes, **MIXTURES[request.param]).save_pretrained(tmp_path)
@@ -183,7 +184,7 @@ def test_experts_of_an_architecture_are_divided_and_visited(mixture: str, monkey
 
 
 def _visits(folder: str) -> float:
-    """Calls of experts by a token, counted in a real forward."""
+    """Return how often a token calls experts, counted in a real forward."""
     visits = 0
 
     def count(experts: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -215,9 +216,9 @@ def test_fsdp_is_tried_inside_of_nodes_too(more: str, sizes: set[int | None], mo
 
 @pytest.mark.parametrize(
     ("shard_size", "expected"),
-    # Elements that a worker sends in a ring, over the bytes a second of its slowest link: 3/4 of all parameters in
-    # three micro batches forward and backward and of gradients; or half of them in the node, and of its half of the
-    # gradients as much again, twice, to the other node.
+    # Elements that a worker sends in a ring, divided by the bytes per second of its slowest link: 3/4 of all parameters
+    # in three micro batches forward and backward, and of the gradients. Or half of them within the node, and half of
+    # its half of the gradients, twice, to the other node.
     [(None, (6 * 4 + 4) * 0.75e9 / 20e9), (2, (6 * 4 + 4) * 0.5e9 / 200e9 + 2 * 4 * 0.25e9 / 20e9)],
 )
 def test_groups_in_a_node_exchange_parameters_there(shard_size: int | None, expected: float) -> None:
@@ -340,7 +341,7 @@ PUBLISHED = {  # jobs that must get a layout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("job", "gigabytes"), by_default([("22 B", 80)], [("22 B", 80), ("1.3 B", 32)]))
+@pytest.mark.parametrize(("job", "gigabytes"), [("22 B", 80), ("1.3 B", 32)])
 def test_published_jobs_get_a_layout(
     job: str, gigabytes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,7 +378,7 @@ def test_nothing_fits_is_said_with_its_reason(
 @pytest.mark.slow
 @pytest.mark.longer
 def test_the_doubt_covers_what_two_traces_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near the limit the exact trace decides, so an approximation must not be further off than that."""
+    """Near the limit the exact trace decides, so an approximation must not be further off than that margin."""
     search = search_of(f"{TINY} --auto-strategy --world-size 2 --device cpu", monkeypatch, 4)
     for layout in (Layout(data=2), Layout(data=2, micro_batch=16), Layout(tensor=2, micro_batch=1)):
         exact = predict(search.subject.shapes, layout)
@@ -419,7 +420,7 @@ def test_memory_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert (on_gpu["optimizer"], on_gpu["host"]) == pytest.approx((0, 2 * plain["optimizer"]), rel=0.01)
     halves = told_of("--device cpu --world-size 2 --oss-memory-optimization", monkeypatch, capsys)["layouts"]
     assert {layout["partitioning"] for layout in halves} == {"oss"}
-    assert halves[0]["memory_gb"]["optimizer"] == pytest.approx(8 * 50304 * 32 / 1e9, rel=0.001)  # the table whole
+    assert halves[0]["memory_gb"]["optimizer"] == pytest.approx(8 * 50304 * 32 / 1e9, rel=0.001)  # with the whole table
 
 
 @pytest.mark.slow

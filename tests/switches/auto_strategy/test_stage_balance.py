@@ -1,4 +1,4 @@
-"""``--pipeline-stages auto-memory``: beside every other cut, in a plan, in a search, and in the workers of a run."""
+"""``--pipeline-stages auto-memory``: compared with every other cut, in a plan, in a search, and in a run's workers."""
 
 from __future__ import annotations
 

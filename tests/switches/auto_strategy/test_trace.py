@@ -1,4 +1,4 @@
-"""A trace on fake tensors beside a real forward and backward, whose allocations torch's profiler has recorded."""
+"""A trace on fake tensors, compared with the allocations of a real forward and backward in torch's profiler."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def real_model(name: str, blocks: int, variant: Variant) -> Any:
 
 
 same_shapes = cache(shapes)
-"""The shapes of a model, with the traces of all tests that do not change it."""
+"""The shapes of a model, with the traces of all tests that do not change the model."""
 
 VARIANTS = [Variant(samples, how, kind) for samples, kind in ((4, "fp32"), (2, "bf16")) for how in RECOMPUTED]
 NAMES = ("gpt2", "llama", "bert", "t5")
@@ -66,7 +66,7 @@ def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Vari
     model = real_model(name, 5, variant)
     with LiveStorages([*model.parameters(), *model.buffers()]) as live:
         real_step(model, variant)
-    assert predicted.peak >= live.peak * 0.997  # 1 KB of a mask is much in a model of this size
+    assert predicted.peak >= live.peak * 0.997  # 1 KB of a mask is much for a model of this size
     assert predicted.peak == pytest.approx(live.peak, rel=0.01)
 
 
@@ -74,7 +74,7 @@ def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Vari
 @pytest.mark.parametrize("sums", by_default([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("name", by_default(["llama"], ["gpt2", "llama", "bert"]))
 def test_a_trace_has_weights_of_16_bits_as_the_engine_has_them(name: str, sums: torch.dtype) -> None:
-    """Norms stay fp32, and a gradient is freed in 16 bits as soon as it is added to its sum."""
+    """Norms stay fp32. A 16-bit gradient is freed as soon as it is added to its sum."""
     variant = Variant(2, precision="bf16", weights="masters", sums=sums.itemsize)
     model = real_model(name, 5, variant)
     narrowed = narrowed_parameters(model)
@@ -92,7 +92,7 @@ def test_a_trace_has_weights_of_16_bits_as_the_engine_has_them(name: str, sums: 
         gradients = sum(gradient.nbytes for gradient in shards.gradients())
     predicted = same_shapes(name).trace(variant)
     assert predicted.phases[-1].finished == gradients
-    assert predicted.peak >= live.peak - 4096  # a mask of BERT's, which is much in a model of this size
+    assert predicted.peak >= live.peak - 4096  # a mask of BERT, which is much for a model of this size
     assert predicted.peak == pytest.approx(live.peak, rel=0.01)
 
 
@@ -117,7 +117,7 @@ def test_a_trace_knows_what_goes_to_the_host(name: str, recompute: str, precisio
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
 def test_live_storages_are_what_the_allocator_gave(name: str) -> None:
     model = real_model(name, 3, Variant(4))
-    real_step(model, Variant(4))  # what is made once
+    real_step(model, Variant(4))  # caches that are created once
     model.zero_grad()
     with LiveStorages([*model.parameters(), *model.buffers()]) as live:
         real_step(model, Variant(4))
@@ -134,6 +134,18 @@ def test_live_storages_are_what_the_allocator_gave(name: str) -> None:
 
 @pytest.mark.longer
 @pytest.mark.slow
+def test_a_resized_storage_counts_with_its_new_size() -> None:
+    """FSDP frees and allocates whole parameters in this way."""
+    with LiveStorages() as live:
+        storage = torch.ones(100).untyped_storage()
+        before = live.live
+        for size in (0, 800):
+            storage.resize_(size)
+            live.resized(storage)
+            assert live.live == before - 400 + size
+    assert live.peak == before + 400
+
+
 def test_every_micro_batch_follows_from_two() -> None:
     model = shapes("gpt2")
     for recompute in RECOMPUTED:
@@ -164,7 +176,7 @@ def test_recomputation_repeats_a_forward_and_keeps_less() -> None:
 
 @pytest.mark.slow
 def test_selective_recomputation_repeats_no_product_with_weights() -> None:
-    """What is repeated of matrix products are the two of attention."""
+    """The only matrix products that are repeated are the two of attention."""
     model = same_shapes("gpt2")
     plain, selective, full = (model.trace(Variant(4, recompute)) for recompute in RECOMPUTED)
     attention = 4 * 5 * 2 * (2 * LENGTH * LENGTH * 32)
@@ -182,7 +194,7 @@ def test_blocks_that_differ_are_traced_one_by_one() -> None:
 
 @pytest.mark.slow
 def test_the_logits_never_exist_whole_under_tensor_parallelism() -> None:
-    """With a vocabulary much wider than the model the head decides the peak, and it divides by the workers."""
+    """If the vocabulary is much wider than the model, the head decides the peak, and workers divide it."""
     model = same_shapes("llama")
     whole, shared = model.trace(Variant(4)), model.trace(Variant(4, tensor=2))
     head = {phase.name: phase for phase in whole.phases}["head"]
@@ -226,7 +238,7 @@ def test_switches_that_change_the_model_are_in_the_trace(name: str, values: dict
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", by_default([True], [False, True]), ids=["", "sequence parallel"])
 def test_chunks_of_a_share_of_the_words_are_in_the_trace(sequence_parallel: bool) -> None:
-    """The fused loss under tensor parallelism, beside a real step of one of two workers, whose peer is silent."""
+    """Compare the fused loss under tensor parallelism with a real step of one of two workers, whose peer is silent."""
     config = REGISTRY.complete(RunConfig()).replace("test", fused_linear_cross_entropy=True)
     plan = resolve(config, Environment(template="Trainer"))
     plain, variant = shapes("llama"), Variant(4, tensor=2, sequence_parallel=sequence_parallel)

@@ -1,4 +1,4 @@
-"""What is done to divided hidden states and logits, beside whole ones; and models that cannot be divided."""
+"""Operations on divided hidden states and logits, compared with whole ones, and models that cannot be divided."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ OPERATIONS: dict[str, Any] = {
     "argmax": lambda x, w, labels: x.argmax(-1),
 }
 DIVIDED = ("linear", "norm", "rms", "gelu", "softcap", "again", "last", "both")
-"""Of these each worker has its rows only."""
+"""Operations whose result each worker has only for its rows."""
 
 
 def _results(workers: Workers | None) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _results(workers: Workers | None) -> dict[str, Any]:
         found[name] = values.detach()
         if values.requires_grad:
             (values.square().sum() / (workers.world if workers else 1)).backward()
-            # Each worker goes back from its share of the sum: what they have is summed, as an engine does.
+            # Each worker runs the backward of its share of the sum. The gradients are then summed, as an engine does.
             gradients = [x.grad, torch.zeros_like(w) if w.grad is None else w.grad]
             for gradient in gradients if workers else ():
                 torch.distributed.all_reduce(gradient)
@@ -98,7 +98,10 @@ def _results(workers: Workers | None) -> dict[str, Any]:
 
 
 def _stretches(workers: Workers) -> list[int]:
-    """The rows of logits that a worker computes in a step, of packed documents; and losses beside a whole model's."""
+    """Return the number of logits rows that a worker computes in a step and in an evaluation, with packed documents.
+
+    The loss is compared with that of a whole model.
+    """
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -112,7 +115,7 @@ def _stretches(workers: Workers) -> list[int]:
     whole = model(**batch, use_cache=False)
     divided = divide_context(model, Building(find_blocks(model), None, Plan("Trainer"), place, lambda model: None))
     output = divided(**batch, use_cache=False)
-    torch.testing.assert_close(output.loss, whole.loss, rtol=1e-6, atol=0)  # of logits in fp32
+    torch.testing.assert_close(output.loss, whole.loss, rtol=1e-6, atol=0)  # from logits in fp32
     rows = output.logits.local.shape[0]
     torch.testing.assert_close(output.logits.whole(), whole.logits, rtol=1e-10, atol=1e-12)
     with torch.no_grad():
@@ -124,7 +127,7 @@ def _stretches(workers: Workers) -> list[int]:
 
 
 def _pooled(workers: Workers) -> None:
-    """A head that takes one token of each sample."""
+    """A head that uses one token of each sample."""
     torch.manual_seed(3)
     model = BertForSequenceClassification(_bert()).double()
     place = dataclasses.replace(workers, context=workers.world)
@@ -135,7 +138,7 @@ def _pooled(workers: Workers) -> None:
 
 
 def _masks(workers: Workers) -> dict[str, list[torch.Tensor]]:
-    """The dropout masks of a forward, by the length of what was dropped, and that of one after a recomputation."""
+    """Return the dropout masks of a forward, of whole rows and of stretches, and the random state after it."""
     torch.manual_seed(3)
     model: Any = GPT2LMHeadModel(
         GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.5, embd_pdrop=0.5)
@@ -200,7 +203,7 @@ def test_what_fsdp_asks_of_an_output_gathers_nothing() -> None:
 
 
 def test_a_stretch_of_one_sample_lies_as_all_other_blocks_have_it() -> None:
-    """torch compiles a block once more for other strides."""
+    """torch recompiles a block for other strides."""
     shards = ContextShards(Peers(None, 2, 0), Streams(0, active=False), "all-to-all", ends=True)  # type: ignore[arg-type]
     assert shards.stretch(torch.zeros(1, 8, 3)).stride() == torch.zeros(1, 4, 3).stride()
 
@@ -215,7 +218,7 @@ def test_stretches_have_dropout_of_their_own_and_generators_stay_together(found:
     one, other = (place["masks"] for place in found)
     assert len(one["stretch"]) == len(other["stretch"]) > 0
     assert not any(torch.equal(a, b) for a, b in zip(one["stretch"], other["stretch"], strict=True))
-    assert torch.equal(one["whole"][0], other["whole"][0])  # of the embeddings
+    assert torch.equal(one["whole"][0], other["whole"][0])  # the masks of the embeddings
     assert torch.equal(one["state"][0], other["state"][0])
 
 

@@ -20,7 +20,7 @@ CONTEXT, TENSOR, PIPELINE = (
     f"--{name}-size" for name in ("context-parallel", "tensor-model-parallel", "pipeline-model-parallel")
 )
 RING = "--context-parallel-kind ring"
-# (job, double precision, flags): each with four workers, on padded batches of lengths that they do not divide.
+# (job, double precision, flags), each with four workers, on padded batches whose lengths they do not divide.
 CASES = {
     "cp2-dp2-zero-2": ("gpt2-4-tied", True, f"{CONTEXT} 2 --micro-batch-size 2 --zero-2-memory-optimization"),
     "cp4-distributed-optimizer": (
@@ -68,9 +68,9 @@ LONGER = {
     "cp2-fsdp4",
     "tp2-cp2-fused",
 }
-"""For ``make test-longer``: the covering table also has these pairs of switches."""
+"""For ``make test-longer``. The covering table also contains these pairs of switches."""
 WITH_RECEIPTS = {"cp2-dp2-zero-2": 2, "cp4-distributed-optimizer": 4, "tp2-cp2": 2}
-"""Cases whose receipts are read, with the size of the context."""
+"""Cases whose receipts the tests read, with the size of the context."""
 RESUMED = "--train-iters 6 --save-interval 2 --global-batch-size 8 --clip-grad 0.1 --no-export-model --lr 1e-3"
 CHAIN = (
     (f"--micro-batch-size 2 {CONTEXT} 2 --zero-2-memory-optimization", 3),
@@ -79,14 +79,14 @@ CHAIN = (
 
 
 def _whole(flags: str) -> str:
-    """The same in one process, in micro batches of the same size."""
+    """Return the flags of one process with micro batches of the same size."""
     words = flags.split()
     size = words[words.index("--micro-batch-size") + 1]
     return f"{STEPS} --micro-batch-size {size}{' --mixed-precision bf16' if 'bf16' in words else ''}"
 
 
 def _go_on(folder: str) -> list[tuple[float, float]]:
-    """The curve of a run that dies and goes on in another layout; each part begins one step before the death."""
+    """Return the curve of a run that dies and resumes in another layout. Each part begins one step before the death."""
     curve: list[tuple[float, float]] = []
     for flags, dies_after in CHAIN:
         curve = [*curve[:-1], *begin("gpt2-8-tied", folder, f"{RESUMED} {flags}", dies_after)]
@@ -123,7 +123,7 @@ def test_divided_sequences_follow_one_process(name: str, runs: Any, references: 
 
 
 def test_the_references_learn_and_are_clipped(references: Any) -> None:
-    """A curve that did not move would agree with anything."""
+    """A constant curve would agree with anything."""
     for run in references.values():
         assert len({loss for loss, _ in run["curve"]}) == 3
         assert max(norm for _, norm in run["curve"]) > 0.2

@@ -37,7 +37,7 @@ def _order(size: int, micro_batches: int, by_epochs: bool = False, seed: int = 5
 
 
 def _requests(order: DynamicOrder, step: int, workers: int) -> list[list[Request]]:
-    """The requests of a step, by rank."""
+    """Return the requests of a step by rank."""
     each = order.micro_batches // workers
     return [
         list(train_requests(order, step, step + 1, rank=rank, data_size=workers, accumulation=each))
@@ -49,7 +49,7 @@ def _requests(order: DynamicOrder, step: int, workers: int) -> list[list[Request
 @settings(max_examples=100, deadline=None)
 def test_an_epoch_holds_each_sample_once(size: int, micro_batches: int, by_epochs: bool, seed: int) -> None:
     order = _order(size, micro_batches, by_epochs, seed)
-    # By iterations, as many steps end where an epoch does.
+    # By iterations, ``order.batches`` steps end where ``micro_batches`` epochs do.
     epochs = 2 if by_epochs else micro_batches
     steps = 2 * order.steps_per_epoch if by_epochs else order.batches
     drawn = [order.step(step) for step in range(steps)]
@@ -149,7 +149,7 @@ def test_rows_beyond_the_samples_count_for_nothing() -> None:
     assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == dict.fromkeys(batch, (4, 5))
     assert batch["labels"][:2].tolist() == [[4, IGNORED, 6, IGNORED, IGNORED], [7] + [IGNORED] * 4]
     assert (batch["labels"][2:] == IGNORED).all()
-    assert batch["attention_mask"].sum(1).min() >= 1  # a row without a visible token is NaN to some kernels
+    assert batch["attention_mask"].sum(1).min() >= 1  # a row without a visible token is NaN for some kernels
     causal = collate_to_shape(CausalCollate(0), rows, shape)
     assert count_targets(causal, shifted=True) == count_targets(CausalCollate(0)(rows), shifted=True) == 2
     classes = collate_to_shape(PadCollate({"input_ids": 0}), [{"input_ids": np.array([4]), "labels": 2}], shape)
@@ -161,7 +161,7 @@ def test_what_cannot_be_padded_is_refused() -> None:
     with pytest.raises(DataError, match="does not fit into a batch of length 5"):
         collate_to_shape(CausalCollate(0), [row], Shape(1, 5))
     for labels in ({}, {"labels": 0.5}):
-        with pytest.raises(DataError, match="rows that count for nothing"):
+        with pytest.raises(DataError, match="rows that do not count"):
             collate_to_shape(PadCollate({"input_ids": 0}), [row | labels], Shape(2, 8))
     with pytest.raises(DataError, match="a batch of 1 rows × 6 tokens, not of 2 × 8"):
         collate_to_shape(lambda rows, shape: {"input_ids": torch.ones(1, 6)}, [row], Shape(2, 8))
@@ -180,7 +180,7 @@ def _gpt(dtype: torch.dtype = torch.float64) -> GPT2LMHeadModel:
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_gradient_of_a_step_is_that_of_its_samples_one_at_a_time(mask: bool) -> None:
-    """Whatever padding and rows without a sample there are; also without a padding mask."""
+    """This holds for any padding and any rows without a sample, and also without a padding mask."""
     samples = _samples()
     lengths = np.array([len(sample["input_ids"]) for sample in samples])
     order = DynamicOrder(lengths, choose_shapes(lengths, 60, 3, 8), 8, 5, by_epochs=True)

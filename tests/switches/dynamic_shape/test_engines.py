@@ -1,4 +1,4 @@
-"""Dynamic shapes: two workers follow one, and one follows a loop by hand that pads nothing."""
+"""Dynamic shapes: two workers follow one, and one follows a loop by hand without padding."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.support.worker_pool import run_in_workers
 
 CLIP = 0.1
 DYNAMIC = f"--data-iterator dynamic-shape --tokens-per-batch 80 --max-shapes 3 --clip-grad {CLIP} --weight-decay 0.1"
-# Steps of 4 batches, over the borders of epochs of 19.
+# Steps of 4 batches, across the borders of epochs of 19.
 STEPS = f"{DYNAMIC} --train-iters 6 --eval-interval 3 --global-batch-size 8 --micro-batch-size 2"
 PAIRS = {
     ("pretrained-causal", "ddp"): STEPS,
     ("pretrained-causal", "fsdp"): f"{STEPS} --fsdp-memory-optimization --checkpoint-activations",
     ("pretrained-masked", "ddp"): STEPS,
-    # Steps of 2 batches; in the last of an epoch a worker idles.
+    # Steps of 2 batches. In the last step of an epoch, a worker idles.
     ("pretrained-causal", "epochs"): f"{DYNAMIC} --epochs 2",
 }
 
@@ -64,7 +64,7 @@ def test_two_workers_follow_one(job: str, runs: Any) -> None:
 
 
 def _by_hand(order: DynamicOrder, steps: int) -> list[tuple[float, float]]:
-    """The curve of the causal job, one sample at a time."""
+    """Return the curve of the causal job, computed one sample at a time."""
     torch.manual_seed(1234)
     model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().double()
     decayed = [p for p in model.parameters() if p.ndim >= 2]

@@ -1,4 +1,4 @@
-"""Which kernel runs, which models are refused, and what the package flash_attn would be called with."""
+"""The kernel that runs, the models that are refused, and the arguments that flash_attn would receive."""
 
 from __future__ import annotations
 
@@ -87,28 +87,28 @@ def test_dropout_is_no_obstacle_on_a_gpu() -> None:
 
 
 def test_what_only_the_call_shows_is_refused_there() -> None:
-    """The learned bias of T5's scores."""
+    """T5 learns a bias of the scores."""
     sizes = {"d_model": 16, "d_kv": 8, "num_heads": 2, "d_ff": 16, "num_layers": 1, "vocab_size": 64}
     model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
     check_attention(model, "cpu")
     model.set_attn_implementation(NAMES["flash"])
     ids = torch.randint(1, 64, (1, 5))
-    with pytest.raises(ModelError, match="learns no bias of the scores"):
+    with pytest.raises(ModelError, match="cannot train a bias of the scores"):
         model(input_ids=ids, labels=ids)
     with torch.no_grad():
-        model(input_ids=ids, labels=ids)  # nothing is forced in an evaluation
+        model(input_ids=ids, labels=ids)  # evaluations do not force a kernel
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 4), (torch.float32, 6)])
 def test_heads_that_the_kernel_of_padded_batches_cannot_read_are_refused(dtype: torch.dtype, size: int) -> None:
     query = torch.zeros(1, 2, 8, size, dtype=dtype, device="meta")
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool, device="meta")
-    with pytest.raises(ModelError, match=f"and these have {size}"):
+    with pytest.raises(ModelError, match=f"but these have {size}"):
         attention(torch.nn.Identity(), query, query, query, mask, kernel="flash")
 
 
 def _reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """``flash_attn_func`` as its documentation has it: (batch, tokens, heads, size)."""
+    """Compute ``flash_attn_func`` as it is documented: (batch, tokens, heads, size)."""
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
@@ -139,7 +139,7 @@ def _reference_packed(
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the package, which cannot be had without a GPU: its signatures, computed by torch."""
+    """Replace the package, which needs a GPU, by its signatures, computed with torch."""
     module: Any = ModuleType("flash_attn")
     module.flash_attn_func, module.flash_attn_varlen_func = _reference, _reference_packed
     monkeypatch.setitem(sys.modules, "flash_attn", module)
@@ -158,7 +158,7 @@ def test_package_is_called_as_it_is_documented(causal: bool) -> None:
     ours, _ = attention(layer, query, key, value, None, kernel="flash_attn")
     torchs, _ = attention(layer, query, key, value, None, kernel="flash")
     torch.testing.assert_close(ours, torchs)
-    with count_kernels() as counts:  # a mask is nothing for the package
+    with count_kernels() as counts:  # the package ignores a mask
         attention(layer, query, key, value, torch.ones(2, 1, 7, 7, dtype=torch.bool), kernel="flash_attn")
     assert counts
 

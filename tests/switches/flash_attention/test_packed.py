@@ -1,4 +1,4 @@
-"""Attention document by document: what a mask of the whole row computes, at the cost of the documents alone."""
+"""Attention per document: it computes what a mask of the whole row does, at the cost of the documents alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _tensors(dtype: torch.dtype, key_heads: int) -> list[torch.Tensor]:
 
 
 def _by_hand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Softmax of the scores, masked to the document and to what comes before; in float64."""
+    """Compute the softmax of the scores in float64, masked to the document and to earlier tokens."""
     groups = query.shape[1] // key.shape[1]
     query, key, value = query.double(), *(t.double().repeat_interleave(groups, dim=1) for t in (key, value))
     document = (~_follows()).cumsum(1)
@@ -47,7 +47,7 @@ def test_borders_are_those_of_rows_and_documents() -> None:
     assert borders.dtype == torch.int32
     lengths = [length for row in LENGTHS for length in row]
     assert [end - start for start, end in pairwise(borders.tolist())] == lengths
-    # The first token of a row begins a document, whatever it is said to follow.
+    # The first token of a row begins a document, even if it is marked as a continuation.
     assert borders_of(torch.ones(2, 3, dtype=torch.bool)).tolist() == [0, 3, 6]
 
 
@@ -68,7 +68,7 @@ def test_output_and_gradients_are_those_of_a_mask(dtype: torch.dtype, tolerance:
 
 
 def test_queries_in_a_wider_type_are_rounded_to_that_of_the_values() -> None:
-    """As autocast leaves them after rotary positions."""
+    """After rotary positions, autocast leaves queries in a wider type."""
     query, key, value = _tensors(torch.float32, 4)
     narrow = [tensor.bfloat16() for tensor in (query, key, value)]
     borders = borders_of(_follows())
@@ -77,7 +77,7 @@ def test_queries_in_a_wider_type_are_rounded_to_that_of_the_values() -> None:
 
 
 def test_operators_keep_torchs_contract() -> None:
-    """Schema, shapes without data, autograd and tracing with varying sizes, as torch itself checks them."""
+    """Schema, shapes without data, autograd and tracing with varying sizes, as torch checks them itself."""
     borders = borders_of(_follows())
     torch.library.opcheck(packed._on_cpu, (*_tensors(torch.float64, 2), borders, SCALE))
     query, key, value = (tensor.detach() for tensor in _tensors(torch.float64, 2))
@@ -87,7 +87,7 @@ def test_operators_keep_torchs_contract() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """The most elements of a tensor that was made."""
+    """Records the number of elements of the largest tensor that was made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def test_no_matrix_of_tokens_by_tokens_is_made(name: str, has_matrix: bool) -> N
 
 
 def test_short_windows_keep_their_mask() -> None:
-    """A window within a document is more than borders can say."""
+    """Borders cannot describe a window within a document."""
     model = _model("mistral").train()
     batch = _packed_batch(_samples([9, 20, 1, 13, 6]))
     results = []

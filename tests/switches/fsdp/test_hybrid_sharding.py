@@ -1,4 +1,4 @@
-"""FSDP inside groups of workers: the run of one process, in copies that stay equal to the bit."""
+"""FSDP inside groups of workers equals the run of one process, with copies that stay equal to the bit."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from tests.support.requests import config_of
 from tests.support.worker_pool import run_in_workers
 
 STEPS = "--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
-MICRO = "--micro-batch-size 1"  # of four workers: two micro batches a step
+MICRO = "--micro-batch-size 1"  # with four workers: two micro batches per step
 PAIR = "--fsdp-shard-size 2"
 HYBRID = f"{MICRO} --fsdp-memory-optimization {PAIR}"
 AVERAGED = "--ema-decay 0.9"
 BF16 = "--mixed-precision bf16 --checkpoint-activations"
 BRANCHES = "--micro-batch-size 4 --fsdp-memory-optimization --fsdp-shard-size 2"
 OTHERS = {"all workers": ("fsdp", "--fsdp-shard-size 4"), "copies": ("plain", "")}
-"""Engines that go on with a checkpoint of hybrid sharding, with their flags."""
-GATHER, REDUCE, SUM = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"  # of torch.ops.c10d
+"""Engines that continue from a checkpoint of hybrid sharding, with their flags."""
+GATHER, REDUCE, SUM = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"  # from torch.ops.c10d
 GROUPS = 3  # the model's two blocks, and the root with the rest
 
 
 class CountingJob(CausalJob):
-    """Counts what is sent in each step, and to how many workers."""
+    """Counts the messages of each step and the number of workers that receive them."""
 
     def on_train_start(self) -> None:
         self.sent: Counter[tuple[str, int]] = Counter()
@@ -54,7 +54,7 @@ class CountingJob(CausalJob):
 
 
 class _Watch(TorchDispatchMode):
-    """Sees the collectives as torch sends them, whatever FSDP calls them by."""
+    """Sees the collectives that torch sends, independent of FSDP's own names for them."""
 
     def __init__(self, job: CountingJob) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _norm_of_the_second_copy() -> Any:
-    """Its workers add up in an order of their own, by which the last bits of the norm differ."""
+    """Change the norm of the second copy. Its workers sum in another order, which changes the last bits of the norm."""
     norm = local.get_total_norm
 
     def rounded(*given: Any, **named: Any) -> Any:
@@ -79,7 +79,7 @@ def _norm_of_the_second_copy() -> Any:
 
 
 def _count() -> dict[str, Any]:
-    """Collectives of the second step, by name and size of the group; and the receipts, after two steps."""
+    """Return the collectives of the second step by name and group size, and the receipts after two steps."""
     job = CountingJob([*f"{STEPS} --train-iters 2 {HYBRID}".split(), "--lr", "1e-3"])
     with _Watch(job), _norm_of_the_second_copy():
         receipts = job.fit()["receipts"]
@@ -87,7 +87,7 @@ def _count() -> dict[str, Any]:
 
 
 def _all_runs(workers: Any, folder: str) -> dict[str, Any]:
-    """In each of four workers."""
+    """Train in each of four workers."""
     runs = _count()
     runs["fp64"] = train("causal", True, f"{STEPS} {HYBRID} {AVERAGED}")
     runs["bf16"] = train("causal", False, f"{STEPS} {HYBRID} {BF16}", "--save", f"{folder}/bf16")
@@ -96,7 +96,7 @@ def _all_runs(workers: Any, folder: str) -> dict[str, Any]:
 
 
 def _resumed(workers: Any, folder: str) -> dict[str, Any]:
-    """Curves of a run that is whole, of one that goes on, and of others that go on from it."""
+    """Return the curves of an uninterrupted run, of one that resumes, and of other engines that continue from it."""
     whole = engine_runs.run(f"{folder}/whole", "fsdp", 4, *PAIR.split())
     died = f"{folder}/died"
     engine_runs.run(died, "fsdp", 4, *PAIR.split(), dies_after=SAVED + 1)
@@ -124,7 +124,7 @@ def runs(folder: str) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_groups_follow_one_process(runs: Any) -> None:
-    """Clipped steps of two micro batches each, in fp64, and what averages of the weights are evaluated to."""
+    """Compare clipped steps of two micro batches each in fp64, and evaluations of averaged weights."""
     expected = reference("causal", True, f"{STEPS} --micro-batch-size 8 {AVERAGED}")
     actual = runs["fp64"]
     close = {"rtol": 1e-10, "atol": 1e-12}
@@ -151,7 +151,7 @@ def test_what_some_copies_do_not_reach_counts_as_zero(runs: Any) -> None:
 
 @pytest.mark.distributed
 def test_parameters_travel_inside_groups_and_gradients_of_shards_between_them_once_a_step(runs: Any) -> None:
-    gathers = 2 * (2 * GROUPS - 1)  # of two micro batches; the root stays whole between forward and backward
+    gathers = 2 * (2 * GROUPS - 1)  # for two micro batches, with a root that stays whole between forward and backward
     in_pairs = {name: count for (name, size), count in runs["counted"].items() if size == 2}
     assert in_pairs == {GATHER: gathers, REDUCE: GROUPS, SUM: GROUPS}
 
@@ -206,7 +206,7 @@ def test_the_export_has_one_copy(runs: Any, folder: str) -> None:
         torch.testing.assert_close(weight.double(), runs["bf16"]["weights"][name], rtol=0, atol=0)
 
 
-ACTED = [  # (elements that each of four workers updates of the ten that are trained, copies equal, what is said)
+ACTED = [  # (elements that each of four workers updates of the ten that are trained, copies equal, message)
     ((5, 5, 5, 5), True, None),
     ((6, 4, 6, 4), True, None),
     ((3, 3, 2, 2), True, "2 copies of shares for 2 workers were expected; the workers have 10 elements together"),

@@ -1,4 +1,4 @@
-"""What can be chosen about FSDP changes what it sends, never what it computes."""
+"""The options of FSDP change what it sends, never what it computes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.support.parity import Trained, reference, train, trained
 from tests.support.worker_pool import run_in_workers
 
 STEPS = "--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
-FSDP = "--micro-batch-size 1 --fsdp-memory-optimization"  # with two workers: 4 micro batches a step
+FSDP = "--micro-batch-size 1 --fsdp-memory-optimization"  # with two workers: 4 micro batches per step
 KEPT = "--no-fsdp-reshard-after-forward"
-GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"  # of torch.ops.c10d
+GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"  # from torch.ops.c10d
 GROUPS = 3  # the model's two blocks, and the root with the rest
 REDUCED = [("bf16", None), ("bf16", "bf16"), ("fp16", "fp16"), ("fp16", "bf16")]
 
@@ -26,7 +26,7 @@ def _flags(precision: str, reduced: str | None) -> str:
 
 
 class CountingJob(CausalJob):
-    """Counts what FSDP sends in each step, and in which types it sums."""
+    """Counts the messages of FSDP in each step and records the types of its sums."""
 
     def on_train_start(self) -> None:
         self.sent: Counter[str] = Counter()
@@ -40,7 +40,7 @@ class CountingJob(CausalJob):
 
 
 class _Watch(TorchDispatchMode):
-    """Sees the collectives as torch sends them, whatever FSDP calls them by."""
+    """Sees the collectives that torch sends, independent of FSDP's own names for them."""
 
     def __init__(self, job: CountingJob) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Watch(TorchDispatchMode):
 
 
 class Counted(NamedTuple):
-    """A run, what its second step sent, and the types in which it summed gradients."""
+    """A run, the messages of its second step, and the types in which it summed gradients."""
 
     run: Trained
     sent: dict[str, int]
@@ -72,7 +72,7 @@ def _count(flags: str, *, double: bool = False) -> Counted:
 
 
 def _all_runs(workers: Any) -> dict[str, Counted]:
-    """In each of two workers, by their flags."""
+    """Train in each of two workers and return the runs by their flags."""
     runs = {KEPT: _count(KEPT, double=True), "": _count("--train-iters 2", double=True)}
     return runs | {flags: _count(flags) for flags in (_flags(*case) for case in REDUCED)}
 
@@ -94,7 +94,7 @@ def test_parameters_that_stay_whole_change_nothing(runs: Any) -> None:
 
 @pytest.mark.distributed
 def test_gradients_are_sent_once_a_step_and_whole_parameters_are_gathered_once_if_they_stay(runs: Any) -> None:
-    # Of 4 micro batches each gathers everything for its forward, and all but the root again for its backward.
+    # Each of 4 micro batches gathers everything for its forward, and all but the root again for its backward.
     assert runs[""].sent == {GATHER: 4 * (2 * GROUPS - 1), REDUCE: GROUPS}
     assert runs[KEPT].sent == {GATHER: GROUPS, REDUCE: GROUPS}
 
@@ -121,7 +121,7 @@ def test_gradients_are_summed_in_the_type_that_is_asked_for(precision: str, redu
 
 
 class SharingJob(CausalJob):
-    """Two blocks with one feed-forward."""
+    """Two blocks share one feed-forward."""
 
     def make(self) -> torch.nn.Module:
         model = super().make()

@@ -1,4 +1,4 @@
-"""The fused loss against torch's cross-entropy of whole logits: the function, models, and runs."""
+"""The fused loss compared with torch's cross-entropy of whole logits: the function, models, and runs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_autocast_rounds_as_without_fusing(dtype: torch.dtype) -> None:
         expected = F.cross_entropy(F.linear(*tensors).float(), target, reduction="sum")
         actual = linear_cross_entropy(*tensors, target, Recipe())
         again = F.linear(*tensors)
-    assert again.grad_fn is not None  # autocast has kept no weight without a gradient
+    assert again.grad_fn is not None  # autocast has not cached a weight without a gradient
     assert actual.dtype == expected.dtype
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
     exact = F.cross_entropy(F.linear(*(t.double() for t in tensors)), target, reduction="sum")
@@ -106,7 +106,7 @@ def test_autocast_rounds_as_without_fusing(dtype: torch.dtype) -> None:
 
 
 class _Widest(TorchDispatchMode):
-    """The most elements that a tensor had, without those of the named sizes."""
+    """Records the number of elements of every tensor that is made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_no_tensor_is_as_large_as_the_logits() -> None:
     *tensors, target = _inputs(100, 300, bias=True)
     with _Widest() as seen:
         linear_cross_entropy(*tensors, target.clamp(min=0), Recipe()).backward()
-    assert max(seen.elements) == 25 * 300  # a quarter of the rows; weight and its gradient have 300 × 16
+    assert max(seen.elements) == 25 * 300  # a quarter of the rows. Weight and its gradient have 300 × 16
     with _Widest() as seen:
         F.cross_entropy(F.linear(*tensors), target).backward()
     assert max(seen.elements) == 100 * 300
@@ -280,7 +280,7 @@ def _assert_follows(actual: Any, expected: Any, *, double: bool) -> None:
     close = {"rtol": 1e-10 if double else 1e-5, "atol": 1e-12 if double else 1e-6}
     torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), **close)
     torch.testing.assert_close(torch.tensor(actual["evaluations"]), torch.tensor(expected["evaluations"]), **close)
-    # Rounding alone decides where a weight goes whose gradient is 0, as that of a key's bias is: a hundredth of a step.
+    # If a gradient is 0, as for the bias of keys, rounding alone moves the weight: a hundredth of a step.
     close = close if double else {"rtol": 1e-5, "atol": 1e-5}
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(actual["weights"][name], weight, **close)
@@ -299,7 +299,7 @@ def test_steps_are_those_without(job: str, double: bool, references: Any) -> Non
 
 @pytest.mark.slow
 def test_the_receipt_would_see_whole_logits() -> None:
-    """Break the switch on purpose: the receipt must not say what it says when it works."""
+    """Break the switch on purpose. The receipt must differ from that of a working switch."""
 
     def whole(hidden: Any, weight: Any, bias: Any, target: Any, recipe: Recipe, words: Any) -> Any:
         return F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")
@@ -329,7 +329,7 @@ def test_a_model_without_words_is_refused() -> None:
 
 
 def _double(name: str) -> bool:
-    return not name.startswith("zero")  # whose masters are in fp32
+    return not name.startswith("zero")  # ZeRO's masters are fp32
 
 
 def _all_runs(workers: Any) -> dict[Any, Any]:
@@ -343,7 +343,7 @@ def _all_runs(workers: Any) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[Any, Any]]:
-    """By rank."""
+    """The runs by rank."""
     return run_in_workers(2, _all_runs)
 
 

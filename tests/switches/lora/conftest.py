@@ -1,4 +1,4 @@
-"""What the tests of adapters share."""
+"""Fixtures that the tests of adapters share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.jobs import CausalJob
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a small pretrained model."""
+    """The folder of a small pretrained model."""
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(3)
     CausalJob(["--lr", "1", "--train-iters", "1"]).make().save_pretrained(folder)  # type: ignore[operator]

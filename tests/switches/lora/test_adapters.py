@@ -1,4 +1,4 @@
-"""Adapters: what peft makes of the same weights, their export, their merging, and which base they stand on."""
+"""Adapters: parity with peft on the same weights, their export, their merging, and the base that they belong to."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STEPS = "--train-iters 4 --global-batch-size 8 --micro-batch-size 4 --lr 1e-2 --
 
 
 def run(base: Path, folder: Path | None, flags: str = "", job: type = PretrainedJob) -> Trained:
-    """Train adapters, with files if there is a folder for them."""
+    """Train adapters. Files are written only if there is a folder for them."""
     kind = type("Job", (job,), {"folder": str(base)})
     return trained(kind([*STEPS.split(), *flags.split(), *(["--save", str(folder)] if folder else [])]))
 
 
 class _Recorded(PretrainedJob):
-    """Keeps the batches that it trains on."""
+    """Records the batches that it trains on."""
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if model.training and torch.is_grad_enabled() and hasattr(self, "model"):
@@ -39,7 +39,7 @@ class _Recorded(PretrainedJob):
 
 
 class _OneShape(PretrainedJob):
-    """All batches are of one length, and there is no validation: one graph each way."""
+    """All batches have one length and there is no validation, so each direction needs one graph."""
 
     def build_data(self) -> Data:
         return Data(train=_sequences(200), collate=lambda samples: _pad(samples, (len(samples), 40), classes=False))
@@ -83,11 +83,11 @@ def test_only_adapters_are_kept_and_what_is_frozen_stays(base: Path, capsys: pyt
     whole = sum(p.numel() for p in GPT2LMHeadModel.from_pretrained(base).parameters())
     assert receipts["frozen_parameters"] == whole
     assert f"{receipts['trained_parameters']:,} of them trained" in " ".join(capsys.readouterr().out.split())
-    # Layers of two blocks of width 16: qkv, attention output, two of the feed-forward; rank 4.
+    # Layers of two blocks of width 16: qkv, attention output and two of the feed-forward. The rank is 4.
     assert receipts["trained_parameters"] == 2 * 4 * ((16 + 48) + (16 + 16) + (16 + 64) + (64 + 16))
     assert receipts["trained_bytes"] == 4 * receipts["trained_parameters"]
     assert receipts["adapted_layers"] == 8
-    # Adam's two moments, and a count each.
+    # Adam's two moments, and a step count for each parameter.
     assert receipts["optimizer_state_bytes"] == 8 * receipts["trained_parameters"] + 4 * 16
     assert sum(weight.numel() for weight in found["weights"].values()) == receipts["trained_parameters"]
 
@@ -115,7 +115,7 @@ def test_merged_model_is_the_adapted_one(base: Path, tmp_path: Path, capsys: pyt
         assert (merged(tokens).logits - adapted(tokens).logits).abs().max() < 1e-6
         assert (merged(tokens).logits - GPT2LMHeadModel.from_pretrained(base)(tokens).logits).abs().max() > 1e-3
     assert main(["export", str(tmp_path / "run"), "--merge"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["export", str(tmp_path), "--merge"]) == 2
     assert "holds no adapters" in capsys.readouterr().err
 
@@ -150,9 +150,9 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         other.transformer.h[1].mlp.c_fc.weight[3, 5] += 1e-6  # one element
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(CheckpointError, match="were trained beside other weights"):
+    with pytest.raises(CheckpointError, match="were trained with other base weights"):
         run(tmp_path / "other", tmp_path / "run", "--resume")
-    with pytest.raises(CheckpointError, match="were trained beside other weights"):
+    with pytest.raises(CheckpointError, match="were trained with other base weights"):
         run(tmp_path / "other", tmp_path / "new", f"--load {tmp_path / 'run'} --weights-only")
 
 
@@ -191,9 +191,9 @@ def test_named_layers_alone(base: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--lora-target-modules q_proj", "GPT2LMHeadModel has no layer that is called q_proj"),
+        ("--lora-target-modules q_proj", "GPT2LMHeadModel has no layer called q_proj"),
         ("--lora-target-modules wte,ln_1", "cannot get adapters"),
-        ("--lora-modules-to-save head", "has no module that is called head"),
+        ("--lora-modules-to-save head", "has no module called head"),
     ],
 )
 def test_names_that_are_not_there(base: Path, flags: str, message: str) -> None:
@@ -202,7 +202,7 @@ def test_names_that_are_not_there(base: Path, flags: str, message: str) -> None:
 
 
 def test_a_folder_of_adapters_is_a_pretrained_model(base: Path, tmp_path: Path) -> None:
-    """It is read with the adapters merged, by every command that takes a pretrained folder."""
+    """Every command that accepts a pretrained folder reads it with the adapters merged."""
     from rapidformer_templates.models.loading import build_model
     from rapidformer_templates.planning.config import parse
     from rapidformer_templates.planning.registry import REGISTRY

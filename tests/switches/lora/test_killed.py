@@ -1,4 +1,4 @@
-"""``kill -9`` in the middle of a run of adapters beside frozen weights in 8 bits, and what goes on from the disk."""
+"""``kill -9`` during a run of adapters with an 8-bit frozen base, and the runs that resume from the disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ONE, TWO = "--micro-batch-size 8", "--micro-batch-size 2 --oss-memory-optimizati
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> str:
-    """The command: conversations for a small model that a run before has made."""
+    """The command line: conversations, and a small model that an earlier run has trained."""
     folder, draw = tmp_path_factory.mktemp("chat"), np.random.default_rng(3)
     talks = [
         [{"role": role, "content": " ".join(draw.choice(WORDS, 5))} for role in ("user", "assistant")]
@@ -83,10 +83,10 @@ def test_a_killed_run_goes_on_as_if_nothing_was(words: str, tmp_path: Path) -> N
     wanted, found = _adapters(tmp_path / "whole"), _adapters(run)
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
-    # Two workers, each with the state of a half of the adapters, go on from the same checkpoint.
+    # Two workers, each with the state of half of the adapters, resume from the same checkpoint.
     run_in_workers(2, _go_on, f"{words} {TWO} --save {other} --resume")
     losses, theirs = ([line["loss"] for line in _lines(folder)] for folder in (tmp_path / "whole", other))
     assert len(losses) == len(theirs) == STEPS
     assert theirs == pytest.approx(losses, rel=1e-3)
     assert theirs[: KILLED_AFTER + 8] == pytest.approx(losses[: KILLED_AFTER + 8], rel=1e-5)
-    assert all(float(weight.abs().sum()) > 0 for weight in wanted.values())  # half of them begin at zero
+    assert all(float(weight.abs().sum()) > 0 for weight in wanted.values())  # half of them start at zero

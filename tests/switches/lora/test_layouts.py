@@ -1,4 +1,4 @@
-"""Adapters under every engine that divides a model follow one process, and go from each to the others."""
+"""Adapters follow one process under every engine that divides a model, and move between all engines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LONGER = {"tp2-dp2-sequence", "tp2-dp2-zero-2", "pp2-dp2", "dp4-rslora", "gpt2-8
 
 
 def _whole(case: tuple[str, bool, str]) -> tuple[str, bool, str]:
-    """In one process, in micro batches of the same size."""
+    """Return the same case in one process, with micro batches of the same size."""
     words = case[2].split()
     variant = f"--lora-variant {words[words.index('--lora-variant') + 1]}" if "--lora-variant" in words else ""
     size = words[words.index("--micro-batch-size") + 1]
@@ -64,9 +64,7 @@ def _four_workers(workers: Any, folder: str, layouts: list[str], chains: list[st
     runs = train_all(workers, cases)
     for job in chains:
         curve: list[tuple[float, float]] = []
-        for flags, dies_after in CHAINS[
-            job
-        ]:  # each part begins where the last checkpoint was, one step before the death
+        for flags, dies_after in CHAINS[job]:  # each part begins at the last checkpoint, one step before the death
             curve = [*curve[:-1], *begin(job, f"{folder}/{job}", f"{RESUMED} {flags}", dies_after)]
         runs[job] = curve
     return runs
@@ -100,7 +98,7 @@ def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> 
             found["weights"][name], weight, **(tolerance if double else {"rtol": 1e-5, "atol": 1e-5})
         )
     counts = [run["summary"]["receipts"]["trained_parameters"] for run in (found, wanted)]
-    assert 0 < counts[0] == counts[1]  # of all stages of a pipeline
+    assert 0 < counts[0] == counts[1]  # from all pipeline stages
 
 
 def test_references_learn(references: Any) -> None:
@@ -114,6 +112,6 @@ def test_references_learn(references: Any) -> None:
 def test_adapters_go_from_any_engine_to_any_other(job: str, runs: Any, tmp_path: Path) -> None:
     whole = begin(job, str(tmp_path / "whole"), f"{RESUMED} --micro-batch-size 8")
     curve = torch.tensor([*runs[job][:-1], *begin(job, f"{runs['folder']}/{job}", f"{RESUMED} {LAST}")])
-    # Gradients of the first matrices begin at zero, and Adam's first steps divide rounding by its own size.
+    # Gradients of the first matrices start at zero, and Adam's first steps divide rounding by its own magnitude.
     limits = {"rtol": 1e-9, "atol": 1e-11} if job.endswith("double") else {"rtol": 1e-3, "atol": 1e-6}
     torch.testing.assert_close(curve, torch.tensor(whole), **limits)

@@ -1,4 +1,4 @@
-"""The merged model is the one that was evaluated, also if head and embeddings share their weight."""
+"""The merged model equals the evaluated one, even if head and embeddings share their weight."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_merged_model_is_the_one_that_was_evaluated(kind: str, layout: str, 
 
 
 def test_an_architecture_that_ties_always_is_refused(tmp_path: Path) -> None:
-    """T5 scales the output of a tied head, so that untied weights are another model."""
+    """T5 scales the output of a tied head, so untied weights make a different model."""
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes)).save_pretrained(tmp_path)
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
@@ -100,6 +100,6 @@ def test_an_architecture_that_ties_always_is_refused(tmp_path: Path) -> None:
 
 def test_a_base_that_has_moved_is_named(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{tmp_path}/gone"}}')
-    with pytest.raises(ModelError, match="base of the adapters is not there any more") as caught:
+    with pytest.raises(ModelError, match="base of the adapters no longer exists") as caught:
         merge(tmp_path, tmp_path / "merged")
     assert "base_model_name_or_path" in caught.value.render()

@@ -1,4 +1,4 @@
-"""Adapters in mixtures under every engine, beside one process; the experts whole on each worker, or divided."""
+"""Adapters in mixtures of experts, compared with one process under every engine, with whole or divided experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTEXT, PIPELINE, TENSOR, GROUPS = (
     "--tensor-model-parallel-size 2",
     "--expert-model-parallel-size 2",
 )
-LAYOUTS = {  # name: (kind, what has adapters, fp64, flags)
+LAYOUTS = {  # name: (kind, modules with adapters, fp64, flags)
     "ddp": ("mixtral", EVERYTHING, True, "--micro-batch-size 1"),
     "fsdp": ("mixtral", EVERYTHING, True, "--micro-batch-size 1 --fsdp-memory-optimization --checkpoint-activations"),
     "oss-sdp": ("qwen3-moe", EVERYTHING, True, "--micro-batch-size 2 --oss-sdp-memory-optimization"),
@@ -63,12 +63,12 @@ def _flags(layout: str) -> tuple[str, bool, str]:
 
 
 def _job(kind: str, flags: str) -> str:
-    """A model of four blocks for stages, and else of two."""
+    """Return a model with four blocks for stages, otherwise one with two."""
     return f"{kind}-wide" if PIPELINE in flags else f"{kind}-shallow"
 
 
 def _reference(layout: str) -> parity.Trained:
-    """One process, in one micro batch a step."""
+    """Train in one process, with one micro batch per step."""
     kind, targets, double, flags = LAYOUTS[layout]
     whole = f"{STEPS} --lora-target-modules {targets} --micro-batch-size 8"
     return parity.reference(_job(kind, flags), double, whole, lr="1e-2")

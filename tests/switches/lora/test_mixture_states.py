@@ -1,4 +1,4 @@
-"""What adapters in a mixture hold, as the planner predicts it, beside the receipts of runs: equal to the byte."""
+"""Predicted memory of adapters in a mixture, compared with the receipts of runs: equal to the byte."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = {  # name: (workers, flags)
 
 
 def _held(workers: Any, names: list[str]) -> dict[str, list[Held]]:
-    """What each rank holds, by the receipts."""
+    """Return the bytes that each rank holds according to the receipts."""
     found = {}
     for name in names:
         run = parity.train("mixtral-wide", False, f"{STEPS} {CASES[name][1]}")
@@ -74,7 +74,7 @@ def test_a_run_holds_what_is_predicted(name: str, measured: dict[str, list[Held]
 
 
 def test_experts_in_codes_take_fewer_bytes(measured: dict[str, list[Held]]) -> None:
-    """Their stacks, four layers of 4 experts, to one byte a number and a scale a row."""
+    """Their stacks, four layers of 4 experts, take one byte per number and a scale per row."""
     linear = 4 * 4 * (16 * 16)
     stacks = 4 * 4 * 3 * 16 * 24
     rows = 4 * (4 * 16 + 4 * (48 + 16))

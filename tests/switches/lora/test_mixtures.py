@@ -1,4 +1,4 @@
-"""Adapters in pretrained mixtures: beside linear layers, stacks of experts and routers, as peft has them."""
+"""Adapters in pretrained mixtures of experts, as in peft: on linear layers, stacks of experts and routers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BATCHES: list[dict[str, torch.Tensor]] = []
 
 
 class _Recorded(mixtures.PretrainedJob):
-    """Keeps the batches that it trains on."""
+    """Records the batches that it trains on."""
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if model.training and torch.is_grad_enabled() and hasattr(self, "model"):
@@ -57,7 +57,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run(base: Path, folder: Path | None, flags: str = "") -> parity.Trained:
-    """Train adapters, with files if there is a folder for them."""
+    """Train adapters. Files are written only if there is a folder for them."""
     words = [*STEPS.split(), *flags.split(), "--pretrained-model-name-or-path", str(base)]
     return parity.trained(_Recorded([*words, "--save", str(folder)] if folder else words))
 
@@ -68,7 +68,7 @@ def read_by_peft(base: Path, adapters: Path, **more: Any) -> Any:
 
 
 def _objective(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss of the task, the whole objective), its terms written out row by row."""
+    """Return (loss of the task, full objective), with the terms computed row by row."""
     seen: list[torch.Tensor] = []
     routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
     hooks = [router.register_forward_hook(lambda module, args, output: seen.append(output[0])) for router in routers]
@@ -162,14 +162,14 @@ def test_matrices_by_the_ends_of_their_names(bases: dict[str, Path], asked: str,
 
 def test_names_of_matrices_are_told(bases: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(bases["mixtral"])
-    with pytest.raises(ModelError, match="no layer that is called w1") as error:
+    with pytest.raises(ModelError, match="no layer called w1") as error:
         refuse_missing(model, targets_of(model, "w1", None), "w1", None)
     assert "experts.down_proj, experts.gate_up_proj, gate.weight" in str(error.value.hint)
 
 
 @pytest.mark.slow
 def test_layers_before_the_first_adapter_are_counted_too(bases: dict[str, Path]) -> None:
-    """No backward comes by their routers: not by the first one's here, also where activations are computed again."""
+    """The backward does not reach their routers, here that of the first layer, with or without recomputation."""
     flags = "--lora-target-modules layers.1.mlp.experts"
     whole = run(bases["mixtral"], None, f"{flags} --micro-batch-size 8")
     parts = run(bases["mixtral"], None, f"{flags} --checkpoint-activations")
@@ -189,7 +189,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_beside_the_same_base(bases: dict
     with torch.no_grad():
         other.model.layers[1].mlp.experts.down_proj[3, 5, 7] += 1e-6  # one element of one expert
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(CheckpointError, match="were trained beside other weights"):
+    with pytest.raises(CheckpointError, match="were trained with other base weights"):
         run(tmp_path / "other", tmp_path / "parts", f"{EVERYTHING} --resume")
     parts = run(bases["mixtral"], tmp_path / "parts", f"{EVERYTHING} --resume --keep-checkpoints 1")
     assert parts["weights"].keys() == whole["weights"].keys()
@@ -199,7 +199,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_beside_the_same_base(bases: dict
 
 
 def test_what_peft_lacks_beside_matrices_is_refused_by_name(bases: dict[str, Path]) -> None:
-    with pytest.raises(ModelError, match=r"with --lora-dropout beside matrices that are no layers: .*gate\.weight"):
+    with pytest.raises(
+        ModelError,
+        match=r"with --lora-dropout together with matrices that are not layers: "
+        r".*gate\.weight",
+    ):
         run(bases["mixtral"], None, "--lora-target-modules gate --lora-dropout 0.1")
 
 
@@ -213,7 +217,7 @@ def test_the_export_says_what_peft_puts_where(bases: dict[str, Path], tmp_path: 
 
 
 class _LlamaJob(jobs.CausalJob):
-    """Dense."""
+    """A dense model."""
 
     def make(self) -> torch.nn.Module:
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -224,7 +228,7 @@ jobs.OTHERS["llama"] = _LlamaJob
 
 
 class _OwnJob(jobs.CausalJob):
-    """A mixture of this library's from a folder."""
+    """A mixture of this library, loaded from a folder."""
 
     def build_model(self) -> torch.nn.Module:
         return load_mixture(self.config.model.pretrained_model_name_or_path).train()  # type: ignore[no-any-return]
@@ -253,12 +257,12 @@ def test_peft_has_not_both_beside_matrices_and_conv1d(tmp_path: Path) -> None:
     flags = "--train-iters 1 --global-batch-size 8 --num-experts 4"
     parity.train("causal", False, flags, "--save", str(tmp_path / "mixture"))
     words = f"{STEPS} {EVERYTHING} --pretrained-model-name-or-path {tmp_path}/mixture/export"
-    with pytest.raises(ModelError, match="layers of the kind Conv1D beside matrices"):
+    with pytest.raises(ModelError, match="layers of the kind Conv1D together with matrices"):
         parity.trained(_OwnJob(words.split()))
 
 
 def test_new_experts_are_not_frozen() -> None:
-    with pytest.raises(ModelError, match="new experts have learned nothing"):
+    with pytest.raises(ModelError, match="new experts are untrained"):
         parity.train("causal", False, f"{STEPS} --num-experts 4")
 
 
@@ -285,7 +289,7 @@ def test_experts_in_codes_train_as_the_read_ones_do(coding: str, bases: dict[str
 
 
 def _read(weight: torch.Tensor, coding: str) -> torch.Tensor:
-    """What a weight becomes: the nearest multiple of a step, of its row or of a block of 64."""
+    """Quantize and dequantize a weight: to the nearest multiple of a step per row or per block of 64."""
     lowest, highest = (-127, 127) if coding == "int8" else (-8, 7)
     blocks = weight.flatten().split(weight.shape[-1] if coding == "int8" else 64)
     steps = [part.abs().max() / ((highest - lowest) / 2) for part in blocks]

@@ -1,4 +1,4 @@
-"""A base in 8 or 4 bits: what its codes stand for, and that adapters beside them train as beside the read weights."""
+"""A base in 8 or 4 bits: the values of its codes. Adapters train on it as on the dequantized weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEEDS_NF4 = pytest.mark.skipif(
 )
 FORMATS = ["int8", "int4", pytest.param("nf4", marks=NEEDS_NF4)]
 SHAPES = [(48, 16), (7, 5), (64, 96)]
-"""Rows that are no multiple of a block of 64, a weight that is none, and blocks that run over the ends of rows."""
+"""Rows that are not a multiple of a block of 64, a whole weight that is not, and blocks that cross the ends of rows."""
 STEPS = "--train-iters 4 --global-batch-size 8 --micro-batch-size 4 --lr 1e-2 --log-interval 1 --lora-rank 4"
 
 QUANTILES = (
@@ -39,11 +39,11 @@ QUANTILES = (
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
     *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""Of NormalFloat, as the paper's appendix lists them."""
+"""Quantiles of NormalFloat, as listed in the appendix of the paper."""
 
 
 def expected(weight: torch.Tensor, coding: str) -> torch.Tensor:
-    """What a weight becomes: the nearest multiple of a step, or quantile, of its row or block of 64."""
+    """Return the dequantized weight: the nearest multiple of a step, or quantile, of its row or block of 64."""
     flat = weight.flatten()
     block = weight.shape[1] if coding == "int8" else 64
     read = []
@@ -55,7 +55,7 @@ def expected(weight: torch.Tensor, coding: str) -> torch.Tensor:
         else:
             lowest, highest = (-127, 127) if coding == "int8" else (-8, 7)
             step = part.abs().max() / ((highest - lowest) / 2)
-            # The greatest number lies midway between two integers, and torchao multiplies by the inverse.
+            # The greatest number is midway between two integers, and torchao multiplies by the inverse.
             read.append((part * (1 / step)).round().clamp(lowest, highest) * step)
     return torch.cat(read).view(weight.shape)
 
@@ -119,7 +119,7 @@ def test_a_layer_computes_with_the_read_weight_and_keeps_its_bytes(coding: str, 
 
 
 def run(base: Path, folder: Path | None, flags: str) -> Trained:
-    """Train adapters, with files if there is a folder for them."""
+    """Train adapters. Files are written only if there is a folder for them."""
     kind = type("Job", (PretrainedJob,), {"folder": str(base)})
     return trained(kind([*STEPS.split(), *flags.split(), *(["--save", str(folder)] if folder else [])]))
 
@@ -152,7 +152,7 @@ def test_adapters_train_as_beside_the_read_weights(
     four = [n // 2 + 4 * n // 64 for n in LAYERS]
     saved = plain["summary"]["receipts"]["frozen_bytes"] - receipts["frozen_bytes"]
     assert saved == 2 * (4 * sum(LAYERS) - sum(each if coding == "int8" else four))
-    # It is merged into the weights that there were before.
+    # The adapters are merged into the original weights.
     assert main(["export", str(tmp_path / "run"), "--merge"]) == 0
     capsys.readouterr()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run/merged").state_dict()
@@ -165,7 +165,7 @@ def test_adapters_train_as_beside_the_read_weights(
 
 @NEEDS_NF4
 def test_nf4_trains_as_peft_beside_bitsandbytes_layers_does(tmp_path: Path) -> None:
-    """Llama's widths are multiples of a block here: only then bitsandbytes' own layer reads them rightly on a CPU."""
+    """The widths of Llama are multiples of a block here. Otherwise bitsandbytes' layer reads them wrongly on a CPU."""
     from bitsandbytes.nn import Linear4bit
 
     torch.manual_seed(1)
@@ -248,7 +248,7 @@ def runs() -> dict[str, Any]:
 
 
 def _mathematics(flags: str) -> str:
-    """Of the flags of a run, those that one process with the same results has, too."""
+    """Return those flags of a run that one process with the same results also needs."""
     words = flags.split()
     kept = ("--quantize-base", "--mixed-precision")
     return " ".join(f"{flag} {value}" for flag, value in itertools.pairwise(words) if flag in kept)
@@ -256,7 +256,7 @@ def _mathematics(flags: str) -> str:
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, Any]:
-    """In one process, in one micro batch a step."""
+    """The runs in one process, with one micro batch per step."""
     return {
         name: reference(job, double, f"{LORA} --micro-batch-size 8 {_mathematics(flags)}")
         for name, (job, double, flags) in LAYOUTS.items()
@@ -270,7 +270,7 @@ def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> 
     found, wanted, double = runs[layout], references[layout], LAYOUTS[layout][1]
     curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (found, wanted)]
     assert found["weights"].keys() == wanted["weights"].keys()
-    if layout.endswith("bf16"):  # 8 bits of mantissa, and each half of a batch is rounded alone
+    if layout.endswith("bf16"):  # 8 bits of mantissa, and each half of a batch is rounded separately
         torch.testing.assert_close(*curves, rtol=2**-7, atol=0)
         assert weights_apart(found["weights"], wanted["weights"]) < 2**-7
     else:
@@ -280,6 +280,6 @@ def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> 
         limits = {"rtol": 1e-9, "atol": 1e-11} if double else {"rtol": 1e-4, "atol": 1e-5}
         for name, weight in wanted["weights"].items():
             torch.testing.assert_close(found["weights"][name], weight, **limits)
-    if layout != "pipeline" and not layout.endswith("bf16"):  # DeepSpeed rounds what lies in no codes
+    if layout != "pipeline" and not layout.endswith("bf16"):  # DeepSpeed rounds what is not quantized
         sizes = [each["summary"]["receipts"]["frozen_bytes"] for each in (found, wanted)]
         assert sizes[0] == sizes[1]

@@ -1,4 +1,4 @@
-"""Feed-forwards of transformers' architectures: found, replaced, initialised, or refused by name."""
+"""Feed-forwards of transformers' architectures are found, replaced and initialized, or refused by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _model(kind: str, **sizes: Any) -> Any:
 
 
 def _parts(found: FeedForward | None) -> dict[str, Any]:
-    """The linear layers of a dense feed-forward."""
+    """Return the linear layers of a dense feed-forward."""
     assert found is not None
     names = {"up": found.shape.up, "gate": found.shape.gate, "down": found.shape.down}
     return {name: found.module.get_submodule(path) for name, path in names.items() if path}
@@ -54,7 +54,7 @@ def _parts(found: FeedForward | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_one_expert_with_the_dense_weights_is_the_dense_model(kind: str) -> None:
-    """With a single expert the gate's weight is 1, and nothing but the expert is left."""
+    """With a single expert, the gate's weight is 1, and only the expert remains."""
     model = _model(kind).eval()
     ids = torch.randint(3, 100, (2, 7))
     mask = torch.ones_like(ids)
@@ -105,7 +105,7 @@ def test_every_second_block() -> None:
 def test_unknown_feed_forwards_are_refused_by_name() -> None:
     model = _model("opt", **OTHER, ffn_dim=48, word_embed_proj_dim=32).decoder
     blocks = find_blocks(model)
-    with pytest.raises(ModelError, match=r"the feed-forward of layers.0 \(OPTDecoderLayer\) is of no known shape"):
+    with pytest.raises(ModelError, match=r"the feed-forward of layers.0 \(OPTDecoderLayer\) has an unknown structure"):
         make_sparse(model, blocks, MixtureSizes(4, 2))
 
 

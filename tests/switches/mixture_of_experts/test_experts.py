@@ -1,4 +1,4 @@
-"""Grouped products against a product for each group."""
+"""Grouped products compared with one product per group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which experts tokens visit, against a loop over tokens."""
+"""The experts that tokens visit, compared with a loop over tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_weights_are_those_of_the_most_probable_experts(top_k: int) -> None:
 
 
 def test_a_single_weight_teaches_the_gate() -> None:
-    """Made to add up to one, it would be one, and without a gradient."""
+    """A single weight that is normalized to a sum of one would be one, and would have no gradient."""
     logits = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     choose(logits, 1)[0].sum().backward()
     assert (logits.grad.abs().sum(-1) > 1e-3).all()
@@ -44,7 +44,7 @@ def test_padding_takes_no_room_and_gives_none() -> None:
 
 
 def test_what_follows_changes_nothing_before_it() -> None:
-    """A causal model must not see, in what is dropped, which tokens come."""
+    """A causal model must not see in the dropped choices which tokens follow."""
     torch.manual_seed(1)
     gate = Gate(8, 4, 2, capacity_factor=0.75)
     torch.nn.init.normal_(gate.weight)

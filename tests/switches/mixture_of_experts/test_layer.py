@@ -1,4 +1,4 @@
-"""Sparse layers against loops over tokens, and against transformers' Mixtral block with the same weights."""
+"""Sparse layers compared with loops over tokens, and with transformers' Mixtral block with the same weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_layer_is_the_loop_over_its_tokens(
     inputs = [rows, *layer.parameters()]
     upstream = torch.randn(ROWS, TOKENS, HIDDEN, dtype=torch.float64)
     result = layer(rows)
-    layer._losses._unit.zero_()  # the gradient of the output alone
+    layer._losses._unit.zero_()  # only the gradient of the output
     got = torch.autograd.grad(result, inputs, upstream)
     expected = output_of(layer, rows, mask if padded else None, capacity)
     wanted = torch.autograd.grad(expected, inputs, upstream)

@@ -33,7 +33,7 @@ CONTEXT, PIPELINE, TENSOR, GROUPS = (
     "--expert-model-parallel-size 2",
 )
 ALONE = "--micro-batch-size 12"
-JOBS = {  # name: (job, flags of the mixture); four blocks where there are stages, else two
+JOBS = {  # name: (job, flags of the mixture). Four blocks for stages, otherwise two
     "gpt2": ("causal", CAPACITY),
     "deep gpt2": ("gpt2-4-tied", CAPACITY),
     "llama": ("llama-4-untied", f"{OURS} --moe-layer-interval 2"),
@@ -130,9 +130,9 @@ LONGER = {
     "own experts in groups of shards",
     "stages and stretches",
 }
-"""For ``make test-longer``: each way to divide a model and each kind of experts is in another layout too."""
+"""For ``make test-longer``. Another layout covers each way to divide a model and each kind of experts."""
 RESUMED = ("stages and shards", "groups, everything sharded", "groups, gradients divided")
-"""Begun in four workers, and gone on with in one."""
+"""Runs that start on four workers and resume on one."""
 EXPORTED = ("stages and shards", "groups of a context, everything sharded", "own experts in groups")
 HALF = "--mixed-precision fp16 --micro-batch-size 3"
 GENTLE = "--num-experts 4 --moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"  # in the range of fp16
@@ -144,7 +144,7 @@ def _flags(case: str, layout: str) -> tuple[str, bool, str]:
 
 
 def _train(name: str, folder: str) -> parity.Trained:
-    """A layout's run, with files if a test reads them."""
+    """Train a layout, with files if a test reads them."""
     case, layout = LAYOUTS[name]
     if name not in (*RESUMED, *EXPORTED):
         return parity.train(*_flags(case, layout))
@@ -157,7 +157,7 @@ def _saved(case: str, layout: str, folder: str, *more: str) -> parity.Trained:
 
 
 def _forget_last_step(folder: str) -> None:
-    """Leave a run as if it had ended between its two checkpoints."""
+    """Make a run look as if it had ended between its two checkpoints."""
     shutil.rmtree(f"{folder}/checkpoints/step-3")
 
 

@@ -1,4 +1,4 @@
-"""Balance and z loss against their formulas; how they enter the gradient."""
+"""Balance and z loss compared with their formulas, and how they enter the gradient."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _micro_batch(rows: slice, *, idle: bool = False) -> MicroBatch:
 
 
 def _gradient(parts: list[MicroBatch], rows: list[slice], loss_scale: float) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The gradient that two layers' losses give the logits, and what is reported, for a batch cut into parts."""
+    """Return the gradient of two layers' losses for the logits, and the reported values, for a batch in parts."""
     losses = BalanceLosses(2, 5, balance=0.3, z=0.02)
     logits = LOGITS.clone().requires_grad_()
     losses.begin_step(parts, alone())
@@ -65,7 +65,7 @@ def _gradient(parts: list[MicroBatch], rows: list[slice], loss_scale: float) -> 
         for layer in range(2):
             total = total + losses.attach(weights, own, chosen, None, mask, layer).sum() * 0
         losses.follow(total, part, scale=8.0)
-        (total * loss_scale).backward()  # as an engine with a loss scale of its own does
+        (total * loss_scale).backward()  # as an engine with its own loss scale does
     return logits.grad, losses.results(alone())
 
 

@@ -1,4 +1,4 @@
-"""transformers' own mixtures: the same function, with losses that transformers' own formula has the gradient of."""
+"""transformers' own mixtures: the same function, with losses whose gradient equals that of transformers' formula."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", sorted(OWN_EXPERTS))
 def test_function_and_losses_are_those_of_transformers(kind: str) -> None:
-    """Of one layer and one sample, where transformers' pooled formula and the sum of ours are the same."""
+    """For one layer and one sample, transformers' pooled formula equals the sum of ours."""
     model = tiny(kind, layers=1)
     outputs = model(input_ids=IDS, labels=IDS, output_router_logits=True)
     balance = load_balancing_loss_func(outputs.router_logits, 4, 2)
@@ -45,7 +45,7 @@ def test_function_and_losses_are_those_of_transformers(kind: str) -> None:
 
 
 def test_mixed_precision_reaches_the_experts() -> None:
-    """transformers' grouped products compute in the type of the weights, whatever autocast says."""
+    """transformers' grouped products compute in the type of the weights and ignore autocast."""
     model = tiny("mixtral")
     seen = []
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""A mixture follows its one-process run under every engine: loss, gradient norm, weights; and goes on under another."""
+"""A mixture follows its one-process run under every engine: loss, gradient norm, weights. It resumes under another."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _train(case: str, flags: str, *more: str) -> parity.Trained:
 
 
 def _forget_last_step(folder: str) -> None:
-    """Leave a run as if it had ended between its two checkpoints."""
+    """Make a run look as if it had ended between its two checkpoints."""
     shutil.rmtree(f"{folder}/checkpoints/step-3")
 
 
@@ -81,7 +81,7 @@ def _in_two_workers(workers: Any, folder: str, names: list[str]) -> dict[str, An
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All runs, those of two workers in one group."""
+    """All runs. One group of workers trains the runs of two workers."""
     folder = tmp_path_factory.mktemp("mixtures")
     found: dict[str, Any] = {f"{case} alone": _train(case, ALONE) for case in CASES if case != "dropless"}
     found["dropless alone"] = _train("dropless", ALONE, *SAVED, f"{folder}/alone")
@@ -119,8 +119,8 @@ def test_layout_follows_one_process(run: str, runs: Any) -> None:
 
 
 def test_the_mixture_acts(runs: Any) -> None:
-    """Else agreeing would be easy: the losses move the gradient, choices are dropped, each run learns."""
-    assert runs["plain"]["curve"][0][0] == runs["dropless alone"]["curve"][0][0]  # the loss is the task's
+    """Otherwise it would be easy to agree: the losses change the gradient, choices are dropped, and each run learns."""
+    assert runs["plain"]["curve"][0][0] == runs["dropless alone"]["curve"][0][0]  # the loss is that of the task
     assert abs(runs["plain"]["curve"][0][1] / runs["dropless alone"]["curve"][0][1] - 1) > 0.01
     assert runs["capacity alone"]["summary"]["receipts"]["dropped_choices"] > 0
     assert runs["dropless alone"]["summary"]["receipts"]["dropped_choices"] == 0

@@ -1,4 +1,4 @@
-"""An exported mixture is read again, and by nobody who would fill it with random numbers."""
+"""An exported mixture can be loaded, but not by code that would fill it with random numbers."""
 
 from __future__ import annotations
 

@@ -40,11 +40,11 @@ if installed_packages().keys() >= {"onnxruntime", "onnxscript"}:
     ENGINES["onnx"] = "--micro-batch-size 4 --onnx-runtime-training"
 
 LONGER = {"ddp", "distributed", "tensor", "sequence", "pipeline", "checkpointed", "compiled", "zero-2", "sdp"}
-"""For ``make test-longer``: each has one of its kind among the others."""
+"""For ``make test-longer``. The other engines include one of each kind."""
 IN_GRAPHS = {"compiled", "onnx"}
-"""Each shape of a batch costs seconds there."""
+"""Engines that need seconds for each shape of a batch."""
 IN_FLIGHT = {"pipeline", "interleaved"}
-"""Which backward comes first, with several micro batches on their way, is not known before it begins."""
+"""Engines with several micro batches in flight. Which backward comes first is unknown until it begins."""
 
 
 class OneLengthJob(OneLength, DeepJob):
@@ -71,14 +71,14 @@ def test_every_engine_computes_the_same_bits(name: str) -> None:
         assert receipts["offloaded_bytes"] > 0
         late = receipts["late_bytes"]
         assert (0 < late < receipts["offloaded_bytes"] / 4) if name in IN_FLIGHT else late == 0
-        # The tensors that recomputation keeps are counted the same on the host.
+        # Tensors that recomputation keeps count the same on the host.
         assert receipts.get("saved_tensor_bytes") == before.get("saved_tensor_bytes")
 
 
 def test_a_cpu_is_refused_before_any_worker_starts() -> None:
     text = refusal("--offload-activations --checkpoint-activations", CPU)
     assert "error[RF215]: this run is on a CPU: what blocks keep is in host memory already" in text
-    assert "no stream on which a copy runs beside the computation" in text
+    assert "no stream on which a copy runs during the computation" in text
     assert codes("--offload-activations", GPUS) == []
     assert codes("--offload-activations --torch-compile", GPUS) == []
     assert codes("--offload-activations --torch-compile cudagraphs", GPUS) == ["RF216"]

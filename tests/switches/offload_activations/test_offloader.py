@@ -1,4 +1,4 @@
-"""What goes to the host, when, and what comes back: the bits and the bytes of models with and without it."""
+"""The tensors that go to the host and come back, and when: bits and bytes of models with and without offload."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def offloaded(blocks: list[nn.Module]) -> tuple[Offloader, StandInHost]:
 
 
 def _trained(name: str, recompute: str, precision: str, *, offload: bool) -> dict[str, Any]:
-    """Two micro batches; the gradients, and the bytes alive between forward and backward of the second."""
+    """Run two micro batches. Return the gradients, and the live bytes between forward and backward of the second."""
     torch.manual_seed(3)
     model = MODELS[name](BLOCKS)
     blocks = list(find_blocks(model).values())
@@ -90,14 +90,14 @@ def test_same_bits_and_what_was_sent_is_not_here(name: str, recompute: str, prec
     assert counts.late == counts.away == 0
 
 
-# Blocks whose bytes can be told.
+# Blocks with known bytes.
 
 ROWS, WIDTH = 32, 32
 UNIT = ROWS * WIDTH * 4
 
 
 class Block(nn.Module):
-    """``act`` of a product; what is kept follows from it."""
+    """Applies ``act`` to a product. The kept tensors follow from ``act``."""
 
     def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def _noting(values: torch.Tensor, journal: list[tuple[str, int]], word: str) -> 
 
 
 def test_weights_their_casts_and_what_blocks_share_stay() -> None:
-    """Of a block in bf16 the product keeps its 16-bit input and weight, and the mask is every block's."""
+    """In a bf16 block, the product keeps its 16-bit input and weight. All blocks share the mask."""
     blocks, offloader, memory = _chain(_half)
     mask = torch.full((ROWS, WIDTH), 0.5)
     with torch.autocast("cpu", torch.bfloat16):
@@ -157,7 +157,7 @@ def test_weights_their_casts_and_what_blocks_share_stay() -> None:
 
 
 def test_what_two_blocks_keep_goes_once() -> None:
-    """An output of tanh is kept by its block, and by the next one as its input."""
+    """Its block keeps an output of tanh, and the next block keeps it as its input."""
     blocks, offloader, _ = _chain(torch.tanh)
     _through(blocks, _input()).backward()
     assert offloader.counts.sent == BLOCKS * UNIT  # the first input, and the outputs of all but the last block
@@ -178,7 +178,7 @@ def _gradients(blocks: nn.ModuleList) -> list[torch.Tensor]:
 
 
 def _pipelined(blocks: nn.ModuleList, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The first of three stages: 1F1B."""
+    """Train the first of three stages with 1F1B."""
     waiting = [_through(blocks, inputs[0]), _through(blocks, inputs[1])]
     for hidden in inputs[2:]:
         waiting.append(_through(blocks, hidden))
@@ -197,8 +197,8 @@ def test_micro_batches_in_flight_come_back_in_the_order_of_a_pipeline() -> None:
         assert torch.equal(found, wanted)
     counts = offloader.counts
     assert counts.away == 0
-    assert counts.most_away == 3 * BLOCKS * UNIT  # the outputs of three on their way; their inputs are held
-    assert counts.late == 2 * UNIT  # of the very first block whose backward comes: what it has put out and taken
+    assert counts.most_away == 3 * BLOCKS * UNIT  # the outputs of three in flight, whose inputs are held
+    assert counts.late == 2 * UNIT  # the output and the input of the first block whose backward runs
 
 
 def test_forwards_without_a_backward_leave_nothing() -> None:
@@ -214,17 +214,17 @@ def test_forwards_without_a_backward_leave_nothing() -> None:
     assert offloader.counts.away == 0
     _through(blocks, _input()).backward()
     wanted = _gradients(blocks)
-    stop = blocks[1].inner.weight.register_hook(_fail)  # when something is on its way back to block 0
+    stop = blocks[1].inner.weight.register_hook(_fail)  # while something is on its way back to block 0
     with pytest.raises(ZeroDivisionError):
         _through(blocks, _input()).backward()
     stop.remove()
     blocks.zero_grad()
-    for _ in range(2):  # autograd gives up what it had still to do when the next backward comes
+    for _ in range(2):  # autograd drops its remaining work when the next backward begins
         _through(blocks, _input()).backward()
         assert all(torch.equal(found, gradient) for found, gradient in zip(_gradients(blocks), wanted, strict=True))
     assert offloader.counts.away == 0
     done = [what for what, _ in memory.journal]
-    assert done.count("fetch") == done.count("back")  # also of what nobody came for
+    assert done.count("fetch") == done.count("back")  # including tensors that nobody used
 
 
 def _fail(gradient: torch.Tensor) -> None:
@@ -241,7 +241,7 @@ def test_a_graph_can_be_gone_through_twice() -> None:
 
 
 def test_what_is_changed_in_place_is_told() -> None:
-    """Autograd cannot see it of what it does not hold."""
+    """Autograd does not see changes of tensors that it does not hold."""
 
     def changing(values: torch.Tensor) -> torch.Tensor:
         result = values.tanh()
@@ -261,7 +261,7 @@ def test_what_is_changed_in_place_is_told() -> None:
 
 
 class _Stream:
-    """Notes what a stream is told."""
+    """Records the calls on a stream."""
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.name, self.told = name, told

@@ -1,4 +1,4 @@
-"""What the planner makes of activations that go to the host: memory of the device and of the host, and seconds."""
+"""The planner's prediction for activations on the host: memory of the device and of the host, and seconds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_all_but_two_blocks_are_on_the_host(model: ModelShapes) -> None:
 
 @pytest.mark.slow
 def test_micro_batches_in_flight_are_on_the_host(model: ModelShapes) -> None:
-    """The first of two stages holds two of them, and of both also what its last block keeps."""
+    """The first of two stages has two micro batches in flight, and also sends what its last block keeps."""
     layout = Layout(pipeline=2, micro_batch=4, accumulation=4)
     here, away = (predict(model, layout, setting) for setting in (HERE, AWAY))
     a_block = model.trace(variant_of(layout, AWAY)).sent / 7
@@ -51,7 +51,7 @@ def test_micro_batches_in_flight_are_on_the_host(model: ModelShapes) -> None:
 
 
 def test_a_step_waits_for_what_the_computation_does_not_hide() -> None:
-    """A third of the computation is the forward, beside which the copies go out; beside the rest they come back."""
+    """The forward is a third of the computation and hides the outgoing copies. The rest hides the returning copies."""
     assert _exposed_copies(1.0, 3.0) == 0
     assert _exposed_copies(1.5, 3.0) == pytest.approx(0.5)
     assert _exposed_copies(3.0, 3.0) == pytest.approx(2 + 1)

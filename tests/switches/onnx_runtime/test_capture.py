@@ -1,4 +1,4 @@
-"""What is captured, what is refused, and that nothing is copied."""
+"""Modules that are captured, modules that are refused, and the absence of copies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_blocks_and_heads_are_captured_and_embeddings_are_not() -> None:
 
 
 class Stack(nn.Module):
-    """Equal blocks in a list, which is all that the layout asks for."""
+    """Equal blocks in a list, which is all that the layout requires."""
 
     def __init__(self, block: type[nn.Module], count: int = 2) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_equal_blocks_share_graphs_which_read_and_write_the_tensors_of_torch(mon
         output.sum().backward()
     assert all(ours == theirs for ours, theirs in shared.items())
     weights = {p.data_ptr() for p in model.parameters() if p.ndim == 2}
-    assert weights <= shared.keys()  # an input in each run, not a copy made when the graph was
+    assert weights <= shared.keys()  # an input of each run, not a copy from when the graph was made
     assert output.data_ptr() in shared
     told = graphs_of(model)
     assert told["modules"] == {"Plain": 3}
@@ -163,5 +163,5 @@ def test_equal_blocks_share_graphs_which_read_and_write_the_tensors_of_torch(mon
 
 
 def _runs_of_others(told: dict[str, Any]) -> int:
-    """Of the blocks after the first, whose input has a gradient: torch.compile tells them apart."""
+    """Count the runs of blocks after the first. Their input has a gradient, so torch.compile separates them."""
     return sum(graph["runs"] for graph in told["graphs"][2:] if "forward" in graph["name"])

@@ -1,4 +1,4 @@
-"""Dropout: its rates and scaling, who draws it, and that the backward sees the same mask."""
+"""Dropout: its rates and scaling, where it is drawn, and the same mask in the backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_noise_has_its_rate_and_a_mean_of_one(rate: float) -> None:
     torch.manual_seed(0)
     noise = dropout_noise(torch.empty(1000, 1000), rate)
     assert noise.unique().tolist() == pytest.approx([0.0, 1 / (1 - rate)])
-    deviation = (rate * (1 - rate) / noise.numel()) ** 0.5  # of a share of a million draws
+    deviation = (rate * (1 - rate) / noise.numel()) ** 0.5  # standard deviation of a share of a million draws
     assert float((noise == 0).double().mean()) == pytest.approx(rate, abs=5 * deviation)
     assert float(noise.double().mean()) == pytest.approx(1, abs=5 * deviation / (1 - rate))
 
@@ -58,6 +58,6 @@ def test_graph_drops_as_eager_does_and_its_backward_alike() -> None:
         kept.append(results[1][0] != 0)
     share = float(kept[0].double().mean())
     assert share == pytest.approx(0.75, abs=5 * (0.75 * 0.25 / kept[0].numel()) ** 0.5)
-    assert not torch.equal(*kept)  # drawn anew in each run
+    assert not torch.equal(*kept)  # drawn again in each run
     compiled.eval()
     torch.testing.assert_close(compiled(x), plain.eval()(x), rtol=1e-5, atol=1e-6)

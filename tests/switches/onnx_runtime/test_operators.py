@@ -1,4 +1,4 @@
-"""Each translation of ours beside torch's own operator, values and gradients, in one module that is captured once."""
+"""Our translations compared with torch's operators, values and gradients, in one module that is captured once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend
 
 
 class Everything(nn.Module):
-    """Takes each operator once; every path has a result of its own, so that each gradient is checked alone."""
+    """Uses each operator once. Every path has a separate result, so that each gradient is checked alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Everything(nn.Module):
 
 @pytest.fixture(scope="module")
 def both() -> tuple[list[torch.Tensor], list[list[torch.Tensor | None]]]:
-    """(what comes out, the gradients of each of it), of ONNX Runtime and of torch."""
+    """(outputs, gradients of each output) of ONNX Runtime and of torch."""
     torch.manual_seed(0)
     plain = Everything()
     for parameter in plain.parameters():

@@ -1,6 +1,6 @@
-"""Whole runs with --onnx-runtime-training follow the same runs without: losses, gradient norms, weights.
+"""Whole runs with ``--onnx-runtime-training`` follow the same runs without: losses, gradient norms, weights.
 
-A step has two padded micro batches. Graphs cost seconds to make, so one job alone has batches of many shapes.
+A step has two padded micro batches. Building graphs takes seconds, so only one job has batches of many shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ORT = "--onnx-runtime-training"
 
 
 class DropoutJob(OneLength):
-    """GPT-2 that leaves out activations at the usual three places."""
+    """GPT-2 with dropout at the usual three places."""
 
     shift = 1
 
@@ -38,7 +38,7 @@ class DropoutJob(OneLength):
 
 
 class LlamaJob(OneLength):
-    """Rotary embeddings, grouped keys and values, root-mean-square normalisation, gated feed-forward."""
+    """Rotary embeddings, grouped keys and values, RMS normalization, gated feed-forward."""
 
     shift = 1
 
@@ -49,11 +49,11 @@ class LlamaJob(OneLength):
 
 
 class OneShapeClassJob(OneLength, jobs.ClassJob):
-    """BERT classifies."""
+    """BERT as a classifier."""
 
 
 class OneShapeFrozenJob(OneLength, jobs.FrozenJob):
-    """The same with frozen embeddings and a frozen first block."""
+    """The same classifier with frozen embeddings and a frozen first block."""
 
 
 jobs.OTHERS |= {
@@ -69,19 +69,19 @@ def _close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     check(torch.tensor(actual["evaluations"]), torch.tensor(expected["evaluations"]))
     assert actual["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
-        # A key's bias moves all scores of a row alike: its gradient is rounding, which Adam makes a whole step of.
+        # A key's bias moves all scores of a row alike. Its gradient is rounding, which Adam turns into a whole step.
         if not name.endswith(("key.bias", "c_attn.bias")):
             torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-4, atol=1e-5)
 
 
 def _graphs(run: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    """The graphs of a run by the class of the module, such as ``BertLayer``."""
+    """Return the graphs of a run by the class of the module, such as ``BertLayer``."""
     return [g for g in run["summary"]["receipts"]["onnx_runtime"]["graphs"] if g["name"].startswith(f"{kind} ")]
 
 
 @pytest.mark.longer
 def test_batches_of_many_shapes() -> None:
-    """BERT's masked-LM, whose decoder is tied to the embeddings, with evaluations."""
+    """BERT's masked LM with evaluations. Its decoder is tied to the embeddings."""
     expected = parity.reference("masked", False, STEPS)
     actual = parity.train("masked", False, f"{STEPS} {ORT}")
     assert len(actual["curve"]) == 8
@@ -90,7 +90,7 @@ def test_batches_of_many_shapes() -> None:
     assert told["providers"] == ["CPUExecutionProvider"]
     assert told["modules"] == {"BertLayer": 2, "BertOnlyMLMHead": 1}
     assert 0 < told["share_of_time"] < 1
-    # Each graph for the first shape and for all others; more for blocks after the first, whose input has a gradient.
+    # One graph for the first shape and one for all others. More for later blocks, whose input has a gradient.
     assert len(_graphs(actual, "BertLayer")) <= 10
     backward = [graph for graph in _graphs(actual, "BertLayer") if graph["name"] == "BertLayer backward"]
     assert sum(graph["runs"] for graph in backward) == 8 * 2 * 2  # steps × micro batches × blocks
@@ -101,7 +101,7 @@ def test_batches_of_many_shapes() -> None:
     ("job", "flags", "kind"),
     [
         ("onnx-llama", "", "LlamaDecoderLayer"),
-        pytest.param("one-shape-frozen", "", "BertLayer", marks=pytest.mark.longer),
+        ("one-shape-frozen", "", "BertLayer"),
         ("one-shape", "--checkpoint-activations", "BertLayer"),
     ],
 )
@@ -117,7 +117,7 @@ def test_run_follows_eager(job: str, flags: str, kind: str) -> None:
 
 
 def test_dropout_is_that_of_eager_also_after_a_resume(tmp_path: Path) -> None:
-    """GPT-2, stopped after half of its steps, against a run in torch that was not."""
+    """Compare GPT-2, stopped after half of its steps, with an uninterrupted run in torch."""
     flags = "--global-batch-size 8 --micro-batch-size 4 --lr 1e-3 --lr-decay-style constant --log-interval 1"
 
     def curve(way: str, folder: str) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Adam's decays and epsilon: what the flags say is what updates the weights, in every optimizer that has them."""
+"""Adam's decays and epsilon: the flags reach the update of every optimizer that has these options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if "deepspeed" in installed_packages():
 
 
 class ByHook(CausalJob):
-    """The reference: torch's own class with its own words."""
+    """The reference: torch's class with its own arguments."""
 
     def build_optimizer(self) -> OptimizerSpec:
         return OptimizerSpec(torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.01, "betas": BETAS, "eps": EPSILON})
@@ -119,7 +119,7 @@ def test_two_workers_follow_torchs_adam_of_one(by_hook: Trained) -> None:
 
 @pytest.mark.slow
 def test_a_resumed_run_takes_new_ones_and_keeps_the_moments(tmp_path: Path) -> None:
-    """Against torch's class, whose groups are changed between two steps."""
+    """Compare with torch's class, whose groups change between two steps."""
     flags = f"{STEPS} --micro-batch-size 8 --optimizer adamw_torch"
     first = CausalJob([*flags.split(), "--save-interval", "2", "--save", str(tmp_path / "first")])
     first.fit()
@@ -127,7 +127,7 @@ def test_a_resumed_run_takes_new_ones_and_keeps_the_moments(tmp_path: Path) -> N
     resumed.fit()
 
     class Midway(CausalJob):
-        """The groups of torch's own optimizer get the new values before the third step."""
+        """The groups of torch's optimizer get the new values before the third step."""
 
         def on_step_end(self, step: int, result: Any) -> None:
             super().on_step_end(step, result)

@@ -1,4 +1,4 @@
-"""Optimizers against their formulas, groups, and schedules against transformers' own."""
+"""Optimizers compared with their formulas, parameter groups, and schedules compared with transformers' own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rapidformer_templates.switches.optimizer.lamb import Lamb
 
 
 def test_lamb_follows_algorithm_2_in_fp64() -> None:
-    """Against the update of the paper, written with numpy."""
+    """Compare with the update of the paper, written in numpy."""
     draw = np.random.default_rng(0)
     weight = draw.normal(size=(4, 3))
     parameter = nn.Parameter(torch.tensor(weight))

@@ -1,4 +1,4 @@
-"""Whole runs with each optimizer: several workers against one, and a run that died against one that did not."""
+"""Whole runs with each optimizer: several workers compared with one, and resumed runs with uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ RESUMED = [
 
 
 class Died(Exception):
-    """Stands for the death of the process."""
+    """Simulates the death of the process."""
 
 
 class QuantizedJob(CausalJob):
-    """Its matrices are large enough to be quantized."""
+    """Its matrices are large enough for quantization."""
 
     dies_after: int | None = None
 
@@ -66,11 +66,11 @@ OTHERS["quantized"] = QuantizedJob
 
 
 def _resumed(name: str, switch: str, folder: str) -> str:
-    """A run that dies after step 5, with a checkpoint of step 3, and goes on; its folder."""
+    """Run a job that dies after step 5, resume it from its checkpoint of step 3, and return its folder."""
     flags = f"{STEPS} --micro-batch-size 4 {switch} --optimizer {name} --lr 1e-3 --save {folder} --save-interval 3"
     job = QuantizedJob(flags.split())
     job.dies_after = 5
-    # Else a worker ends its process with an error.
+    # Otherwise a worker ends its process with an error.
     with pytest.raises(Died), mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         job.fit()
     QuantizedJob([*flags.split(), "--resume"]).fit()
@@ -98,13 +98,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> list[dict[Any, Any]]:
-    """By rank."""
+    """The runs by rank."""
     return run_in_workers(2, _all_runs, str(folder))
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Trained]:
-    """One worker, by optimizer. Each run has a checkpoint."""
+    """The runs of one worker by optimizer. Each has a checkpoint."""
     flags = f"{STEPS} --micro-batch-size 4 --optimizer"
     return {
         name: train("quantized", False, f"{flags} {name}", "--save", f"{folder}/alone-{name}")
@@ -113,7 +113,7 @@ def alone(folder: Path) -> dict[str, Trained]:
 
 
 def _contents(run: Path | str) -> Mapping[tuple[str, str], torch.Tensor]:
-    """All tensors of the last checkpoint of a run."""
+    """Return all tensors of a run's last checkpoint."""
     reader = Reader(Path(run) / "checkpoints" / "step-6")
     return {
         (kind, name): reader.read(kind, name, (0,) * len(shape), shape)
@@ -126,7 +126,7 @@ def _contents(run: Path | str) -> Mapping[tuple[str, str], torch.Tensor]:
 @pytest.mark.parametrize("case", LAYOUTS, ids="-".join)
 def test_two_workers_follow_one(case: tuple[str, str], alone: Any, runs: Any) -> None:
     expected = torch.tensor(alone[case[0]]["curve"])
-    # A sum in another order may turn a code of a quantized moment to the next one.
+    # A sum in another order can change a code of a quantized moment to the next one.
     tolerance = 2e-3 if "bit" in case[0] else 1e-4 if case[0] == "muon" else 1e-5
     for results in runs:
         torch.testing.assert_close(torch.tensor(results[case]["curve"]), expected, rtol=tolerance, atol=1e-6)
@@ -139,7 +139,7 @@ def test_workers_share_the_state(case: tuple[str, str], alone: Any, runs: Any) -
     held = runs[0][case]["summary"]["receipts"]["held_bytes_by_rank"]
     shares = [worker["optimizer_state_bytes"] for worker in held]
     assert max(shares) < 0.8 * whole
-    tables = 2048 if case[0] == "adamw_bnb_8bit" else 0  # of codes: each worker has them
+    tables = 2048 if case[0] == "adamw_bnb_8bit" else 0  # each worker has these tables of codes
     assert abs(sum(shares) - whole) <= tables
 
 
@@ -180,7 +180,7 @@ def test_quantized_states_go_to_the_checkpoint_as_codes_and_scales(alone: Any, f
 
 
 def test_state_is_as_small_as_promised(alone: Any) -> None:
-    """Less where small parameters keep fp32, so against what the matrices alone promise."""
+    """Small parameters keep fp32 and save less, so compare with the promise for the matrices alone."""
     whole = alone["adamw_torch"]["summary"]["receipts"]["optimizer_state_bytes"]
     for name in NEW:
         held = alone[name]["summary"]["receipts"]["optimizer_state_bytes"]

@@ -1,4 +1,4 @@
-"""The schedules of transformers: each rate of a run against transformers' own scheduler, step by step."""
+"""The schedules of transformers: each rate of a run compared with transformers' scheduler, step by step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ WITHOUT_STEPS = ("constant_with_warmup", "inverse_sqrt")
 
 
 def rates_of(function: Callable[..., Any], name: str, options: dict[str, Any], warmup: int, steps: int) -> list[float]:
-    """What transformers' scheduler gives, driven as its Trainer drives it."""
+    """Return the rates of transformers' scheduler, driven as its Trainer drives it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
     total = {} if name in WITHOUT_STEPS else {"num_training_steps": steps}
     scheduler = function(optimizer, num_warmup_steps=warmup, **total, **options)
@@ -100,7 +100,7 @@ def test_after_the_decay_the_rate_stays(name: str) -> None:
 
 
 def test_the_rates_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
-    """What the log tells of each step, of a run in two parts; transformers says what it must be."""
+    """Compare the logged rates of a run in two parts with those of transformers."""
     flags = f"--train-iters 12 --global-batch-size 2 --lr {LR} --lr-decay-style warmup_stable_decay --lr-warmup-iters 3"
     flags += f" --min-lr 0.05 --lr-wsd-decay-iters 4 --log-interval 1 --no-export-model --save {tmp_path}"
     job = CausalJob([*flags.split(), "--save-interval", "5"])
@@ -145,7 +145,7 @@ def test_what_acts_is_not_refused() -> None:
 
 
 def test_a_warmup_that_leaves_no_step_to_decay_in_is_refused() -> None:
-    """Where only the run knows how many steps there are."""
+    """Only the run knows the number of steps."""
     training = TrainingFlags(lr=LR, lr_decay_style="polynomial", lr_warmup_fraction=1.0)
     with pytest.raises(ConfigError, match="a warmup of 20 steps leaves 0 to decay in, and polynomial needs 1"):
         schedule(training, 20)

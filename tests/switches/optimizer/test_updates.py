@@ -1,4 +1,4 @@
-"""Each update rule against its formula, written with numpy in fp64."""
+"""Each update rule compared with its formula, written in numpy in fp64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _anyprecision(state: Any) -> tuple[np.ndarray, np.ndarray]:
     return state["exp_avg"].double().numpy(), state["exp_avg_sq"].double().numpy()
 
 
-# What a moment may be off by after it was rounded, as a share of the largest of its block; bytes a parameter.
+# Allowed rounding error of a moment, as a fraction of the largest in its block, and bytes per parameter.
 Low = tuple[Moments, int, tuple[float, float], float]
 LOW: dict[str, Low] = {
     "adamw_anyprecision": (_anyprecision, 1, (2**-7, 2**-7), 4.0),
@@ -60,7 +60,7 @@ def _class(name: str) -> Any:
 
 @pytest.mark.parametrize("name", LOW)
 def test_each_step_is_adamw_of_the_moments_that_are_kept(name: str) -> None:
-    """The update of a step is exact; only what is kept of the moments is rounded."""
+    """The update of a step is exact. Only the stored moments are rounded."""
     kind, (moments, block, allowed, _) = _class(name), LOW[name]
     draw = np.random.default_rng(0)
     weight = nn.Parameter(torch.tensor(draw.normal(size=SHAPE), dtype=torch.float32))
@@ -74,7 +74,7 @@ def test_each_step_is_adamw_of_the_moments_that_are_kept(name: str) -> None:
         second = BETA2 * second + (1 - BETA2) * gradient**2
         ratio = (first / (1 - BETA1**step)) / (np.sqrt(second / (1 - BETA2**step)) + EPS)
         expected = before * (1 - LR * DECAY) - LR * ratio
-        # bitsandbytes decays after the step, not before: a product of two small numbers.
+        # bitsandbytes decays after the step, not before. The difference is a product of two small numbers.
         moved = weight.detach().double().numpy()
         np.testing.assert_allclose(moved, expected, atol=LR * LR * DECAY * np.abs(ratio).max() + 1e-6)
         kept = moments(optimizer.state[weight])
@@ -93,12 +93,12 @@ def test_bytes_of_state_are_as_promised(name: str) -> None:
     weight.grad = torch.randn_like(weight)
     optimizer.step()
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state_tensors(optimizer)}
-    tables = 2 * 256 * 4 + 8  # of codes, for any number of parameters, and the count of steps
+    tables = 2 * 256 * 4 + 8  # of codes, for any number of parameters, and the step count
     assert sum(storages.values()) / weight.numel() == pytest.approx(promised, abs=tables / weight.numel())
 
 
 def test_second_moment_in_bfloat16_decays_as_in_fp64() -> None:
-    """Rounded to nearest it would stay for ever where it is: a step takes less than half of its last bit."""
+    """Rounding to nearest would freeze it: a step changes less than half of its last bit."""
     weight = nn.Parameter(torch.zeros(512))
     optimizer = AnyPrecisionAdamW([weight], lr=0.0, weight_decay=0.0)
     scales = torch.logspace(-3, 3, 512)
@@ -109,7 +109,7 @@ def test_second_moment_in_bfloat16_decays_as_in_fp64() -> None:
     exact = scales.double() ** 2 * ((1 - BETA2**300) * BETA2**2000 + 0.01 * (1 - BETA2**2000))
     ratio = optimizer.state[weight]["exp_avg_sq"].double() / exact
     assert (ratio - 1).abs().max() < 0.05
-    assert (ratio - 1).mean().abs() < 0.01  # to nearest: it stays 4 times too large
+    assert (ratio - 1).mean().abs() < 0.01  # rounding to nearest leaves it 4 times too large
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -124,7 +124,7 @@ def test_kahan_summation_keeps_what_16_bits_would_lose(dtype: torch.dtype) -> No
 
 
 def _orthogonal(matrix: np.ndarray) -> np.ndarray:
-    """Five steps of the iteration that Muon takes for an orthogonal matrix, in fp64."""
+    """Return five steps of Muon's orthogonalization, in fp64."""
     matrix = matrix / np.linalg.norm(matrix)
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     for _ in range(5):
@@ -195,7 +195,7 @@ def test_tables_and_vectors_go_to_adamw() -> None:
 
 @pytest.mark.parametrize("name", [*LOW, "muon"])
 def test_offloaded_state_makes_the_same_update(name: str) -> None:
-    """Also after it was loaded, as from a checkpoint."""
+    """The update is also the same after loading the state, as from a checkpoint."""
     kind, weights = _class(name), [nn.Parameter(torch.ones(SHAPE)) for _ in range(2)]
     recipe = OptimizerSpec(kind, {"lr": LR, "weight_decay": DECAY}, lambda name, parameter: {})
     plain, offloaded = (

@@ -1,4 +1,4 @@
-"""OSS and OSS + SDP follow the one-process run, and each rank holds its share and no more."""
+"""OSS and OSS + SDP follow the one-process run, and each rank holds only its share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAST_BATCH_LEAVES_A_WORKER_IDLE = f"{EPOCHS} --global-batch-size 60 --micro-batc
 
 
 class FirstBlockFrozenJob(ClassJob):
-    """Its first block is not trained."""
+    """The first block is frozen."""
 
     def make(self) -> torch.nn.Module:
         model = super().make()
@@ -90,7 +90,7 @@ class MixedTypesJob(ClassJob):
 
 OTHERS |= {"first-block-frozen": FirstBlockFrozenJob, "routed": RoutedJob}
 CASES: dict[tuple[str, bool, str], tuple[str, str]] = {
-    # (job, double, name): flags with two workers, and of the reference
+    # (job, double, name): flags for two workers, and for the reference
     **{
         (job, False, name): (flags, ALONE)
         for job in ("causal", "first-block-frozen")
@@ -119,7 +119,7 @@ CASES: dict[tuple[str, bool, str], tuple[str, str]] = {
     },
 }
 SAVED = {("causal", True, f"{name}-accumulated") for name in SWITCHES}
-"""Their checkpoints are compared with that of one process."""
+"""Cases whose checkpoints are compared with that of one process."""
 PRECISIONS = {
     (name, precision): f"--mixed-precision {precision} {switch}"
     for name, switch in SWITCHES.items()
@@ -128,7 +128,7 @@ PRECISIONS = {
 
 
 def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
-    """In each of two workers."""
+    """Train in each of two workers."""
     runs: dict[Any, Any] = {"gradient bytes": []}
     for case, (flags, _) in CASES.items():
         save = ("--save", f"{folder}/{case[2]}") if case in SAVED else ()
@@ -147,7 +147,7 @@ def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
 
 @contextmanager
 def _gradients_seen(held: list[int]) -> Iterator[None]:
-    """Append the bytes of the gradients that SDP has before each update."""
+    """Append the bytes of the gradients that SDP holds before each update."""
     from rapidformer_templates.switches.oss.engine import SDPEngine
 
     update = SDPEngine._update
@@ -161,7 +161,7 @@ def _gradients_seen(held: list[int]) -> Iterator[None]:
 
 
 def _spoiled(rank: int, flags: str) -> bool:
-    """Whether the step that fails leaves the weights as they were."""
+    """Return whether the failing step leaves the weights unchanged."""
     job = SpoiledJob([*flags.split(), "--lr", "1e-3"])
     job.rank = rank
     with pytest.raises(NonFiniteLoss):
@@ -177,13 +177,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> list[dict[Any, Any]]:
-    """By rank."""
+    """The runs by rank."""
     return run_in_workers(2, _all_runs, str(folder))
 
 
 @pytest.fixture(scope="module")
 def references(folder: Path) -> dict[tuple[str, bool, str], Trained]:
-    """One process, by job, precision and flags. One of them has a checkpoint."""
+    """The runs of one process by job, precision and flags. One of them has a checkpoint."""
     wanted = dict.fromkeys((job, double, flags) for (job, double, _), (_, flags) in CASES.items())
     saved = ("causal", True, ALONE)
     trained = {case: reference(*case) for case in wanted if case != saved}

@@ -1,4 +1,4 @@
-"""The stages of a model, run one after another in one process, are the model; and what cannot be cut is refused."""
+"""The stages of a model, run in turn in one process, equal the model. Models that cannot be cut are refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Residual(nn.Module):
 
 
 class Own(nn.Module):
-    """A model of no library: parameters of its own beside the blocks, and one that nothing uses."""
+    """A model from no library, with its own parameters next to the blocks and one that nothing uses."""
 
     def __init__(self, way: str = "straight") -> None:
         super().__init__()
@@ -92,7 +92,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "bert": lambda: BertForMaskedLM(BertConfig(**SIZES, **NO_DROPOUT, intermediate_size=32)),
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=32, tie_word_embeddings=True)),
-    "bloom": lambda: BloomForCausalLM(  # its blocks return attention weights, too
+    "bloom": lambda: BloomForCausalLM(  # its blocks also return attention weights
         BloomConfig(vocab_size=V, hidden_size=16, n_layer=4, n_head=2, hidden_dropout=0.0, attention_dropout=0.0)
     ),
     "opt": lambda: OPTForCausalLM(  # names its final norm before its blocks
@@ -180,7 +180,7 @@ def test_a_stage_has_its_blocks_and_ends_under_their_own_names() -> None:
         "transformer.ln_f.bias",
         "lm_head.weight",
     }
-    # The head's matrix is the embedding's, and is saved under its name.
+    # The head's matrix is that of the embedding and is saved under the embedding's name.
     assert placement_of(last).names == {"lm_head.weight": "transformer.wte.weight"}
     assert placement_of(first).stages == placement_of(last).stages == {"transformer.wte.weight": (0, 1)}
 
@@ -245,14 +245,14 @@ def test_something_between_the_blocks() -> None:
 
 
 def test_a_loss_of_what_the_blocks_keep_aside() -> None:
-    """The balancing loss of experts is a mean over all blocks, of which a stage has some."""
+    """The balancing loss of experts is a mean over all blocks, but a stage has only some of them."""
     model = MixtralForCausalLM(
         MixtralConfig(
             **SIZES, intermediate_size=32, num_key_value_heads=2, num_local_experts=4, output_router_logits=True
         )
     )
     model.config.use_cache = False
-    assert "uses what the blocks keep aside" in _refused(model).message
+    assert "uses values that the blocks set aside" in _refused(model).message
 
 
 @pytest.mark.parametrize(

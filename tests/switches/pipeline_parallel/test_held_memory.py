@@ -1,4 +1,4 @@
-"""What a stage holds while micro batches are on their way: one stage of four in this process, the others silent."""
+"""Memory of a stage with micro batches in flight: one of four stages runs in this process, the others are silent."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from tests.support.selection import by_default
 
 STAGES, BLOCKS, SAMPLES, WIDTH = 4, 8, 8, 32
 HIDDEN = 4 * SAMPLES * LENGTH * WIDTH
-"""Bytes of what a stage passes on."""
+"""Bytes that a stage sends."""
 
 
 class _Transfer:
-    """As gloo's: nobody tells whether it has ended, but who waits for it."""
+    """A transfer like gloo's: only a wait shows whether it has ended."""
 
     def wait(self) -> None: ...
 
@@ -51,7 +51,7 @@ class _Transfer:
 
 @contextmanager
 def silent_neighbours(rank: int) -> Iterator[Workers]:
-    """A worker of a pipeline whose other workers do not exist: it is given random numbers."""
+    """Set up a pipeline worker whose other workers do not exist. It receives random numbers."""
     draw = torch.Generator().manual_seed(0)
 
     def receive(tensor: torch.Tensor, **_: Any) -> _Transfer:
@@ -69,12 +69,12 @@ def silent_neighbours(rank: int) -> Iterator[Workers]:
 
 
 class Held:
-    """Two steps of one stage, watched in the second.
+    """Two steps of one stage, measured in the second.
 
     Attributes:
-        peak: most bytes alive.
-        after_forwards: bytes alive after each forward.
-        gradients: of its parameters, by name.
+        peak: peak of live bytes.
+        after_forwards: live bytes after each forward.
+        gradients: gradients of its parameters by name.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ def test_a_stage_holds_what_the_planner_predicts(precision: str, recompute: str)
 
 
 def test_what_was_sent_is_kept_no_longer_than_it_travels() -> None:
-    """All that recomputation leaves of a micro batch is what goes into each of the two blocks."""
+    """With recomputation, a micro batch leaves only the inputs of the two blocks."""
     lives = Held("llama", 0, recompute="full").after_forwards[:STAGES]
     third, fourth = lives[2] - lives[1], lives[3] - lives[2]  # the first two fill the link
     assert third == fourth
@@ -164,7 +164,7 @@ def test_transfers_do_not_pile_up(rank: int) -> None:
 
 
 def test_micro_batches_share_the_copies_of_the_weights() -> None:
-    """Each of the four on their way had a copy of its own, and computes the same with one for all."""
+    """Four micro batches in flight each had their own copy. They compute the same with one shared copy."""
     shared = Held("llama", 0, "bf16")
     with mock.patch.object(pipeline_engine, "_computed_again", return_value=True):
         apart = Held("llama", 0, "bf16")

@@ -1,4 +1,4 @@
-"""Stages cost as little as they can; schedules do every pass once, wait for nobody for ever, and are torch's."""
+"""Stages have the lowest cost, and schedules make every pass once, cannot deadlock, and equal torch's."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ SIZES = [(w, v, m) for w in range(1, 6) for v in range(1, 4) for m in range(1, 1
 
 @pytest.mark.parametrize("workers", range(1, 6))
 def test_every_pass_is_made_once_and_after_what_it_needs(workers: int) -> None:
-    """A simulation in which a worker stands still at anything that is not there yet, a receipt too.
+    """Simulate workers that stop at any action whose inputs are missing, and at a receive of something not yet sent.
 
-    And at a transfer, while another one in the same direction has not been taken in.
+    A worker also stops at a transfer until the neighbour has received the previous one in the same direction.
     """
     for _, per_worker, microbatches in (sizes for sizes in SIZES if sizes[0] == workers):
         lists = [list(own) for own in with_transfers(workers, per_worker, microbatches)]
@@ -72,7 +72,7 @@ def test_every_pass_is_made_once_and_after_what_it_needs(workers: int) -> None:
 
 
 class OnTheirWay:
-    """What each worker has sent in each direction and its neighbour has not yet begun to take in."""
+    """Transfers that each worker has sent in each direction and that its neighbour has not begun to receive."""
 
     def __init__(self, workers: int, limit: int) -> None:
         self.workers, self.limit = workers, limit
@@ -80,13 +80,13 @@ class OnTheirWay:
         self._taken: set[Action] = set()
 
     def room(self, action: Action) -> bool:
-        """Whether a worker may go on to this without waiting."""
+        """Return whether a worker can continue with this action without waiting."""
         before = self._sent[action.stage % self.workers, action.kind is Kind.SEND_FORWARD]
         is_transfer = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
         return not is_transfer or len(before) < self.limit or before[-self.limit] in self._taken
 
     def see(self, action: Action) -> None:
-        """Something was done."""
+        """Record an action that is done."""
         if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             self._sent[action.stage % self.workers, action.kind is Kind.SEND_FORWARD].append(action)
         elif action.kind is Kind.RECEIVE_FORWARD:
@@ -96,16 +96,16 @@ class OnTheirWay:
 
 
 def test_only_the_first_and_last_transfers_of_a_step_may_have_to_wait() -> None:
-    """However many micro batches: what left two transfers ago has been taken in by a neighbour that has answered."""
+    """For any number of micro batches, a neighbour that has answered has received the transfer two sends before."""
     waits = {count: sum(not known for sends in _heard(4, count) for _, known in sends) for count in (8, 16, 40)}
     assert waits[8] == waits[16] == waits[40] < 8
 
 
 def _heard(workers: int, microbatches: int) -> Iterator[list[tuple[Action, bool]]]:
-    """Each worker's actions, each with whether its neighbour is known to have come to taking in what it follows."""
+    """Yield each worker's sends, with whether its neighbour is known to have reached the receive two sends before."""
     lists = with_transfers(workers, 1, microbatches)
     for rank, own in enumerate(lists):
-        reached = dict.fromkeys((rank - 1, rank + 1), -1)  # how far each neighbour has come, as this worker knows
+        reached = dict.fromkeys((rank - 1, rank + 1), -1)  # the last action of each neighbour that this worker knows of
         known = []
         sent: dict[Kind, list[Action]] = defaultdict(list)
         for action in own:
@@ -138,7 +138,7 @@ def _may_be_done(action: Action, sent: set[object], done: list[Action], last: in
 
 @pytest.mark.parametrize("workers", range(2, 6))
 def test_two_workers_name_their_transfers_in_one_order(workers: int) -> None:
-    """Where a link takes one transfer at a time, another order would wait for ever."""
+    """Over a link that carries one transfer at a time, another order would deadlock."""
     for _, per_worker, microbatches in (sizes for sizes in SIZES if sizes[0] == workers):
         lists = with_transfers(workers, per_worker, microbatches)
         for a, b in itertools.combinations(range(workers), 2):
@@ -183,7 +183,7 @@ def test_orders_are_those_of_torch(workers: int, per_worker: int, microbatches: 
 
 
 def test_early_stages_hold_more_micro_batches() -> None:
-    """1F1B: a stage holds as many as there are stages from it to the end, whatever the number of micro batches."""
+    """1F1B: a stage holds one micro batch for each stage from it to the end, for any number of micro batches."""
     for rank in range(4):
         held = most = 0
         for action in compute_schedule(4, rank, 1, 12):

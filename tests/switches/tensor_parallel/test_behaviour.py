@@ -1,4 +1,4 @@
-"""What a divided model holds, draws and gives, beside following the whole one."""
+"""Memory, random numbers and outputs of a divided model, in addition to following the whole model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPERATURE = 0.5
 
 
 class _Widest(TorchDispatchMode):
-    """Notes the shapes of all tensors that operators put out, here without wrappers."""
+    """Records the shapes of all output tensors of operators, without wrappers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def _tied_and_sharded(workers: Any) -> dict[str, Any]:
 
 
 def _outputs(workers: Any) -> dict[str, Any]:
-    """Evaluation, hidden states, operations on logits and generation of a divided and a whole model."""
+    """Compare evaluation, hidden states, operations on logits and generation of a divided and a whole model."""
     found: dict[str, Any] = {}
     for name, case in {"divided": Case("llama", 2, sequence=True), "whole": Case("llama")}.items():
         model: Any = build(case, workers if name == "divided" else None)
@@ -92,7 +92,7 @@ def _outputs(workers: Any) -> dict[str, Any]:
 
 
 def _masks(workers: Any, sequence: bool, checkpointed: bool) -> dict[str, Any]:
-    """The dropout masks of two steps, of attention and of the rest, and the generator's state after them."""
+    """Return the dropout masks of two steps, of attention and of the rest, and the generator's state after them."""
     case = Case("gpt2", 2, dropout=0.3, sequence=sequence, checkpointed=checkpointed)
     model: Any = build(case, workers)
     model.config._attn_implementation = "eager"
@@ -115,7 +115,7 @@ def _masks(workers: Any, sequence: bool, checkpointed: bool) -> dict[str, Any]:
 
 
 def _beyond(workers: Any) -> dict[str, str]:
-    """The errors of tokens that the vocabulary does not have, of a divided model; of a whole one, their kind."""
+    """Return the errors of a divided and of a whole model for tokens outside the vocabulary."""
     found = {}
     for token in (VOCABULARY, VOCABULARY + 900, -1):
         for key in ("input_ids", "labels"):
@@ -179,12 +179,12 @@ def test_logits_never_exist_whole(found: Any) -> None:
 
 @pytest.mark.distributed
 def test_fused_loss_has_its_own_words_of_a_few_rows(found: Any) -> None:
-    """Of 22 rows and more: no logits of all words, and of this worker's as many rows as a chunk on every worker."""
+    """There are at least 22 rows. No logits have all words, and those of this worker's words have one chunk of rows."""
     columns = {0: (VOCABULARY + 1) // 2, 1: VOCABULARY // 2}
     for rank, results in enumerate(found):
         shapes = {shape for shape in results["fused shapes"] if len(shape) == 2}
         assert not {shape for shape in shapes if shape[-1] == VOCABULARY}
-        rows = {shape[0] for shape in shapes if shape[-1] == columns[rank]} - {HIDDEN}  # the weight's gradient, turned
+        rows = {shape[0] for shape in shapes if shape[-1] == columns[rank]} - {HIDDEN}  # weight's gradient, transposed
         assert max(rows) == 3
 
 

@@ -1,4 +1,4 @@
-"""Plans: what is divided, and what cannot be."""
+"""Tensor plans: modules that are divided, and modules that cannot be."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _meta(model: str, tied: bool = True) -> nn.Module:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_matrix_of_a_block_is_divided(model: str) -> None:
-    """By a rule of thumb that knows no plan: in a block what is whole is a norm, a router, or a bias after a sum."""
+    """Without a plan, a rule of thumb: only norms, routers and biases after a sum are whole in a block."""
     dims = shard_dims(_meta(model))
     assert dims.keys() == dict(_meta(model).named_parameters()).keys()
     shapes = {name: p.ndim for name, p in _meta(model).named_parameters()}
@@ -56,7 +56,7 @@ def test_a_classifier_has_no_divided_head() -> None:
 
 
 class Own(nn.Module):
-    """A model of nobody's library."""
+    """A model from no library."""
 
     def __init__(self, plan: Any = None) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ SHORT = [
     Case("own", 2, kind="float64", checkpointed=True),
     Case("gpt2", 4, kind="float64", sequence=True, fused=True),
 ]
-"""By default: every architecture, and every other property once."""
+"""Cases that run by default: every architecture, and every other property once."""
 BF16 = [
     Case("llama", 2, kind="bfloat16", own_loss=True, sequence=True),
     Case("bert", 2, kind="bfloat16", own_loss=True),
@@ -42,7 +42,7 @@ BF16 = [
 
 
 def _train_all(workers: Any, cases: list[Case]) -> dict[Case, Any]:
-    """In a group of four: of tensor size 2, each half of the group trains half of the cases."""
+    """Train in a group of four. With tensor size 2, each half of the group trains half of the cases."""
     results: dict[Case, Any] = {}
     for size in sorted({case.tensor for case in cases}):
         place = divided(workers, size)
@@ -73,7 +73,7 @@ def _reference(case: Case, references: dict[Case, Any]) -> Any:
 @pytest.mark.parametrize("case", by_default(SHORT, CASES), ids=str)
 def test_it_follows_one_worker(case: Case, runs: Any, references: Any) -> None:
     actual, expected = runs[case], _reference(case, references)
-    # Mixtral's router computes in fp32 whatever the type of the model.
+    # The router of Mixtral computes in fp32, independent of the model's type.
     exact = case.kind == "float64" and case.model != "mixtral"
     np.testing.assert_allclose(actual["curve"], expected["curve"], rtol=1e-10 if exact else 1e-5)
     assert actual["weights"].keys() == expected["weights"].keys()
@@ -92,7 +92,7 @@ def test_bf16_follows_one_worker_within_its_rounding(case: Case, runs: Any, refe
 
 @pytest.mark.distributed
 def test_the_references_move(runs: Any, references: Any) -> None:
-    """A curve that stood still, or was never clipped, would agree with anything."""
+    """A curve that is constant, or is never clipped, would agree with anything."""
     for case in runs.keys() - {*BF16}:
         losses, norms = np.transpose(_reference(case, references)["curve"])
         assert len(set(losses)) == STEPS

@@ -1,4 +1,4 @@
-"""Compiled blocks: the numbers of plain eager under every engine, few graphs, and a report of what was not one."""
+"""Compiled blocks: the numbers of plain eager under every engine, few graphs, and a report of what was not compiled."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PARAMETERS = [
 
 @pytest.fixture(autouse=True)
 def leave_no_trace() -> Iterator[None]:
-    """The compiler's settings belong to the process."""
+    """Restore the compiler's settings, which belong to the process."""
     settings = torch._dynamo.config
     names = ("optimize_ddp", "recompile_limit", "skip_fwd_side_effects_in_bwd_under_checkpoint")
     with settings.patch(**{name: getattr(settings, name) for name in names}):
@@ -77,7 +77,7 @@ def test_steps_are_those_of_plain_eager(job: str) -> None:
     _assert_follows(run, expected)
     report = _report(run)
     assert report.pop("seconds") > 0
-    # Two blocks, one graph: they share it.
+    # Two blocks share one graph.
     assert report == {
         "backend": "aot_eager",
         "regions": 2,
@@ -126,7 +126,7 @@ def test_inductor_computes_the_same(reference: Any) -> None:
 
 @pytest.mark.slow
 def test_a_graph_for_each_shape_and_no_more() -> None:
-    """Dynamic shapes: their number is known, and it is that of the graphs. Evaluations pad in their own way."""
+    """With dynamic shapes, the number of graphs is the known number of shapes. Evaluations pad in another way."""
     flags = "--data-iterator dynamic-shape --tokens-per-batch 80 --max-shapes 3 --global-batch-size 2"
     flags += " --train-iters 20 --eval-interval 10 --micro-batch-size 2"
     expected = parity.reference("pretrained-causal", False, flags)
@@ -148,7 +148,7 @@ def test_shapes_that_vary_share_a_graph() -> None:
     expected = parity.reference("causal", False, steps)
     run = train("causal", False, f"{steps} --torch-compile aot_eager")
     _assert_follows(run, expected)
-    # Training: the first shape, and all others; the evaluation: any shape, and another number of rows.
+    # Training: one graph for the first shape and one for all others. Evaluation: any shape, another number of rows.
     assert _report(run)["graphs"] <= 4
 
 
@@ -167,7 +167,7 @@ def test_report_of_models_that_do_not_compile_well(
     assert (report["regions"], report["graphs"]) == (regions, graphs)
     assert sum(report["graph_breaks"].values()) == breaks
     assert all("graph_break()" in reason for reason in report["graph_breaks"])
-    # It stops at the limit, with the reason of each graph but the first; what comes after runs as it is.
+    # It stops at the limit and reports the reason of each graph but the first. Later calls run eagerly.
     assert report["not_compiled"] == ({"Dynamo recompile limit exceeded": 1} if limited else {})
     assert sum(report["recompilations"].values()) == (AUTOMATIC - 1 if limited else 0)
     assert all("self.calls" in reason or "'calls'" in reason for reason in report["recompilations"])

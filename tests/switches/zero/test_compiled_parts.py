@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled parts: built once, ahead of the workers; no lock of a dead process is waited for."""
+"""DeepSpeed's compiled parts are built once, before the workers start. Nothing waits for a lock of a dead process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as parts
 
-# Builds as torch.utils.cpp_extension does: a file `lock` while it compiles, which a killed process leaves behind.
+# Builds like torch.utils.cpp_extension: it holds a file `lock` while it compiles, and a killed process leaves it.
 FAKE = """
 import os, pathlib, subprocess, time
 
@@ -55,7 +55,7 @@ STARTER = "from rapidformer_templates.switches.zero.compiled_parts import build;
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with a quick DeepSpeed and nothing built; the folder that its parts will lie in."""
+    """A machine with a fast fake DeepSpeed and nothing built. The value is the folder for the compiled parts."""
     package = tmp_path / "site" / "deepspeed"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -87,7 +87,7 @@ def builds(root: Path) -> int:
 
 
 def compiler(root: Path) -> int:
-    """The process id of the compiler under way."""
+    """Return the process id of the running compiler."""
     record = root.parent / "compiler"
     wait_until(lambda: record.exists() and record.read_text())
     return int(record.read_text())
@@ -114,7 +114,7 @@ def start(**environment: str) -> subprocess.Popen[str]:
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background job has SIGINT ignored, and hands that on to its children.
+        # A shell's background job ignores SIGINT, and its children inherit this.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
@@ -193,7 +193,7 @@ def test_lock_of_a_living_process_is_respected(root: Path) -> None:
     def release() -> None:  # in the order of torch's FileBaton
         os.close(descriptor)
         time.sleep(0.05)
-        lock.unlink()  # would fail if somebody else had removed it
+        lock.unlink()  # would fail if another process had removed it
 
     timer = threading.Timer(1.0, release)
     timer.start()
@@ -336,7 +336,7 @@ def test_ninja_of_a_virtual_environment_that_is_not_active(
 def test_ninja_of_the_environment_goes_before_another_on_path(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ninja compiles everything anew that another version of it has compiled: in the workers, where nobody sees why."""
+    """Ninja rebuilds what another version of it has compiled: in the workers, where nobody sees the reason."""
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     shutil.copy(tmp_path / "tools" / "ninja", scripts)
@@ -362,7 +362,7 @@ def test_folder_that_cannot_be_written(root: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.exhaustive
 @pytest.mark.deepspeed
 def test_real_build_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kill -9 the compilers of DeepSpeed's own build; torch's lock is left, and the next build succeeds."""
+    """``kill -9`` the compilers of DeepSpeed's own build. torch's lock remains, and the next build succeeds."""
     pytest.importorskip("deepspeed", reason="needs the deepspeed extra")
     if reason := build_tools.problems("cpu_adam"):
         pytest.skip(reason)
@@ -376,7 +376,7 @@ def test_real_build_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     time.sleep(1)  # compilers at work
     builder = parts.holder(lock)
     assert builder
-    starter.kill()  # first: it would tidy up
+    starter.kill()  # first, because it would clean up
     starter.communicate()
     parts._end(builder)
     assert lock.exists()
@@ -388,4 +388,4 @@ def test_real_build_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     program = "from deepspeed.ops.adam import DeepSpeedCPUAdam as A; import torch; A([torch.ones(3)])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert parts.is_built("cpu_adam", root)  # the worker compiled nothing anew
+    assert parts.is_built("cpu_adam", root)  # the worker compiled nothing again

@@ -1,4 +1,4 @@
-"""A model that is built in parts begins with the very weights of one that is built whole."""
+"""A model that is built in partitions starts with the same weights as one that is built whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "zero_opti
 
 
 class Unruly(nn.Module):
-    """Changes its parameters after they were made in all the ways that people have."""
+    """Changes its parameters after construction in all the ways that occur in practice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Unruly(nn.Module):
             self.embedding.weight[0].fill_(3.0)
             row = self.embedding.weight[1]
             self.first.weight.add_(1)
-            row.zero_()  # a view that has outlived the use of another parameter
+            row.zero_()  # a view that is still alive after another parameter was used
             self.blocks[0].weight.copy_(self.blocks[1].weight)
         self.apply(lambda m: nn.init.normal_(m.bias) if getattr(m, "bias", None) is not None else None)
         assert self.first.weight.shape == (7, 5)
@@ -72,7 +72,7 @@ KINDS = ("unruly", "causal", "masked", "classifier", "pretrained", "new head")
 
 
 def _named(kind: type) -> type:
-    """A decorator, such as transformers has for its experts."""
+    """A decorator like the one of transformers for its experts."""
     init = kind.__init__  # type: ignore[misc]
 
     @functools.wraps(init)
@@ -102,7 +102,7 @@ def _build_all(workers: Any) -> dict[str, Any]:
     _join(workers, loud=False)
     found: dict[str, Any] = {}
     for kind in KINDS:
-        torch.manual_seed(3 + 100 * workers.rank)  # the first worker's numbers are the ones that count
+        torch.manual_seed(3 + 100 * workers.rank)  # only the random numbers of the first worker count
         with partitioned_construction(CONFIG):
             model = build(kind)
         held = sum(p.ds_tensor.numel() for p in model.parameters())
@@ -132,8 +132,8 @@ def test_weights_are_those_of_a_model_that_is_built_whole(kind: str, built: Any)
         assert weights.keys() == expected.keys()
         for name, weight in expected.items():
             assert torch.equal(weights[name], weight), name
-        assert 0.5 <= share < 0.53  # half, and what odd sizes add
-        assert uncut == 0  # nothing was left whole
+        assert 0.5 <= share < 0.53  # half, plus a little for odd sizes
+        assert uncut == 0  # every parameter is partitioned
 
 
 def test_a_class_that_is_imported_meanwhile_keeps_its_decorators(built: Any) -> None:

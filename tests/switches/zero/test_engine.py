@@ -1,4 +1,4 @@
-"""ZeRO in all its forms follows the one-process run: loss, gradient norm, weights, and what it holds."""
+"""ZeRO in all its forms follows the one-process run: loss, gradient norm, weights, and held memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BF16 = ("zero-1", "zero-2", "zero-3-all-cut", "zero-2-offload", "zero-3-offload"
 KINDS = ("causal", "frozen")  # a causal model with tied embeddings, and a classifier with frozen parameters
 CASES = {f"{job}-{layout}": (job, layout) for job in KINDS for layout in LAYOUTS}
 SHORT = [case for case, (job, layout) in CASES.items() if job == "causal"]
-"""By default."""
+"""Cases that run by default."""
 
 
 def _train_all(workers: Any, folder: str, cases_of: list[str], narrow: list[str]) -> dict[tuple[str, str], Any]:
@@ -55,7 +55,7 @@ def _train_all(workers: Any, folder: str, cases_of: list[str], narrow: list[str]
 
 
 class _CountingJob(CausalJob):
-    """Counts the elements that are gathered in each step."""
+    """Counts the elements that each step gathers."""
 
     def build_data(self) -> Data:
         self.gathered, self.steps = 0, []
@@ -68,7 +68,7 @@ class _CountingJob(CausalJob):
 
 
 class _Watch(TorchDispatchMode):
-    """Sees the collectives as torch sends them."""
+    """Sees the collectives that torch sends."""
 
     def __init__(self, job: _CountingJob) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _gathered() -> float:
-    """Elements that the fourth step gathers, over those of all parameters in each of its micro batches."""
+    """Return the elements that the fourth step gathers, divided by all parameters in each of its micro batches."""
     job = _CountingJob([*f"{STEPS} {LAYOUTS['zero-3-all-cut']} --train-iters 4".split(), "--lr", "1e-3"])
     with _Watch(job):
         job.fit()
@@ -90,7 +90,7 @@ def _gathered() -> float:
 
 
 def _failures() -> dict[tuple[str, str], Any]:
-    """Runs that must end with an error, the same one on both workers."""
+    """Train runs that must end with the same error on both workers, and return these errors."""
     ends: dict[tuple[str, str], Any] = {}
     with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         for job in ("unreached", "broken"):
@@ -104,7 +104,7 @@ def _failures() -> dict[tuple[str, str], Any]:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
-    """The results of both workers, all from one group."""
+    """The results of both workers from one group."""
     chosen = selected(request, "case"), selected(request, "narrow")
     return run_in_workers(2, _train_all, str(tmp_path_factory.mktemp("runs")), *chosen)
 
@@ -132,7 +132,7 @@ def test_nvme_follows_one_process_and_keeps_no_state_in_memory(references: Any, 
         pytest.skip(why)
     _assert_like(references["wide"], runs[0]["wide", "nvme"])
     for held in runs[0]["wide", "nvme"]["summary"]["receipts"]["held_bytes_by_rank"]:
-        # Partitions of less than a megabyte (biases and norms) stay; all of it would be three times the parameters.
+        # Partitions below a megabyte (biases and norms) stay. The whole state would be three times the parameters.
         assert held["optimizer_state_bytes"] < 0.05 * held["parameter_bytes"]
 
 
@@ -151,10 +151,10 @@ def _assert_like(expected: Any, actual: Any) -> None:
     _assert_close(actual["curve"], expected["curve"])
     _assert_close(actual["evaluations"], expected["evaluations"])
     assert len(expected["evaluations"]) == 3
-    assert max(norm for _, norm in expected["curve"]) > 2 * CLIP  # so that clipping acts
+    assert max(norm for _, norm in expected["curve"]) > 2 * CLIP  # so that clipping has an effect
     assert actual["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
-        # Adam makes steps out of rounding where a gradient is zero, as that of a key's bias is.
+        # Adam turns rounding errors into steps if a gradient is zero, as for the bias of keys.
         torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-5, atol=5e-6)
 
 
@@ -165,7 +165,7 @@ def test_bf16_follows_one_process_of_bf16(narrow: str, references: Any, runs: An
         torch.tensor(actual["curve"]), torch.tensor(references["bf16"]["curve"]), rtol=2**-8, atol=0
     )
     assert actual["summary"]["receipts"]["parameter_dtypes"] == ["bfloat16"]
-    # The masters, which are what is saved, differ from the reference's weights by less than the format rounds.
+    # The saved masters differ from the reference's weights by less than the rounding of the format.
     expected = references["bf16"]["weights"]
     assert 0 < weights_apart(actual["weights"], expected) < 2**-8
 
@@ -197,5 +197,5 @@ def test_alone_zero_is_plain_training(references: Any) -> None:
 
 
 def test_what_fits_is_gathered_once_for_forward_and_backward(runs: Any) -> None:
-    """By default a parameter may stay whole until its backward; a step that gathered twice did not know its order."""
+    """By default a parameter may stay whole until its backward. A step that gathers twice does not know its order."""
     assert 1 <= runs[0]["causal", "gathered"] < 1.2

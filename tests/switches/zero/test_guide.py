@@ -1,7 +1,7 @@
-"""The files of the DeepSpeed guide of Transformers 4.37 [D], as they stand there, follow one process.
+"""The files of the DeepSpeed guide of Transformers 4.37 [D], unchanged, follow one process.
 
-The reference is one process with the optimizer and the schedule of the file, built by hand. On a CPU the guide's
-fp16 runs in fp16, too.
+The reference is one process with the optimizer and the schedule of the file, built by hand. The guide's fp16 is fp16
+on a CPU as well.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ FILES: dict[str, dict[str, Any]] = {
     "zero-3-auto": {**AUTO, "zero_optimization": ZERO_3},
     "zero-3-manual": {**MANUAL, "zero_optimization": {**ZERO_3, **BUCKETS}},
 }
-# The guide's rates move a model hardly in a few steps: the same file with others, and in fp32, shows every option.
+# The guide's rates hardly move a model in a few steps. The same file with other rates, in fp32, shows every option.
 LOUDER = {
     **MANUAL,
     "fp16": {"enabled": False, **FP16},
@@ -95,7 +95,7 @@ FLAGS = {"auto": f"{STEPS} --lr 1e-3 --weight-decay 0.1 --lr-warmup-iters 3", "m
 
 
 def _nvme(folder: str) -> dict[str, Any]:
-    """The guide's example for a disk, with another folder than ``/local_nvme``."""
+    """Return the guide's example for a disk, with another folder than ``/local_nvme``."""
     place = {"device": "nvme", "nvme_path": folder, "pin_memory": True}
     aio = {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True}
     return {
@@ -121,14 +121,14 @@ def _train_all(workers: Any, folder: str) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("runs")
     for name, file in {**FILES, "nvme": _nvme(f"{folder}/disk")}.items():
-        text = json.dumps(file, indent=4).replace("\n    }\n", "\n    },\n")  # some of the guide have such commas
+        text = json.dumps(file, indent=4).replace("\n    }\n", "\n    },\n")  # some files of the guide have such commas
         (folder / f"{name}.json").write_text(text)
     found: dict[str, Any] = run_in_workers(2, _train_all, str(folder))[0]
     return found
 
 
 def _by_hand(*, lr: float, warmup: dict[str, Any], **options: Any) -> type[CausalJob]:
-    """One process with torch's AdamW and DeepSpeed's own schedule."""
+    """Return a job for one process with torch's AdamW and DeepSpeed's schedule."""
 
     class ByHand(CausalJob):
         def build_optimizer(self) -> OptimizerSpec:
@@ -188,9 +188,9 @@ def test_the_guides_file_for_a_disk_follows_one_process(references: Any, runs: A
 def _assert_like(expected: Any, actual: Any, rtol: float, *, moved: bool) -> None:
     torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), rtol=rtol, atol=1e-6)
     assert actual["weights"].keys() == expected["weights"].keys()
-    # By their norm: Adam makes steps out of rounding where a gradient is about zero, 2 % of one in a few elements.
+    # Compare the norm: Adam turns rounding errors into steps if a gradient is about zero, 2 % of one in a few elements.
     assert weights_apart(actual["weights"], expected["weights"]) < 1e-5
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-5, atol=2e-5)
-    if moved:  # by so much more than that, that other options of the optimizer would show
+    if moved:  # much more than this tolerance, so that other options of the optimizer would show
         assert max(float(weight.abs().max()) for name, weight in expected["weights"].items() if "bias" in name) > 1e-3

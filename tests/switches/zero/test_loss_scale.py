@@ -1,4 +1,4 @@
-"""The loss scale of a DeepSpeed file acts, and a resumed run goes on with it."""
+"""The loss scale of a DeepSpeed file takes effect, and a resumed run continues with it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_fixed_scale_stays_whatever_was_saved() -> None:
     restore(fixed, state_of(_dynamic()))
     assert fixed.cur_scale == 128
     ours = DynamicLossScale()
-    ours.load_state(state_of(fixed))  # a run without ZeRO goes on from it, and grows
+    ours.load_state(state_of(fixed))  # a run without ZeRO continues from it and grows
     assert float(ours.scale) == 128
 
 

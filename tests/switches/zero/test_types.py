@@ -1,4 +1,4 @@
-"""The forward that DeepSpeed gets in a narrow type is seen from outside as it was."""
+"""A forward that DeepSpeed runs in a narrow type keeps its signature for other code."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _refuse_evidence(words: Sequence[str]) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer bench``."""
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure on this machine.")
-    parser.add_argument("--table", dest="named", metavar="TABLE", help="the same as naming the table alone")
+    parser.add_argument("--table", dest="named", metavar="TABLE", help="the same as the name of the table")
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     output.add_argument(
@@ -87,13 +87,15 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", parents=[output], help="one configuration: the flags of a training command")
     run.add_argument("--turns", type=_positive, default=6, help="measured turns (default: 6)")
-    run.add_argument("--steps-a-turn", type=_positive, help="optimizer steps a turn (default: 1; on an accelerator 10)")
+    run.add_argument(
+        "--steps-a-turn", type=_positive, help="optimizer steps per turn (default: 1; on an accelerator 10)"
+    )
     run.set_defaults(module="run")
     helps = {
-        "partitioning": "what each way to divide the model's state costs and saves",
+        "partitioning": "costs and savings of each way to divide the model's state",
         "mixed-precision": "BERT in fp32 and in the narrow type",
         "parallel": "tensor and pipeline parallel layouts of a GPT",
-        "mfu": "model FLOPs utilisation beside a loop written by hand and transformers' Trainer",
+        "mfu": "model FLOPs utilisation, compared with a loop written by hand and transformers' Trainer",
     }
     for name, text in helps.items():
         _add_table(commands.add_parser(name, parents=[output], help=text))
@@ -106,24 +108,28 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         default="small",
         help="small (default): any machine; paper: the published model; tiny: for trying out; mfu has more of them",
     )
-    parser.add_argument("--workers", type=_positive, help="worker processes (default: by the scale)")
+    parser.add_argument("--workers", type=_positive, help="worker processes (default: depends on the scale)")
     parser.add_argument("--repeats", type=_positive, default=3, help="runs of each solution (default: 3)")
-    parser.add_argument("--steps", type=_positive, default=6, help="measured turns a run (default: 6)")
+    parser.add_argument("--steps", type=_positive, default=6, help="measured turns per run (default: 6)")
     parser.add_argument(
-        "--steps-a-turn", type=_positive, help="optimizer steps a turn (default: 1; on an accelerator 10)"
+        "--steps-a-turn", type=_positive, help="optimizer steps per turn (default: 1; on an accelerator 10)"
     )
-    parser.add_argument("--solutions", metavar="A,B", help="which, such as none,oss-sdp,zero-2 (default: all)")
-    parser.add_argument("--all", action="store_true", help="also what this device is slow at")
+    parser.add_argument(
+        "--solutions", metavar="A,B", help="solutions to measure, such as none,oss-sdp,zero-2 (default: all)"
+    )
+    parser.add_argument("--all", action="store_true", help="also measure what is slow on this device")
     parser.add_argument(
         "--device",
         default="auto",
         metavar="KIND",
-        help="where: auto, cpu, or what torch calls the accelerator (default: the accelerator, if there are enough)",
+        help="device: auto, cpu, or what torch calls the accelerator (default: the accelerator, if there are enough)",
     )
     parser.add_argument(
-        "--peers", action=argparse.BooleanOptionalAction, default=True, help="other libraries beside it (default)"
+        "--peers", action=argparse.BooleanOptionalAction, default=True, help="also measure other libraries (default)"
     )
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to offload to (default: temporary)")
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="folder on the disk to offload to (default: temporary)"
+    )
     parser.set_defaults(module="measure")
 
 

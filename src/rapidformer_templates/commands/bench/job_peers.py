@@ -41,7 +41,7 @@ def accelerate_fsdp(job: Job, line: Line) -> None:
     )
     accelerator = Accelerator(fsdp_plugin=blocks, **_options(job))
     if accelerator.distributed_type != DistributedType.FSDP:
-        raise Absent(f"accelerate makes {accelerator.distributed_type.value} of its FSDP plugin on this device")
+        raise Absent(f"accelerate turns its FSDP plugin into {accelerator.distributed_type.value} on this device")
     _accelerate(job, line, accelerator)
 
 
@@ -184,7 +184,7 @@ def transformers_trainer(job: Job, line: Line, *, compiled: bool = False) -> Non
     import transformers
 
     if job.workers > 1:
-        raise Absent("compared on one worker only")
+        raise Absent("only compared on one worker")
 
     class Watch(transformers.TrainerCallback):
         def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:

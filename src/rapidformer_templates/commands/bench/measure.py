@@ -170,14 +170,14 @@ def _why_not(request: Request, name: str) -> str | None:
         return f"{solution.package} is not installed"
     if device == "cpu" and not request.everything:
         if solution.precision == "mixed" and not cpu_is_fast_at_bf16():
-            return "this CPU has no instructions for bf16 (--all runs it all the same)"
+            return "this CPU has no instructions for bf16 (--all runs it anyway)"
         if "--torch-compile" in solution.flags:
-            return "compiling takes longer than it saves on a CPU (--all runs it all the same)"
+            return "compiling takes longer than it saves on a CPU (--all runs it anyway)"
     if request.workers % solution.divides:
-        return f"one copy of the model needs {solution.divides} workers, there are {request.workers}"
+        return f"one copy of the model needs {solution.divides} workers, but there are {request.workers}"
     samples = sizes.micro_batch * (request.workers // solution.divides)
     if sizes.global_batch % samples:
-        return f"{sizes.global_batch} samples a step do not divide by {samples}"
+        return f"{sizes.global_batch} samples per step cannot be divided by {samples}"
     for part in deepspeed_parts.needed_parts(solution.offload):
         if problem := build_tools.problems(part, device):
             return f"DeepSpeed's {part}: {problem}"
@@ -229,7 +229,9 @@ def _check_losses(report: Report) -> None:
         middle = statistics.median(losses.values()) if losses else 0.0
         for name, loss in losses.items():
             if abs(loss - middle) > allowed * middle:
-                report.absent[name] = f"its loss is {loss:.4f}, that of the others {middle:.4f}: it does other work"
+                report.absent[name] = (
+                    f"its loss is {loss:.4f}, and that of the others {middle:.4f}: it does different work"
+                )
                 report.runs.pop(name)
                 report.failed += [name] if name in solutions else []
 
@@ -319,4 +321,4 @@ def _device(options: argparse.Namespace, scale: Scale, workers: int) -> str:
     if options.device == "auto":
         return "cpu"
     what = "a GPU" if kind == "cuda" else f"a device {kind}"
-    raise RapidformerError(f"{workers} workers need {what} each, there are {count}", where=f"--device {kind}")
+    raise RapidformerError(f"{workers} workers need {what} each, but there are {count}", where=f"--device {kind}")

@@ -35,7 +35,7 @@ def main(options: argparse.Namespace) -> int:
     taken = [word for word in words if word.partition("=")[0].replace("_", "-") in REFUSED]
     if taken:
         raise RapidformerError(
-            f"{taken[0]} is no flag of a measured run",
+            f"{taken[0]} is not a flag of a measured run",
             where="bench run",
             hint="see --turns and --steps-a-turn",
         )
@@ -98,7 +98,7 @@ def _result(run: Run, machines: int) -> dict[str, Any]:
 
 def _table(result: dict[str, Any], words: list[str]) -> Table:
     made = Table(title=f"rapidformer {' '.join(words)}", title_justify="left")
-    for heading in ("samples/s", "peak MB a worker", "utilisation", "parameters", "loss of the last step"):
+    for heading in ("samples/s", "peak MB per worker", "utilisation", "parameters", "loss of the last step"):
         made.add_column(heading, justify="right")
     share = result["utilisation"]
     made.add_row(

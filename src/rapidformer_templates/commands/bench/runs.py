@@ -114,7 +114,7 @@ class Contender:
                 except (EOFError, OSError):  # a worker is dead, and the launcher reports which one and why
                     self._process.wait(SILENCE_SECONDS)
                     self._check(until)
-                    raise CannotRun("a worker left before the end") from None
+                    raise CannotRun("a worker ended early") from None
                 if "absent" in answer:
                     raise CannotRun(answer["absent"])
                 answers[waiting[line]] = answer
@@ -124,7 +124,7 @@ class Contender:
     def _check(self, until: float, *, finished: bool = False) -> None:
         """Raise CannotRun if the run has failed or has sent nothing for too long."""
         if time.monotonic() > until:
-            raise CannotRun(f"no word for {SILENCE_SECONDS:.0f} s: it hangs\n{self._last_words()}")
+            raise CannotRun(f"no output for {SILENCE_SECONDS:.0f} s: it hangs\n{self._last_words()}")
         if self._process.poll() is not None and not (finished and self._process.returncode == 0):
             raise CannotRun(self._last_words())
 

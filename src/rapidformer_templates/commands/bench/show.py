@@ -22,13 +22,13 @@ ALLOWED = 0.01
 """Relative deviation from the formula that needs no explanation."""
 
 WHY_DIFFERENT = {
-    "oss": "a parameter lies whole with its owner, so the shares are uneven",
-    "oss-sdp": "a parameter lies whole with its owner, so the shares are uneven",
+    "oss": "each parameter is whole on its owner, so the shares are uneven",
+    "oss-sdp": "each parameter is whole on its owner, so the shares are uneven",
     "zero-1": "DeepSpeed keeps the whole gradient of a parameter that two workers share",
     "zero-2": "DeepSpeed keeps the whole gradient of a parameter that two workers share",
-    "zero-3": "parameters of at most 10 × the width are kept whole beside their parts",
-    "zero-3-offload": "gradients are held twice, as they are reduced and as the update on the host takes them",
-    "zero-3-nvme": "masters and moments lie on the disk; what is held is what passes through memory",
+    "zero-3": "parameters of at most 10 × the width are kept whole in addition to their parts",
+    "zero-3-offload": "gradients are held twice: as they are reduced, and for the update on the host",
+    "zero-3-nvme": "masters and moments are on the disk; only what passes through memory is held",
 }
 """Reasons why the bytes of a solution differ from even shares."""
 
@@ -59,7 +59,7 @@ def _solutions(report: Report) -> Table:
         f"{scale.kind.upper()}, {shape}, {batches}, {report.workers} × {report.device}",
         "solution",
         "samples/s",
-        "peak MB a worker",
+        "peak MB per worker",
         "until 1st step",
         "without model",
         "utilisation",
@@ -92,7 +92,7 @@ def _figures(report: Report, name: str) -> tuple[str, ...]:
 
 def _bytes(report: Report) -> Table:
     made = _table(
-        "bytes a parameter that a worker holds: parameters / gradients / optimizer state",
+        "bytes per parameter that a worker holds: parameters / gradients / optimizer state",
         "solution",
         "rank 0",
         "most",
@@ -193,6 +193,6 @@ def draw(axes: Axes, report: Report) -> None:
     above = [report.peak_mb(name) - start for name, start in zip(names, before, strict=True)]
     peaks = right.barh(names, above, left=before, color=colours)
     right.bar_label(peaks, [f"{report.peak_mb(name):,.0f}" for name in names], padding=3, fontsize=8)
-    right.set_xlabel("peak MB a worker (grey: before the model)")
+    right.set_xlabel("peak MB per worker (grey: before the model)")
     right.margins(x=0.12)
     left.invert_yaxis()

@@ -188,10 +188,10 @@ def rows_of(part: Part, columns: Columns) -> Iterator[tuple[Any, ...]]:
         DataError: a row describes tools or earlier turns.
     """
     for column in ("tools", "functions"):
-        _refuse(part, column, "tools are not in this version", "if the conversations use none")
+        _refuse(part, column, "tools are not supported in this version", "if the conversations use none")
     if columns.kind == "instruction":
-        hint = "if they are not to be learned from; conversations stand in messages"
-        _refuse(part, "history", "earlier turns in 'history' are not in this version", hint)
+        hint = "if the model should not learn from them; conversations belong in messages"
+        _refuse(part, "history", "earlier turns in 'history' are not supported in this version", hint)
     there = part.table.column_names
     names = [name if name in there else None for name in (*columns.names, *columns.beside)]
     yield from zip(*(part.table[name][:] if name else [None] * len(part) for name in names), strict=True)
@@ -201,7 +201,7 @@ def _refuse(part: Part, column: str, message: str, unless: str) -> None:
     if column in part.table.column_names:
         row = next((row for row, value in enumerate(part.table[column][:]) if value), None)
         if row is not None:
-            raise DataError(message, where=part.where(row), hint=f"take the column '{column}' out, {unless}")
+            raise DataError(message, where=part.where(row), hint=f"remove the column '{column}', {unless}")
 
 
 def read_example(fields: tuple[Any, ...]) -> Example:
@@ -305,10 +305,10 @@ def _message(value: Any, what: str) -> Message:
 def _refuse_unheard(message: Message, what: str) -> None:
     """Refuse fields that a chat template would silently ignore."""
     if message.get("tool_calls") or message.get("function_call"):
-        raise DataError(f"{what} calls tools, which is not in this version", hint="take the conversation out")
+        raise DataError(f"{what} calls tools, which is not supported in this version", hint="remove the conversation")
     if message["role"] == "assistant" and message.get("weight", 1) != 1:
-        hint = "take the key out to learn the answer, or end the conversation before it"
-        raise DataError(f"{what} has the weight {message['weight']}, which is not in this version", hint=hint)
+        hint = "remove the key to learn the answer, or end the conversation before it"
+        raise DataError(f"{what} has the weight {message['weight']}, which is not supported in this version", hint=hint)
 
 
 def _roles_hint(role: str) -> str:

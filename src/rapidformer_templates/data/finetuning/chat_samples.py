@@ -18,7 +18,7 @@ from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
 
 T = TypeVar("T")
-ASKED = "mend the row: each one is answered"
+ASKED = "fix the row: each row gets an answer"
 """Advice for a row to predict that cannot be used."""
 PLAIN_NOTE = "the tokenizer has no chat template: a plain one is used, and exported with it"
 
@@ -43,7 +43,7 @@ class ChatReader:
     answers_only: bool
     whole: bool = True
     skip_bad: bool = False
-    advice: str = "mend the row, or leave such rows out with --skip-bad-lines"
+    advice: str = "fix the row, or skip such rows with --skip-bad-lines"
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -93,7 +93,7 @@ class ChatReader:
                 self.skipped.append(f"{part.where(row)}: {error.message}")
         if not made and self.whole:
             message = f"none of the {len(part)} rows can be used; the last: {self.skipped[-1]}"
-            raise DataError(message, where=part.files[0], hint="mend the rows")
+            raise DataError(message, where=part.files[0], hint="fix the rows")
         return made
 
     def encoded(self, texts: Sequence[Rendered]) -> list[Encoded]:
@@ -135,13 +135,13 @@ class ChatReader:
             raise DataError(message, where=part.files[0], hint="use a greater --seq-length, or shorter prompts")
         if counts.truncated:
             note = f"{name}: {counts.truncated:,} of {counts.texts:,} samples are cut to {length} tokens"
-            self.notes.append(note + (f"; {lost:,}, of whose answers nothing is left, are not used" if lost else ""))
+            self.notes.append(note + (f"; {lost:,} with no part of an answer left are not used" if lost else ""))
         elif lost:
             self.notes.append(f"{name}: {lost:,} of {counts.texts:,} samples are not used: their answers have no token")
         if counts.split and self.answers_only:
             self.notes.append(
                 f"{name}: {counts.split:,} answers begin inside a token that begins in their prompt; "
-                "let the space or line break between them stand in the answer"
+                "put the space or line break between them into the answer"
             )
 
 

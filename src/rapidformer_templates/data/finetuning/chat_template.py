@@ -91,7 +91,7 @@ class ChatTemplate:
                 **self._tokens,
             )
         except (jinja2.TemplateError, TypeError) as error:
-            raise DataError(f"the chat template does not take the conversation: {error}") from error
+            raise DataError(f"the chat template rejects the conversation: {error}") from error
         return texts[0], spans[0] if marks else []
 
     _apply: Any = staticmethod(render_jinja_template)  # its annotations do not show what it returns

@@ -33,8 +33,8 @@ def joined_parts(content: list[Any], what: str) -> str:
         if kind is None:
             raise DataError(f"{where} has no type", hint='write {"type": "text", "text": …}')
         if kind not in OF_TEXT:
-            hint = "take the part out, or the conversation; only parts of text are read"
-            raise DataError(f"{where} is of the type '{kind}', which is not in this version", hint=hint)
+            hint = "remove the part or the conversation; only text parts are read"
+            raise DataError(f"{where} is of the type '{kind}', which is not supported in this version", hint=hint)
         if not isinstance(part.get("text"), str):
             raise DataError(f"{where} has no text", hint='write {"type": "text", "text": …}')
         texts.append(part["text"])

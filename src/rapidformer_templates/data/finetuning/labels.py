@@ -113,8 +113,8 @@ def measures(part: Part, column: str) -> list[float]:
     for row, value in enumerate(part.table[column][:]):
         text = None if isinstance(value, bool) else label_text(value)
         if text is None or not NUMBER.fullmatch(text):
-            message = f"the column '{column}' holds {value!r}, which is no number to predict"
-            raise DataError(message, where=part.where(row), hint="fill it, or take the row out")
+            message = f"the column '{column}' holds {value!r}, which is not a number to predict"
+            raise DataError(message, where=part.where(row), hint="fill it, or remove the row")
         numbers.append(float(text))
     return numbers
 
@@ -185,12 +185,12 @@ def _names(part: Part, column: str) -> list[str]:
     names: list[str] = []
     for row, value in enumerate(part.table[column][:]):
         if stands_for_none(value, declared):
-            message = f"the label in column '{column}' is {value}, which stands for no label"
-            raise DataError(message, where=part.where(row), hint="fill it, or take the row out")
+            message = f"the label in column '{column}' is {value}, which is not a label"
+            raise DataError(message, where=part.where(row), hint="fill it, or remove the row")
         name = label_name(value, declared, column, part, row)
         if name is None:
             raise DataError(
-                f"the label in column '{column}' is empty", where=part.where(row), hint="fill it, or take the row out"
+                f"the label in column '{column}' is empty", where=part.where(row), hint="fill it, or remove the row"
             )
         names.append(name)
     return names

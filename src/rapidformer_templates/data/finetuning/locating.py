@@ -174,8 +174,10 @@ def _check_one(files: Sequence[Path], folder: Path) -> None:
         raise DataError(f"several files in {folder} fit", where="--data-name", hint=hint)
     if shards and len({int(of[1]) for of in numbers if of}) != int(shards[0][2]):
         there = ", ".join(path.name for path in files)
-        hint = f"bring the others; there is: {there}"
-        raise DataError(f"of {int(shards[0][2])} shards {len(files)} are in {folder}", where="--data-dir", hint=hint)
+        hint = f"add the others; there is: {there}"
+        raise DataError(
+            f"only {len(files)} of {int(shards[0][2])} shards are in {folder}", where="--data-dir", hint=hint
+        )
 
 
 def _by_part(found: Mapping[str, list[Path]], read: Sequence[str], place: Path | str) -> dict[str, list[Path]]:
@@ -229,7 +231,7 @@ def _check_inside(name: str, written_in: Path) -> None:
     """Raise a :class:`DataError` if a file that came with the data refers to data outside of its folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise DataError(
-            f"it names data outside of its folder: {name}",
+            f"it names data outside its folder: {name}",
             where=str(written_in),
             hint="copy the data into the folder, or name them yourself with --data-dir and --data-name",
         )
@@ -252,7 +254,7 @@ def _saved(folder: Path) -> dict[str, list[Path]]:
 
 
 def cannot_be_read(folder: Path, error: Exception) -> DataError:
-    return DataError(f"the saved data set cannot be read: {error}", where=str(folder), hint="save it anew")
+    return DataError(f"the saved data set cannot be read: {error}", where=str(folder), hint="save it again")
 
 
 def held_out_rows(rows: int, fraction: float) -> int:

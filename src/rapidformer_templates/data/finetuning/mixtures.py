@@ -83,7 +83,7 @@ def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Dat
     fields = {name: tuple(data.train[0]) for name, data in sources.items() if data.train is not None}
     if len(set(fields.values())) > 1:
         shown = "; ".join(f"{name}: {', '.join(names)}" for name, names in fields.items())
-        hint = "mix sets of one kind; conversations go with plain text under --loss-on all"
+        hint = "mix sets of one kind; conversations can be mixed with plain text under --loss-on all"
         raise DataError(
             f"the sets of the mixture have samples of different kinds ({shown})", where="--data-name", hint=hint
         )

@@ -78,7 +78,7 @@ def read_examples(part: Part, question: str, context: str, answers: str) -> list
         if not isinstance(asked, str) or not isinstance(text, str):
             column = context if isinstance(asked, str) else question
             raise DataError(
-                f"the column '{column}' is not text", where=part.where(row), hint="fill it, or take the row out"
+                f"the column '{column}' is not text", where=part.where(row), hint="fill it, or remove the row"
             )
         try:
             pairs = tuple(_pairs(json.loads(given) if isinstance(given, str) else given))

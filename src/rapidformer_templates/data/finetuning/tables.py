@@ -99,7 +99,7 @@ class Part:
         columns = self.table.column_names
         if name not in columns:
             hint = f"columns: {', '.join(columns)}; {spelling(flag)} names another one"
-            message = f"there is no column '{name}', by which the training part was read"
+            message = f"there is no column '{name}', which was used to read the training part"
             raise DataError(message, where=self.files[0], hint=did_you_mean(name, columns, hint))
 
 
@@ -184,7 +184,7 @@ def streamed_files(flags: DataFlags) -> Mapping[str, list[Path]]:
     located = locate(flags)
     if located.kind != "files":
         hint = "leave it out, or write the set as files: Dataset.to_parquet(…)"
-        raise DataError(f"{located.name} was saved by datasets, and is not streamed", where="--streaming", hint=hint)
+        raise DataError(f"{located.name} was saved by datasets, and cannot be streamed", where="--streaming", hint=hint)
     return _with_training(located.parts, flags)
 
 
@@ -336,10 +336,10 @@ def _check_kinds(key: str, values: list[object], part: Part) -> None:
         row = bisect_left(range(len(values) + 1), True, key=lambda count: _is_refused(values[:count])) - 1
         value = f"the column '{key}' holds {str(values[row])[:40]!r}"
         if _is_refused([values[row]]):
-            hint = "mend the value: a number of more than 64 bits, and half of a character, have no place in a table"
+            hint = "fix the value: a table cannot hold a number of more than 64 bits or half of a character"
             raise DataError(f"{value}, which cannot be read", where=part.where(row), hint=hint)
-        message = f"{value}, which is of another kind than the rows before"
-        raise DataError(message, where=part.where(row), hint="a column holds one kind of value")
+        message = f"{value}, which has another type than the rows before"
+        raise DataError(message, where=part.where(row), hint="a column holds values of one type")
 
 
 def _is_refused(values: list[object]) -> bool:

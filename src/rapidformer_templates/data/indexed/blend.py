@@ -38,7 +38,7 @@ def whole_weights(weights: Sequence[str | float], flag: str = "--data-path") -> 
         shares = []
     if not shares or min(shares) <= 0:
         hint = "write a weight above 0 before each corpus: 0.3 A 0.7 B"
-        raise DataError(f"these are no weights: {', '.join(map(str, weights))}", where=flag, hint=hint)
+        raise DataError(f"these are not weights: {', '.join(map(str, weights))}", where=flag, hint=hint)
     scale = lcm(*(share.denominator for share in shares))
     counts = [int(share * scale) for share in shares]
     divisor = gcd(*counts)

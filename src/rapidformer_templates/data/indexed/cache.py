@@ -63,7 +63,7 @@ class IndexCache:
             return _read(folder)
         except OSError as error:
             hint = "free some space, or choose another folder with --data-cache-dir"
-            raise DataError(f"the sample index cannot be kept: {error}", where=str(self.root), hint=hint) from error
+            raise DataError(f"the sample index cannot be saved: {error}", where=str(self.root), hint=hint) from error
 
 
 def _read(folder: Path) -> Tables:
@@ -72,7 +72,7 @@ def _read(folder: Path) -> Tables:
         # Use plain views, because indexing numpy's memmap class is several times slower.
         return {file.stem: np.asarray(np.load(file, mmap_mode="r")) for file in files}
     except (ValueError, EOFError) as error:  # truncated by a crash of the machine or a full disk
-        hint = "delete this folder; it is made anew"
+        hint = "delete this folder; it will be created again"
         raise DataError("the cache of the sample index is damaged", where=str(folder), hint=hint) from error
 
 

@@ -104,7 +104,7 @@ def check_corpora(config: RunConfig) -> None:
     if config.origin("text_unit") != "default" and not any(file.suffix.lower() == ".txt" for file in files):
         where = f"--text-unit ({config.origin('text_unit')})"
         raise DataError(
-            "there is no .txt file for --text-unit", where=where, hint="leave it out; other kinds have rows"
+            "there is no .txt file for --text-unit", where=where, hint="leave it out; other formats have rows"
         )
 
 
@@ -117,8 +117,8 @@ def streamed_corpus(flags: DataFlags) -> list[Path]:
     entries = parse_data_path(flags.data_path or ())
     if len(entries) > 1 or entries[0].indexed or entries[0].weight is not None:
         what = "a blend" if entries[0].weight is not None else "an indexed data set"
-        hint = "name files of raw text alone, or leave --streaming out: an indexed set is never read whole"
-        raise DataError(f"{what} is not streamed", where="--data-path", hint=hint)
+        hint = "name only files of raw text, or leave --streaming out: an indexed set is never read whole"
+        raise DataError(f"{what} cannot be streamed", where="--data-path", hint=hint)
     return text_files(entries[0].paths, "--data-path")
 
 
@@ -185,7 +185,7 @@ def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFa
         dataset = IndexedDataset(folder / f"{NAME}_{column}_document", config.data.data_impl)
     except DataError as error:
         message = f"the cache of the tokenized corpus is damaged: {error.message}"
-        raise DataError(message, where=str(folder), hint="delete this folder; it is made anew") from error
+        raise DataError(message, where=str(folder), hint="delete this folder; it will be created again") from error
     skipped = folder / f"{NAME}.skipped.txt"
     lines = skipped.read_text(encoding="utf-8").splitlines() if skipped.is_file() else []
     return Corpus(dataset, entry.weight, tuple(lines), tuple(notes))

@@ -143,21 +143,25 @@ class IndexedDataset:
         with path.open("rb") as file:
             head = file.read(HEADER.size)
         if head.startswith(OLD_MAGIC):
-            hint = "make the set anew from its text with rapidformer data preprocess"
+            hint = "make the set again from its text with rapidformer data preprocess"
             raise DataError("the index has the older format TNTIDX, not MMIDIDX", where=str(path), hint=hint)
         if not MAGIC.startswith(head[: len(MAGIC)]):
-            raise DataError("this is no index of Megatron's format (MMIDIDX)", where=str(path), hint=_ANEW)
+            raise DataError("this is not an index in Megatron's format (MMIDIDX)", where=str(path), hint=_ANEW)
         if len(head) < HEADER.size:
-            raise DataError(f"the index is cut: {size} bytes are less than its head", where=str(path), hint=_ANEW)
+            raise DataError(
+                f"the index is truncated: {size} bytes are less than its header", where=str(path), hint=_ANEW
+            )
         _, version, code, sequences, entries = HEADER.unpack(head)
         if version != VERSION:
-            raise DataError(f"the index has version {version}; only {VERSION} is known", where=str(path), hint=_ANEW)
+            raise DataError(
+                f"the index has version {version}; only {VERSION} is supported", where=str(path), hint=_ANEW
+            )
         if code not in TYPES:
-            raise DataError(f"the index names no known type of tokens (code {code})", where=str(path), hint=_ANEW)
+            raise DataError(f"the index has an unknown token type (code {code})", where=str(path), hint=_ANEW)
         self.dtype = TYPES[code]
         needed = HEADER.size + 12 * sequences + 8 * entries
         if size not in (needed, needed + sequences):
-            what = "cut" if size < needed else "too long"
+            what = "truncated" if size < needed else "too long"
             counts = f"{sequences:,} sequences and {entries:,} entries of documents"
             message = f"the index is {what}: {counts} need {needed:,} bytes, the file has {size:,}"
             raise DataError(message, where=str(path), hint=_ANEW)
@@ -180,7 +184,7 @@ class IndexedDataset:
             raise DataError("the document table does not cover the sequences", where=str(idx), hint=_ANEW)
         for first in range(0, len(self.documents) - 1, CHUNK):
             steps = np.diff(self.documents[first : first + CHUNK + 1])
-            _refuse(steps <= 0, first, "has no tokens, or begins before the one ahead of it", "document", idx)
+            _refuse(steps <= 0, first, "has no tokens, or begins before the previous one", "document", idx)
         end = 0
         for first in range(0, len(self.lengths), CHUNK):
             lengths = self.lengths[first : first + CHUNK].astype(np.int64)
@@ -189,10 +193,14 @@ class IndexedDataset:
             ends = end + np.cumsum(lengths) * self.dtype.itemsize
             begins = ends - lengths * self.dtype.itemsize
             wrong = self.pointers[first : first + CHUNK] != begins
-            _refuse(wrong, first, "begins elsewhere than where the one ahead of it ends", "sequence", idx)
+            _refuse(wrong, first, "does not begin where the previous one ends", "sequence", idx)
             end = int(ends[-1])
         if size != end:
-            what = f"is cut: {size:,} bytes of {end:,}" if size < end else f"is too long: {size:,} bytes, not {end:,}"
+            what = (
+                f"is truncated: {size:,} bytes of {end:,}"
+                if size < end
+                else f"is too long: {size:,} bytes, not {end:,}"
+            )
             raise DataError(f"the file of tokens {what}", where=str(bin_path(self.prefix)), hint=_ANEW)
 
     def _open(self) -> None:
@@ -246,7 +254,7 @@ class IndexedDataset:
         self._open()
 
 
-_ANEW = "make the set anew with rapidformer data preprocess, or copy both files again"
+_ANEW = "make the set again with rapidformer data preprocess, or copy both files again"
 
 
 def _refuse(wrong: np.ndarray, first: int, message: str, what: str, path: Path) -> None:
@@ -278,7 +286,7 @@ def check_vocabulary(dataset: IndexedDataset, size: int, largest: int | None = N
                 f"token {dataset.tokens[first : first + 1][0]} in sequence {sequence:,} is not in the vocabulary "
                 f"of {size:,} tokens",
                 where=str(bin_path(dataset.prefix)),
-                hint="the set was made with another tokenizer: give the one that made it, or make the set anew",
+                hint="the set was made with another tokenizer: give the one that made it, or make the set again",
             )
         largest = max(largest, int(tokens.max()))
     return largest

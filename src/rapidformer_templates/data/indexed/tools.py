@@ -82,7 +82,7 @@ def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> I
         if one.has_modes:
             hint = "join such sets with the tools that made them"
             raise DataError(
-                "the set holds modes (images beside text), which are not joined", where=one.prefix, hint=hint
+                "the set holds modes (images with text), which cannot be joined", where=one.prefix, hint=hint
             )
     dtype = np.result_type(*(one.dtype for one in sets))
     vocabulary = _common_vocabulary(prefixes)
@@ -154,11 +154,13 @@ def verify(prefix: str) -> list[Damage] | None:
         return None
     path, size = bin_path(prefix), sums["bin"]["block_bytes"]
     if sums["bin"]["bytes"] != path.stat().st_size:
-        hint = "delete them, or make them anew with --write-sums if you trust the set"
-        raise DataError("the checksums are those of another set", where=str(sums_path(prefix)), hint=hint)
+        hint = "delete them, or create them again with --write-sums if you trust the set"
+        raise DataError("the checksums belong to another set", where=str(sums_path(prefix)), hint=hint)
     problems = []
     if crc32(idx_path(prefix)) != sums["idx"]["crc32"]:
-        problems.append(Damage(idx_path(prefix), "the index is not what was written: documents may end elsewhere"))
+        problems.append(
+            Damage(idx_path(prefix), "the index differs from what was written: documents may end elsewhere")
+        )
     for block, (right, own) in enumerate(zip(sums["bin"]["crc32"], block_sums(path, size), strict=True)):
         if right != own:
             problems.append(Damage(path, _describe(dataset, block, size)))
@@ -170,7 +172,7 @@ def _describe(dataset: IndexedDataset, block: int, size: int) -> str:
     inside = np.searchsorted(dataset.pointers, [start, stop - 1], side="right") - 1
     first, last = np.searchsorted(dataset.documents, inside, side="right") - 1
     documents = f"document {first:,}" if first == last else f"documents {first:,} to {last:,}"
-    return f"bytes {start:,} to {stop - 1:,} are not what was written: {documents}"
+    return f"bytes {start:,} to {stop - 1:,} differ from what was written: {documents}"
 
 
 def add_sums(prefix: str) -> Path:
@@ -185,7 +187,7 @@ def add_sums(prefix: str) -> Path:
         part = dataset.tokens[start : min(start + CHUNK, dataset.token_count)]
         largest = max(largest, int(part.max()))
         if int(part.min()) < 0:
-            hint = "a token is a number from 0 on: the set is damaged, or of another kind"
+            hint = "a token is a number of at least 0: the set is damaged, or of another kind"
             raise DataError(f"there are negative tokens, such as {int(part.min())}", where=prefix, hint=hint)
     with disk_errors(sums_path(prefix)):
         write_sums(prefix, largest)

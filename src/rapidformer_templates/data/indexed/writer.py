@@ -276,7 +276,7 @@ def read_sums(prefix: str | Path) -> dict[str, Any] | None:
     except ValueError:
         facts = None
     if not _is_whole(facts):
-        hint = "delete it, and make it anew with rapidformer data verify --write-sums if you trust the set"
+        hint = "delete it, and create it again with rapidformer data verify --write-sums if you trust the set"
         raise DataError("the file of checksums is damaged", where=str(path), hint=hint)
     assert isinstance(facts, dict)
     return facts

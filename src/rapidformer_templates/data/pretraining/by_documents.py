@@ -23,7 +23,11 @@ class ByDocuments(Objective):
         words = self.options.data_path or ()
         if any(entry.weight is not None for entry in parse_data_path(words)):
             hint = "leave the weights out: each corpus then has the share that its size gives it"
-            raise DataError("dynamic shapes take no weighted blend", where=f"--data-path {' '.join(words)}", hint=hint)
+            raise DataError(
+                "dynamic shapes cannot be combined with a weighted blend",
+                where=f"--data-path {' '.join(words)}",
+                hint=hint,
+            )
 
     @property
     def short_probability(self) -> float:

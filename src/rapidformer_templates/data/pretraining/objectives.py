@@ -159,7 +159,7 @@ class Causal(Objective):
         check_causal(use, "--task pretraining")
         if use.shifts and not use.takes_shifted:
             raise ModelError(
-                f"{use.model} takes no shift_labels, by which windows of a corpus lose no target",
+                f"{use.model} does not take shift_labels, without which windows of a corpus lose targets",
                 where="--task pretraining",
                 hint="fine-tune it with --task causal_lm, whose labels it shifts itself",
             )

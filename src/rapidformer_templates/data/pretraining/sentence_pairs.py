@@ -101,7 +101,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
             hint = "make the set with rapidformer data preprocess --split-sentences, or train on windows of the text"
             raise NoSamples(message, where=self.dataset.prefix, hint=hint)
         if last - first < 2 and self.label == "next_sentence_label":
-            message = "there is one document only, so that none is left to take another second sentence from"
+            message = "there is only one document, so there is no other one to take a second sentence from"
             raise NoSamples(message, where=self.dataset.prefix, hint="use more documents or other shares of --split")
 
     @cached_property

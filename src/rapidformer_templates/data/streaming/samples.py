@@ -170,7 +170,7 @@ class StreamedSamples(Endless):
             if count:
                 return block
             if self.rows.epoch > began + 1:
-                message = "there is no sample in all of the files"
+                message = "there is no sample in any of the files"
                 raise DataError(message, where=str(self.rows.files[0]), hint="use more text, or a shorter --seq-length")
 
     def _take(self) -> tuple[list[StreamedRow], list[str]]:

@@ -430,7 +430,7 @@ def texts_of(part: Part, column: str, *, may_be_missing: bool = False) -> list[s
     for row, text in enumerate(texts):
         if not isinstance(text, str):
             what = "is empty" if text is None else f"holds {type(text).__name__}, not text"
-            raise DataError(f"the column '{column}' {what}", where=part.where(row), hint="fill it, or take the row out")
+            raise DataError(f"the column '{column}' {what}", where=part.where(row), hint="fill it, or remove the row")
     return texts
 
 
@@ -458,7 +458,7 @@ def with_tokens(rows: Ragged, part: Part, column: str) -> Ragged:
     """
     for row in np.flatnonzero(rows.lengths == 0)[:1].tolist():
         message = f"the text in column '{column}' has no token"
-        raise DataError(message, where=part.where(row), hint="fill it, or take the row out")
+        raise DataError(message, where=part.where(row), hint="fill it, or remove the row")
     return rows
 
 

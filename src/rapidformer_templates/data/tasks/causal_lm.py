@@ -188,9 +188,11 @@ def prompts_of(task: Task, part: Part) -> list[list[int]]:
         if isinstance(one, str) and ids and ids[-1] in ends:
             ids = ids[:-1]  # the tokenizer ends each text, but this text must be continued
         if not ids:
-            raise DataError("the prompt has no token", where=part.where(row), hint="write a text that goes on")
+            raise DataError(
+                "the prompt has no token", where=part.where(row), hint="write a text that the model can continue"
+            )
         if positions is not None and len(ids) >= positions:
-            message = f"the prompt has {len(ids)} tokens, and the model takes {positions} with what it writes"
+            message = f"the prompt has {len(ids)} tokens, and the model takes {positions}, including what it writes"
             raise DataError(message, where=part.where(row), hint="shorten it")
         prompts.append(ids)
     return prompts

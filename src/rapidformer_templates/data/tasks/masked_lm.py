@@ -74,7 +74,7 @@ class MaskedLM(Task):
             if self.tokenizer.mask_token_id not in sample["input_ids"]:
                 mask, length = self.tokenizer.mask_token, self.seq_length
                 message = f"there is no {mask} within the first {length} tokens of the column '{column}'"
-                raise DataError(message, where=part.where(row), hint=f"write {mask} where a word is to be found")
+                raise DataError(message, where=part.where(row), hint=f"write {mask} in place of the word to predict")
         return Inputs.of(samples)
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:

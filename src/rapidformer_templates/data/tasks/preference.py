@@ -270,7 +270,7 @@ class Preference(_Preferences):
             return torch.cat([batch["reference_chosen_logps"], batch["reference_rejected_logps"]])
         if self.is_tried:
             return torch.zeros(len(batch["input_ids"]), device=batch["input_ids"].device)
-        assert self.reference is not None, "nobody has provided the reference"
+        assert self.reference is not None, "the reference was not provided"
         with self.reference(model) as other:
             return self._logps(other, batch).logps
 

@@ -167,7 +167,7 @@ class Pretraining(Task):
 def _by_documents(kind: type[Objective], architecture: str, config: RunConfig) -> type[Objective]:
     if kind not in BY_DOCUMENTS:
         hint = "leave it out: these samples are all of one length, or have two lengths"
-        message = f"pretraining of {architecture} with {kind.__name__.lower()} takes no dynamic shapes"
+        message = f"pretraining of {architecture} with {kind.__name__.lower()} cannot be combined with dynamic shapes"
         raise DataError(message, where=f"--data-iterator ({config.origin('data_iterator')})", hint=hint)
     return BY_DOCUMENTS[kind]
 

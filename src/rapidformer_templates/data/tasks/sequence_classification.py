@@ -80,7 +80,7 @@ class SequenceClassification(Task):
     def take_over(self, others: Sequence[Any]) -> None:
         super().take_over(others)
         if len(problems := {task.problem for task in others}) > 1:
-            hint = "say by --problem-type what the labels are, or mix sets of one kind"
+            hint = "set what the labels are with --problem-type, or mix sets of one kind"
             message = f"the sets of the mixture are of different kinds ({', '.join(sorted(problems))})"
             raise DataError(message, where="--data-name", hint=hint)
         self.problem, self.best_metric = others[0].problem, others[0].best_metric

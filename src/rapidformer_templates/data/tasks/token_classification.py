@@ -191,7 +191,7 @@ def _words(text: Any, column: str, part: Part, row: int) -> list[str]:
         raise _empty(column, part, row)
     words = _in_list(text, column, part, row)
     if None in words:
-        hint = "fill it, or take it out with its tag"
+        hint = "fill it, or remove it with its tag"
         raise DataError(f"a word in column '{column}' is empty", where=part.where(row), hint=hint)
     return [str(word) for word in words]
 
@@ -207,7 +207,7 @@ def _in_list(value: Any, column: str, part: Part, row: int) -> list[Any]:
 
 
 def _empty(column: str, part: Part, row: int) -> DataError:
-    return DataError(f"the column '{column}' is empty", where=part.where(row), hint="fill it, or take the row out")
+    return DataError(f"the column '{column}' is empty", where=part.where(row), hint="fill it, or remove the row")
 
 
 def _tag(value: Any, declared: Sequence[str] | None, column: str, part: Part, row: int) -> str | None:

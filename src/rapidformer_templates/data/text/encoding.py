@@ -150,7 +150,7 @@ class Encoder:
             try:
                 "".join(texts).encode()
             except UnicodeEncodeError:
-                bad.note(path, number, f"the column '{key}' holds half of a surrogate pair, which is no character")
+                bad.note(path, number, f"the column '{key}' holds half of a surrogate pair, which is not a character")
                 return None
             columns.append([text for text in texts if not text.isspace()])
         return columns

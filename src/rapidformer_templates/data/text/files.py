@@ -39,7 +39,7 @@ class BadLines:
     def note(self, path: Path, line: int, reason: str, hint: str = "") -> None:
         """Record the line, or raise a :class:`DataError` about it."""
         if not self.skip:
-            advice = "mend the line, or leave such lines out with --skip-bad-lines"
+            advice = "fix the line, or skip such lines with --skip-bad-lines"
             raise DataError(reason, where=f"{path}:{line}", hint=f"{hint}; {advice}" if hint else advice)
         self.skipped.append(f"{path}:{line}: {reason}")
 
@@ -159,7 +159,7 @@ def jsonl_rows(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[
             bad.note(path, number, f"broken JSON: {error.msg} (column {error.colno})")
             continue
         except (ValueError, RecursionError):
-            bad.note(path, number, "broken JSON: a number that is too long, or too many brackets in one another")
+            bad.note(path, number, "broken JSON: a number that is too long, or brackets that are nested too deeply")
             continue
         if isinstance(row, dict):
             yield number, row
@@ -174,7 +174,7 @@ def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        hint = "mend it; a file with one object a line is called .jsonl"
+        hint = "fix it; a file with one object per line is called .jsonl"
         raise DataError(
             f"broken JSON: {error.msg} (column {error.colno})", where=f"{path}:{error.lineno}", hint=hint
         ) from None
@@ -195,7 +195,7 @@ def _parquet(path: Path) -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
             yield file
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"the file is not Parquet: {error}", where=str(path), hint="write it anew") from None
+        raise DataError(f"the file is not Parquet: {error}", where=str(path), hint="write it again") from None
 
 
 def parquet_row_count(path: Path) -> int:
@@ -269,7 +269,7 @@ def text_files(paths: Sequence[str], flag: str) -> list[Path]:
 def _no_text(path: str, base: Path, flag: str, *, exists: bool) -> DataError:
     kinds = f"a corpus is a file, a folder or a glob of {', '.join(TEXT_SUFFIXES)}"
     if base.is_file():
-        return DataError(f"{path} is no file of text", where=flag, hint=kinds)
+        return DataError(f"{path} is not a text file", where=flag, hint=kinds)
     if exists:
         sets = sorted(base.glob("*.idx")) if base.is_dir() else []
         if sets:

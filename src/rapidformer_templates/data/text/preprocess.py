@@ -271,7 +271,7 @@ def encoded(jobs: Iterator[Job], recipe: Recipe, workers: int) -> Iterator[tuple
                 job, future = waiting.popleft()
                 yield job, future.result()
         except BrokenProcessPool as error:
-            hint = "most often memory ran out: use fewer --workers or a smaller --chunk-size, and run it again"
+            hint = "usually memory ran out: use fewer --workers or a smaller --chunk-size, and run it again"
             message = "a worker process was killed; nothing was written"
             raise WorkerFailed(message, where="data preprocess", hint=hint) from error
 

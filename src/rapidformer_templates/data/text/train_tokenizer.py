@@ -136,9 +136,7 @@ def main(options: argparse.Namespace) -> int:
         f"{folder}: {size:,} tokens of {corpus.documents:,} documents, padded to {padded_vocab_size(size):,} in a model"
     )
     if size < options.vocab_size:
-        print(
-            f"note: the text has no more pairs that occur {options.min_frequency} times, so that there are fewer tokens"
-        )
+        print(f"note: the text has no more pairs that occur {options.min_frequency} times, so there are fewer tokens")
     if skipped:
         print(f"{len(skipped):,} bad lines left out, the first: {skipped[0]}")
     print(f"use it with  --tokenizer-type HuggingFaceTokenizer --tokenizer-path {folder}")

@@ -194,7 +194,8 @@ class DataShards:
         """Queue a gradient. All ranks send windows in the same order, each as soon as it is complete."""
         if index in self._left:
             raise RapidformerError(
-                f"the gradient of {self.trained[index].name} came twice in one backward, and had been sent by then",
+                f"the gradient of {self.trained[index].name} was ready twice in one backward, and had "
+                "already been sent",
                 where="compute_loss()",
                 hint="checkpoint with use_reentrant=False, or with --checkpoint-activations",
             )

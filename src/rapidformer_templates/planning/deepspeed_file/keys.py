@@ -43,21 +43,21 @@ HANDED_ON = frozenset(
 
 SAID = {
     "steps_per_print": "progress is shown and logged by --log-interval",
-    "zero_allow_untested_optimizer": "which optimizers may update shards is known here (RF025)",
+    "zero_allow_untested_optimizer": "RF025 checks which optimizers may update shards",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "the export holds the whole weights without it",
     "zero_optimization.gather_16bit_weights_on_model_save": "the export holds the whole weights without it",
 }
 """Keys that request what happens anyway. The plan mentions them."""
 
 METRICS = "metrics go to metrics.jsonl; send them elsewhere in on_step_end and on_evaluate"
-ORDER = "the order of the data is the library's; leave it out"
-CHECKPOINTS = "checkpoints are the library's; leave it out"
+ORDER = "the library orders the data; leave it out"
+CHECKPOINTS = "the library writes checkpoints; leave it out"
 
 REFUSED = {
-    "amp": "the precision is that of --mixed-precision; leave it out",
-    "torch_autocast": "the precision is that of --mixed-precision; leave it out",
+    "amp": "--mixed-precision sets the precision; leave it out",
+    "torch_autocast": "--mixed-precision sets the precision; leave it out",
     "bfloat16": "write bf16",
-    "data_types": "gradients are added up in the type of the model; leave it out",
+    "data_types": "gradients are accumulated in the type of the model; leave it out",
     "tensorboard": METRICS,
     "wandb": METRICS,
     "csv_monitor": METRICS,
@@ -100,25 +100,25 @@ REFUSED = {
 ONLY: dict[str, tuple[Any, str]] = {
     "gradient_allreduce_op": ("mean", "the loss is the mean over the targets of the global batch"),
     "gradient_predivide_factor": (1.0, "ZeRO scales gradients itself"),
-    "optimizer.legacy_fusion": (False, "the implementation is that of --optimizer"),
+    "optimizer.legacy_fusion": (False, "--optimizer chooses the implementation"),
     "managed_gradient_accumulation": (False, "accumulation follows from the two batch sizes"),
     "fp16.fp16_master_weights_and_grads": (False, "the masters are fp32"),
     "bf16.bf16_master_weights_and_grads": (False, "the masters are fp32"),
     "bf16.bf16_optimizer_states": (False, "the optimizer state is fp32"),
     "bf16.check_grad_overflow": (True, "a step whose gradient is not finite ends the run"),
-    "zero_optimization.compute_grad_norm": (True, "metrics have the gradient norm"),
-    "zero_optimization.zero_hpz_partition_size": (1, "states are cut over all workers"),
-    "zero_optimization.zero_quantized_weights": (False, "a switch changes no mathematics"),
-    "zero_optimization.zero_quantized_nontrainable_weights": (False, "a switch changes no mathematics"),
-    "zero_optimization.zero_quantized_gradients": (False, "a switch changes no mathematics"),
-    "zero_optimization.zenflow": (None, "a switch changes no mathematics"),
+    "zero_optimization.compute_grad_norm": (True, "the metrics contain the gradient norm"),
+    "zero_optimization.zero_hpz_partition_size": (1, "states are sharded over all workers"),
+    "zero_optimization.zero_quantized_weights": (False, "a switch does not change the mathematics"),
+    "zero_optimization.zero_quantized_nontrainable_weights": (False, "a switch does not change the mathematics"),
+    "zero_optimization.zero_quantized_gradients": (False, "a switch does not change the mathematics"),
+    "zero_optimization.zenflow": (None, "a switch does not change the mathematics"),
     "zero_optimization.elastic_checkpoint": (False, CHECKPOINTS),
     "zero_optimization.load_from_fp32_weights": (True, CHECKPOINTS),
     "zero_optimization.pipeline_loading_checkpoint": (False, CHECKPOINTS),
-    "zero_optimization.legacy_stage1": (False, "DeepSpeed has it no more"),
+    "zero_optimization.legacy_stage1": (False, "DeepSpeed no longer has it"),
     "zero_optimization.save_muon_momentum_buffer_in_memory": (False, "Muon cannot update shards (RF025)"),
-    "zero_optimization.offload_optimizer.ratio": (1.0, "all of the state is offloaded"),
-    "zero_optimization.offload_optimizer.super_offload": (False, "all of the state is offloaded"),
+    "zero_optimization.offload_optimizer.ratio": (1.0, "the whole state is offloaded"),
+    "zero_optimization.offload_optimizer.super_offload": (False, "the whole state is offloaded"),
 }
 """Keys with the only value that fits the library, and why. It is DeepSpeed's default."""
 
@@ -134,8 +134,8 @@ OPTIMIZERS = {
 ADAM_OPTIONS = frozenset({"betas", "eps", "adam_w_mode", "torch_adam", "bias_correction", "amsgrad"})
 OPTIMIZER_OPTIONS = frozenset({"lr", "weight_decay", *ADAM_OPTIONS, "max_grad_norm"})
 ONLY_OPTIONS: dict[str, tuple[Any, str]] = {
-    "bias_correction": (True, "--optimizer has none without it"),
-    "amsgrad": (False, "--optimizer has none with it"),
+    "bias_correction": (True, "--optimizer has no optimizer without it"),
+    "amsgrad": (False, "--optimizer has no optimizer with it"),
     "max_grad_norm": (0, "write gradient_clipping"),
 }
 
@@ -175,7 +175,7 @@ def _unknown_in(section: Any, path: str, keys: Keys) -> Iterator[Problem]:
         if key not in keys.names:
             yield here, _no_such_key(here, [f"{path}.{name}" for name in keys.names])
         elif key in keys.replaced and not asks_nothing(value):
-            yield here, f"{here} is given up by DeepSpeed: write {path}.{keys.replaced[key]}"
+            yield here, f"{here} is deprecated in DeepSpeed: write {path}.{keys.replaced[key]}"
         elif (inner := keys.names[key]) is not None:
             yield from _unknown_in(value, here, inner)
 
@@ -253,7 +253,7 @@ def _idle_scheduler(content: Mapping[str, Any]) -> Iterator[Problem]:
     kind = _type_of(content, "scheduler")
     if kind not in PARAMETERS:
         means = did_you_mean(kind, PARAMETERS) or f"choose from {', '.join(PARAMETERS)}"
-        yield "scheduler.type", f"scheduler.type = {kind or 'none'} is no schedule of DeepSpeed; {means}"
+        yield "scheduler.type", f"scheduler.type = {kind or 'none'} is not a schedule of DeepSpeed; {means}"
         return
     params, path = content["scheduler"].get("params"), "scheduler.params"
     given = params if isinstance(params, Mapping) else {}
@@ -272,7 +272,7 @@ def _idle_scheduler(content: Mapping[str, Any]) -> Iterator[Problem]:
 def _wrong(name: str, value: Any) -> str | None:
     """Return what is wrong with a parameter of a schedule, or None."""
     if name == "last_batch_iteration":
-        return None if value == -1 else "a resume goes on where the run was; leave it out"
+        return None if value == -1 else "a resumed run continues where it stopped; leave it out"
     if name == "warmup_type":
         return None if value in ("log", "linear") else "log or linear"
     if name in ("cycle_momentum", "lr_range_test_staircase"):

@@ -60,7 +60,7 @@ def notes(request: Request) -> Iterator[str]:
         given = ", ".join(f"{name} {_shown(value)}" for name, value in options.items())
         yield f"{file.name}: the optimizer has {given}"
     if look_up(file.content, "optimizer.params.weight_decay"):
-        yield f"{file.name}: optimizer.params.weight_decay is not for biases and norms, as everywhere here"
+        yield f"{file.name}: optimizer.params.weight_decay does not apply to biases and norms, as elsewhere"
     if asked := schedule(request):
         given = ", ".join(f"{name} {_shown(value)}" for name, value in asked["params"].items())
         yield f"{file.name}: the learning rate follows DeepSpeed's {asked['type']} ({given})"
@@ -82,7 +82,7 @@ def _filled(request: Request, file: DeepSpeedFile) -> Iterator[str]:
     auto = [path for path, value in leaves(file.content) if value == AUTO and path in told and path in ours]
     shown = [f"{path} {told[path]}" for path in auto if path.startswith("zero_optimization.")]
     if shown:
-        yield f"{file.name}: auto is filled: {', '.join(shown)}"
+        yield f"{file.name}: auto values are filled in: {', '.join(shown)}"
 
 
 def _prints(file: DeepSpeedFile) -> bool:
@@ -106,7 +106,7 @@ def two_schedules(request: Request) -> Iterator[tuple[str, str]]:
         origin = request.config.origins.get(field)
         if origin is not None and field not in used and not origin.startswith(file.name):
             yield (
-                f"{file.name} has the schedule {asked['type']}, beside which {spelling(field)} would do nothing",
+                f"{file.name} has the schedule {asked['type']}, with which {spelling(field)} would do nothing",
                 field,
             )
 

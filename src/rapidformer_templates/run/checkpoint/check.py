@@ -42,7 +42,7 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
 
 def _problem_of_file(folder: Path, name: str, size: int, crc: int, *, contents: bool) -> str | None:
     if Path(name).name != name:
-        return f"{name} leaves the folder"
+        return f"{name} is outside the folder"
     path = folder / name
     try:
         there = path.stat().st_size
@@ -110,7 +110,7 @@ def surplus(newest: Path, keep: int, protected: int | None) -> list[Path]:
 
 
 def not_deleted(newest: Path, problem: str) -> str:
-    return f"{newest.name} was written, and cannot be read back ({problem}): older checkpoints are kept"
+    return f"{newest.name} was written, but cannot be read back ({problem}): older checkpoints are kept"
 
 
 def delete(folders: Iterable[Path]) -> str | None:

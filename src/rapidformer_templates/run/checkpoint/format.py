@@ -203,7 +203,7 @@ class Attempt:
         raise CheckpointError(
             f"the checkpoint of step {step_of(self.final)} could not be written: {what}",
             where=str(self.final),
-            hint=f"{to_do} and go on with --resume from {earlier}" if earlier else f"{to_do} and start again",
+            hint=f"{to_do} and continue with --resume from {earlier}" if earlier else f"{to_do} and start again",
         ) from failure
 
 
@@ -335,5 +335,5 @@ class Reader:
             raise CheckpointError(
                 f"{name} cannot be read ({error})",
                 where=str(self.folder),
-                hint="--resume passes over a checkpoint that is not whole",
+                hint="--resume skips a checkpoint that is not intact",
             ) from error

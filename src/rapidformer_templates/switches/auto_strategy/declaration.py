@@ -25,7 +25,7 @@ class AutoStrategyFlags:
 
     auto_strategy: bool = flag(False, "search for the best layout of workers and batch")
     max_global_batch_size: int | None = flag(
-        None, "most samples an optimizer step that --auto-strategy may choose", minimum=1
+        None, "maximum samples per optimizer step that --auto-strategy may choose", minimum=1
     )
 
 
@@ -35,7 +35,7 @@ def _bounds_the_search(request: Request) -> list[Finding]:
         return []
     if not request.config.get("auto_strategy"):
         asked = request.asked("max_global_batch_size")
-        message = "--max-global-batch-size acts only together with --auto-strategy"
+        message = "--max-global-batch-size has no effect without --auto-strategy"
         return [Finding(message, asked, switches=("auto-strategy",), changes=(add({"auto_strategy": True}),))]
     if exact is not None and request.config.origin("global_batch_size") != "auto-strategy":
         asked = request.asked("max_global_batch_size", "global_batch_size")
@@ -77,9 +77,8 @@ SWITCHES = (
             ),
             Rule(
                 "RF061",
-                "--max-global-batch-size bounds a search: it needs --auto-strategy, and no --global-batch-size "
-                "beside it.",
-                "without a search nothing would be bounded, and an exact size leaves nothing to bound",
+                "--max-global-batch-size bounds a search: it needs --auto-strategy and excludes --global-batch-size.",
+                "without a search there is nothing to bound, and an exact size leaves nothing to bound",
                 "[M]",
                 _bounds_the_search,
                 Example("--max-global-batch-size 32"),

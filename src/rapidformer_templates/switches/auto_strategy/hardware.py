@@ -93,11 +93,11 @@ class Hardware:
         named = [f"GPUs ({self.sources['device']})"] if "device" in self.sources else []
         return [
             *named,
-            f"device memory {self.memory_gb:g} GB a worker ({self.sources['memory_gb']}), "
+            f"device memory {self.memory_gb:g} GB per worker ({self.sources['memory_gb']}), "
             f"{self.context_gb:g} GB of it for contexts and libraries",
             f"{self.tflops:g} TFLOP/s of {self.precision} products ({self.sources['tflops']}), "
             f"{self.memory_bandwidth:g} GB/s to memory ({self.sources['memory_bandwidth']})",
-            f"{self.intra_node:g} GB/s a worker inside a node ({self.sources['intra_node']}), "
+            f"{self.intra_node:g} GB/s per worker inside a node ({self.sources['intra_node']}), "
             f"{self.inter_node:g} GB/s between nodes ({self.sources['inter_node']})",
             *host,
         ]
@@ -165,7 +165,7 @@ def _measured_gb(environment: Environment) -> float:
     gigabytes = _host_gb() / environment.local_world_size if on_host else _gpu_gb()
     if gigabytes is None:
         raise ConfigError(
-            "no GPU can be seen from here, so its memory is not known",
+            "no GPU is visible here, so its memory is not known",
             where="--auto-strategy",
             hint="rapidformer plan --auto-strategy --device-kind a100-80gb …, or DEVICE_MEMORY_GB=80, says how much",
         )

@@ -335,7 +335,7 @@ class Search:
         return memory.total * (1 + ALLOWANCE) / GB + self.hardware.context_gb
 
     def _too_large(self, memory: Memory) -> str:
-        what = f"memory: {self._needed_gb(memory):.1f} GB a worker of {self.hardware.memory_gb:g} GB"
+        what = f"memory: {self._needed_gb(memory):.1f} GB per worker of {self.hardware.memory_gb:g} GB"
         return f"{what} ({_largest(memory)})"
 
     def _verified(self, fitting: list[Candidate], rejected: list[Rejected]) -> list[Candidate]:

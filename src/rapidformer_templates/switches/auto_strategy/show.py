@@ -82,7 +82,7 @@ def show(result: SearchResult, hardware: Hardware) -> None:
         print(f"assumed: {line}")
     for line in not_predicted(result):
         print(line)
-    print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free beside it")
+    print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free in addition")
     _show_rejected(result, console)
 
 
@@ -126,7 +126,7 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
     layout, timing = best.layout, best.timing
     lines = [
         f"best: {' '.join(layout.flags())}",
-        f"  fits: {best.needed_gb:.1f} of {hardware.memory_gb:g} GB a worker, the allowance included",
+        f"  fits: {best.needed_gb:.1f} of {hardware.memory_gb:g} GB per worker, including the allowance",
     ]
     shares = {
         "computing": timing.compute,
@@ -142,9 +142,11 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
     lines.append(f"  where the step goes: {spent}")
     lines += [f"  {why}" for why in _comparisons(result)]
     if layout.offload and any(not rejected.layout.offload for rejected in result.rejected):
-        lines.append("  what blocks keep goes to the host: no layout fits without that")
+        lines.append("  what blocks keep goes to host memory: no layout fits without that")
     if best.memory.host:
-        lines.append(f"  host memory: {best.memory.host / GB:.1f} GB a worker beside its device, which nothing checks")
+        lines.append(
+            f"  host memory: {best.memory.host / GB:.1f} GB per worker in addition to its device, which is not checked"
+        )
     return lines
 
 
@@ -162,7 +164,7 @@ def _comparisons(result: SearchResult) -> list[str]:
     for name, words in (
         ("tensor", "tensor size"),
         ("pipeline", "pipeline size"),
-        ("virtual", "number of stages a worker"),
+        ("virtual", "number of stages per worker"),
         ("experts", "number of workers to a copy of the experts"),
         ("micro_batch", "micro batch"),
         ("recompute", "recomputation"),

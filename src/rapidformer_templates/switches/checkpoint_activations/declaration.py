@@ -27,7 +27,7 @@ class CheckpointActivationsFlags:
     """Acceleration"""
 
     checkpoint_activations: bool = flag(
-        False, "keep each block's input only and recompute the rest (about 20 % slower)"
+        False, "keep only each block's input and recompute the rest (about 20 % slower)"
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
@@ -38,7 +38,7 @@ class CheckpointActivationsFlags:
     )
     recompute_num_layers: int | None = flag(
         None,
-        "recompute only the first N blocks that a worker has, of a pipeline its stage's",
+        "recompute only the first N blocks of a worker (in a pipeline, of its stage)",
         metavar="N",
         minimum=1,
         only_with=("checkpoint_activations", True),
@@ -56,7 +56,7 @@ def _adopt(config: RunConfig) -> RunConfig:
 def _unknown(request: Request) -> Reasons:
     if request.config.get("recompute_num_layers") is None:
         return {}
-    return dict.fromkeys(("activations", "time"), "all blocks are taken to be recomputed, not the first ones only")
+    return dict.fromkeys(("activations", "time"), "all blocks are assumed to be recomputed, not only the first")
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -71,7 +71,7 @@ def _one_piece(request: Request) -> list[Finding]:
     graph = "onnx-runtime"
     if graph not in request.active or request.config.get("recompute_granularity") != "selective":
         return []
-    message = "ONNX Runtime runs a block as one piece, of which nothing can be kept"
+    message = "ONNX Runtime runs a block as one piece, so nothing inside it can be kept"
     asked = (*request.asked("recompute_granularity"), *request.asked_for(graph))
     return [Finding(message, asked, switches=(graph,), changes=(replace({"recompute_granularity": "full"}),))]
 
@@ -86,14 +86,14 @@ def _acted(measured: Measured) -> str | None:
 SWITCHES = (
     Switch(
         name="checkpoint-activations",
-        summary="Keep each block's input only and recompute the rest in the backward pass.",
+        summary="Keep only each block's input and recompute the rest in the backward pass.",
         source="[R, M, S]",
         precedence=Precedence.CHECKPOINT,
         options=CheckpointActivationsFlags,
         adopt=_adopt,
         notes=_notes,
         predicts=Prediction(
-            {"activations": "one hidden state a block, and those of the block at work", "time": "another forward"},
+            {"activations": "one hidden state per block, and those of the block at work", "time": "another forward"},
             _unknown,
         ),
         transform="rapidformer_templates.switches.checkpoint_activations.transform:checkpoint_activations",
@@ -104,7 +104,7 @@ SWITCHES = (
             Rule(
                 "RF200",
                 "Selective recomputation needs blocks that run operation by operation, or that torch compiles.",
-                "what it keeps are results inside of a block, and a captured graph hands out nothing but its outputs",
+                "it keeps results inside a block, but a captured graph returns only its outputs",
                 "[M]",
                 _one_piece,
                 Example("--checkpoint-activations --recompute-granularity selective --onnx-runtime-training"),

@@ -95,7 +95,7 @@ class _Products(TorchDispatchMode):
         for product, before in self.kept:
             if not torch.equal(self._checksum(product), before):
                 raise ModelError(
-                    f"a product that is kept for the backward is written over in {block}",
+                    f"a product that is kept for the backward is overwritten in {block}",
                     where="--recompute-granularity selective",
                     hint="compute that out of place, or use --recompute-granularity full",
                 )

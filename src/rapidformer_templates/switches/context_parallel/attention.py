@@ -99,7 +99,7 @@ def attention(
     repeats = repeats_of(query.shape[HEADS], key.shape[HEADS], peers.size)
     if not repeats:
         raise ModelError(
-            f"{query.shape[HEADS]} attention heads of a worker cannot be shared out among {peers.size}",
+            f"{query.shape[HEADS]} attention heads of a worker cannot be divided among {peers.size}",
             where="--context-parallel-kind all-to-all",
             hint="use a ring, or a size that divides the heads",
         )
@@ -133,9 +133,9 @@ def _by_ring(
         asked.append("borders of packed documents")
     if asked:
         raise ModelError(
-            f"{type(module).__name__} asks for {', '.join(asked)}, which attention in a ring does not have",
+            f"{type(module).__name__} asks for {', '.join(asked)}, which ring attention does not support",
             where="--context-parallel-kind ring",
-            hint="use all-to-all, with a size that divides the heads; of dropout, --dropout 0",
+            hint="use all-to-all, with a size that divides the heads; for dropout, --dropout 0",
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     assert shards.length is not None

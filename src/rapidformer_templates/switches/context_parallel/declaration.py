@@ -70,7 +70,7 @@ def _notes(request: Request) -> Sequence[str]:
     reach = sizes.context * sizes.tensor
     if reach <= sizes.local_world:
         return ()
-    return (f"context-parallel: groups of {reach} workers reach over nodes of {sizes.local_world}, which is slow",)
+    return (f"context-parallel: groups of {reach} workers span nodes of {sizes.local_world}, which is slow",)
 
 
 def _acted(measured: Measured) -> str | None:
@@ -79,7 +79,7 @@ def _acted(measured: Measured) -> str | None:
     divided = all(held in (-(-whole // size), -(-whole // (2 * size)) * 2) for held, whole in tokens)
     if tokens and divided and all(measured.all("context_attention")):
         return None
-    return f"stretches of one {size}-th of each sequence were expected; [tokens held, in all] are {shown(tokens)}"
+    return f"shards of one {size}-th of each sequence were expected; [tokens held, in all] are {shown(tokens)}"
 
 
 SWITCHES = (
@@ -92,9 +92,9 @@ SWITCHES = (
         on={CONTEXT: 2},
         predicts=Prediction(
             {
-                "gradients": "copies beside those of the replicas",
-                "activations": "of a stretch of each sequence, and of the logits",
-                "time": "queries, keys and values that travel, as all to all",
+                "gradients": "copies in addition to those of the replicas",
+                "activations": "those of a shard of each sequence and of the logits",
+                "time": "exchange of queries, keys and values, as all-to-all",
             }
         ),
         templates=("Trainer",),
@@ -109,8 +109,9 @@ SWITCHES = (
             *LAYOUT_RULES,
             Rule(
                 "RF230",
-                "All to all needs heads of attention for each worker: the context size divides them.",
-                "each worker computes attention over whole sequences for its share of the heads; a ring needs none",
+                "All-to-all needs attention heads for each worker: the context size divides their number.",
+                "each worker computes attention over whole sequences for its share of the heads; a ring does not "
+                "divide heads",
                 "[DeepSpeed-Ulysses]",
                 _heads_divide,
                 Example(
@@ -121,7 +122,7 @@ SWITCHES = (
             Rule(
                 "RF231",
                 "Sequences are divided in decoders and encoders, not in models that have both.",
-                "a decoder reads what the encoder puts out, whose sequence is another one",
+                "a decoder reads the output of the encoder, whose sequence is another one",
                 "[rapidformer_templates]",
                 _one_sequence,
                 Example("--context-parallel-size 2 --task seq2seq_lm --world-size 2"),

@@ -32,9 +32,9 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     workers = building.workers
     part = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if part is None:
-        raise _refusal(model, "is no model of transformers: only their attention can be divided from outside")
+        raise _refusal(model, "is not a transformers model: only the attention of those can be divided from outside")
     if getattr(part.config, "is_encoder_decoder", False):
-        raise _refusal(model, "has an encoder and a decoder, whose sequences are two")
+        raise _refusal(model, "has an encoder and a decoder, with two sequences")
     blocks = lists_of(building, model)
     if not blocks:
         raise _refusal(model, "has no repeated blocks")

@@ -33,8 +33,8 @@ TASKS = (None, "pretraining", "masked_lm", "causal_lm", "sequence_classification
 OWN_BATCHES = {
     "group_by_length": (None, "forms its batches by length itself"),
     "pack_sequences": (False, "has nothing to gain from packed rows: they are all of one length"),
-    "streaming": (False, "chooses its shapes by the lengths of all samples, which a stream does not tell"),
-    "keep_documents_apart": (False, "keeps documents apart: each is a sample of its own"),
+    "streaming": (False, "chooses its shapes by the lengths of all samples, which a stream does not show"),
+    "keep_documents_apart": (False, "keeps documents apart: each is a separate sample"),
 }
 
 
@@ -48,13 +48,13 @@ class DynamicShapeFlags:
     data_iterator: Literal["static", "dynamic-shape"] = flag("static", "batches of one shape, or of varying shapes")
     tokens_per_batch: int | None = flag(
         None,
-        "dynamic shapes: most tokens of a micro batch with padding (default: micro batch × sequence length)",
+        "dynamic shapes: maximum tokens of a micro batch, with padding (default: micro batch × sequence length)",
         minimum=1,
         only_with=_DYNAMIC,
     )
     max_shapes: int | None = flag(
         None,
-        f"dynamic shapes: most distinct shapes (default: {MAX_SHAPES}; 0: no limit)",
+        f"dynamic shapes: maximum number of distinct shapes (default: {MAX_SHAPES}; 0: no limit)",
         minimum=0,
         only_with=_DYNAMIC,
     )
@@ -89,7 +89,7 @@ def _notes(request: Request) -> Sequence[str]:
 def _one_length(request: Request) -> list[Finding]:
     findings = []
     if request.config.training.task not in TASKS:
-        message = f"dynamic-shape does not go with task {request.config.training.task}"
+        message = f"dynamic-shape cannot be combined with task {request.config.training.task}"
         asked = (*request.asked("task"), *request.asked_for("dynamic-shape"))
         findings.append(Finding(message, asked, switches=("dynamic-shape",)))
     for name, (off, reason) in OWN_BATCHES.items():
@@ -110,15 +110,15 @@ def _acted(measured: Measured) -> str | None:
 SWITCHES = (
     Switch(
         name="dynamic-shape",
-        summary="Batches of a few shapes with a constant number of tokens, chosen for the least padding.",
+        summary="Batches of a few shapes with a constant number of tokens, chosen to minimize padding.",
         source="[R]",
         precedence=Precedence.DATA,
         options=DynamicShapeFlags,
         on={"data_iterator": "dynamic-shape"},
         predicts=Prediction(
             unknown=always(
-                activations="the shapes of the batches follow from the data; --seq-length is taken for all",
-                time="the shapes of the batches follow from the data; --seq-length is taken for all",
+                activations="the shapes of the batches follow from the data; --seq-length is assumed for all",
+                time="the shapes of the batches follow from the data; --seq-length is assumed for all",
             )
         ),
         templates=("Pretrainer",),
@@ -130,17 +130,17 @@ SWITCHES = (
         rules=(
             Rule(
                 "RF007",
-                "The dynamic-shape iterator only in the Pretrainer template.",
-                "its batches hold varying numbers of samples, while recipes for fine-tuning count in samples a step",
+                "The dynamic-shape iterator needs the Pretrainer template.",
+                "its batches hold varying numbers of samples, while recipes for fine-tuning count samples per step",
                 "[R]",
                 needs_template("dynamic-shape"),
                 Example("--template Finetuner --data-iterator dynamic-shape"),
             ),
             Rule(
                 "RF039",
-                "Dynamic shapes need samples of one length each, and order them by themselves.",
-                "a shape has one length; a task with a second one, or with targets that a row of padding cannot do "
-                "without, cannot be padded to it",
+                "Dynamic shapes need samples with one length each, and choose the order of the samples.",
+                "a shape has one length; a task with a second one, or one that needs targets even in a row of "
+                "padding, cannot be padded to it",
                 "[rapidformer_templates]",
                 _one_length,
                 Example("--template Pretrainer --task seq2seq_lm --data-iterator dynamic-shape"),

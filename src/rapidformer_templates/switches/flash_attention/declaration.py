@@ -77,7 +77,7 @@ def _no_dropout(request: Request) -> list[Finding]:
     rate = request.config.model.dropout
     if request.environment.device != "cpu" or not rate:
         return []
-    message = f"flash-attention on a CPU does not go with --dropout {rate:g}"
+    message = f"flash-attention on a CPU cannot be combined with --dropout {rate:g}"
     changes = (Change("--dropout 0", REPLACE, {"dropout": 0.0}),)
     return [
         Finding(message, request.asked("use_flash_attn", "dropout"), switches=("flash-attention",), changes=changes)
@@ -105,7 +105,7 @@ SWITCHES = (
         source="[M, S]",
         precedence=Precedence.KERNEL,
         options=FlashAttentionFlags,
-        predicts=Prediction({"activations": "no scores of attention are kept; on a GPU that is taken for granted"}),
+        predicts=Prediction({"activations": "no attention scores are kept; on a GPU that is assumed"}),
         notes=_notes,
         engine_options=_engine_options,
         transform="rapidformer_templates.switches.flash_attention.kernels:use_flash_attention",
@@ -115,8 +115,8 @@ SWITCHES = (
         rules=(
             Rule(
                 "RF013",
-                "Flash attention only without a padding mask; with one, the memory-efficient kernel is used.",
-                "the flash kernels of GPUs take no mask",
+                "Flash attention needs batches without a padding mask; with one, the memory-efficient kernel is used.",
+                "the flash kernels of GPUs do not accept a mask",
                 "[S]",
                 _padded_batches,
                 Example("--use-flash-attn --task sequence_classification"),
@@ -125,8 +125,7 @@ SWITCHES = (
             Rule(
                 "RF081",
                 "Flash attention on a CPU has no dropout.",
-                "torch's flash kernel for CPUs has none, and falls back to the matrix of scores where dropout is "
-                "asked for",
+                "torch's flash kernel for CPUs has none, and falls back to the matrix of scores if there is dropout",
                 "[torch]",
                 _no_dropout,
                 Example("--use-flash-attn --dropout 0.1"),

@@ -211,7 +211,7 @@ def _check_call(
     if dropout:
         raise _refusal(type(module).__name__, "the flash kernel of a CPU has no dropout", "--dropout 0, or ")
     if any(given is not None and given.requires_grad for given in (mask, position_bias)):
-        raise _refusal(type(module).__name__, "the flash kernel of a CPU learns no bias of the scores")
+        raise _refusal(type(module).__name__, "the flash kernel of a CPU cannot train a bias of the scores")
 
 
 def _check_size_of_heads(module: nn.Module, value: torch.Tensor) -> None:
@@ -222,7 +222,7 @@ def _check_size_of_heads(module: nn.Module, value: torch.Tensor) -> None:
     size, width = value.shape[-1], value.element_size()
     if size % (step := 16 // width):
         why = f"batches with a mask take the memory-efficient kernel, whose heads are a multiple of {step} values"
-        raise _refusal(type(module).__name__, f"{why} in {width * 8} bits, and these have {size}")
+        raise _refusal(type(module).__name__, f"{why} in {width * 8} bits, but these have {size}")
 
 
 for _kernel, _name in NAMES.items():

@@ -42,7 +42,7 @@ class FsdpOptionsFlags:
     """Acceleration"""
 
     fsdp_reshard_after_forward: bool = flag(
-        True, "FSDP: give up a block's whole parameters between forward and backward; without it: faster"
+        True, "FSDP: free a block's whole parameters between forward and backward; keeping them is faster"
     )
     fsdp_reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
         None, "FSDP with mixed precision: type in which gradients are summed (default: fp32)"
@@ -64,7 +64,7 @@ def _only_with_fsdp(request: Request) -> list[Finding]:
     words = " and ".join(spelling(name) for name in given)
     return [
         Finding(
-            f"{words} acts only together with --fsdp-memory-optimization",
+            f"{words} has no effect without --fsdp-memory-optimization",
             request.asked(*given),
             switches=("fsdp-options",),
             changes=(add({"fsdp_memory_optimization": True}),),
@@ -78,7 +78,7 @@ def _reduces_in_range(request: Request) -> list[Finding]:
     if wanted is None or (computed != "fp32" and (computed, wanted) != ("bf16", "fp16")):
         return []
     if computed == "fp32":
-        message = "--fsdp-reduce-dtype acts only together with --mixed-precision"
+        message = "--fsdp-reduce-dtype has no effect without --mixed-precision"
         mend = add({"mixed_precision": "fp16" if wanted == "fp16" else "bf16"})
     else:
         message = "--fsdp-reduce-dtype fp16 needs the loss scale of --mixed-precision fp16"
@@ -103,7 +103,7 @@ def _options_acted(measured: Measured) -> str | None:
     whole = measured["whole_in_backward"]
     if measured.config.get("fsdp_reshard_after_forward") or measured.plan.sizes.copies == 1 or whole == 1:
         return None
-    return f"whole parameters at the beginning of the backward were expected; {whole or 0:.0%} of them are whole"
+    return f"whole parameters at the start of the backward were expected; {whole or 0:.0%} of them are whole"
 
 
 SWITCHES = (
@@ -116,7 +116,7 @@ SWITCHES = (
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each parameter")
             | {
-                "activations": "whole parameters of the blocks at work beside them",
+                "activations": "and the whole parameters of the blocks at work",
                 "time": "what is gathered and summed",
             }
         ),
@@ -130,7 +130,8 @@ SWITCHES = (
     ),
     Switch(
         name="fsdp-options",
-        summary="What FSDP keeps whole between forward and backward, and the type that it sums gradients in.",
+        summary="Whether FSDP keeps parameters whole between forward and backward, and the type in which it sums "
+        "gradients.",
         source="[torch]",
         precedence=Precedence.SHARD,
         options=FsdpOptionsFlags,
@@ -138,8 +139,8 @@ SWITCHES = (
         on={"fsdp_reshard_after_forward": False},
         off=OFF,
         predicts=Prediction(
-            {"activations": "without resharding all parameters whole beside them"},
-            always(time="what is gathered once or twice, and in which type it is summed, makes no difference"),
+            {"activations": "without resharding, all whole parameters in addition"},
+            always(time="gathering once or twice and the type of the sums make no difference"),
         ),
         engine_options=_options,
         receipt=("parameter_bytes_in_backward", "whole_in_backward", "gradients_summed_in"),

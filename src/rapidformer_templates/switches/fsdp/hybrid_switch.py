@@ -75,7 +75,7 @@ def _notes(request: Request) -> Sequence[str]:
         return (f"hybrid-sharding: one group of all {size} workers, as without --fsdp-shard-size",)
     if sizes.local_world % size:
         nodes = f"nodes of {sizes.local_world} worker{'s' if sizes.local_world > 1 else ''}"
-        return (f"hybrid-sharding: groups of {size} reach over {nodes}, where gathering parameters is slow",)
+        return (f"hybrid-sharding: groups of {size} span {nodes}, where gathering parameters is slow",)
     return ()
 
 
@@ -123,8 +123,8 @@ HYBRID_SHARDING = Switch(
         Rule(
             "RF225",
             "--fsdp-shard-size is above one and divides the workers.",
-            "every group shares one copy of the states, and all groups are alike; where each worker has a copy of its "
-            "own, it is plain data parallelism",
+            "every group shares one copy of the states, and all groups are alike; if each worker had its own copy, "
+            "it would be plain data parallelism",
             "[torch]",
             _groups_fit,
             Example("--fsdp-memory-optimization --fsdp-shard-size 3 --world-size 4"),

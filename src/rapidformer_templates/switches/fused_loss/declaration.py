@@ -25,7 +25,7 @@ class FusedLossFlags:
     """Acceleration"""
 
     fused_linear_cross_entropy: bool = flag(
-        False, "take the loss over the vocabulary a chunk of tokens at a time: less memory, a little more time"
+        False, "compute the loss over the vocabulary one chunk of tokens at a time: less memory, a little more time"
     )
 
 
@@ -47,7 +47,7 @@ def _scores_words(request: Request) -> list[Finding]:
 def _acted(measured: Measured) -> str | None:
     if any(measured.all("fused_loss_kernel")):
         return None
-    return "a loss over the vocabulary from the fused kernel was expected; the last layer put out logits"
+    return "a loss over the vocabulary from the fused kernel was expected; the last layer returned logits"
 
 
 SWITCHES = (
@@ -57,7 +57,7 @@ SWITCHES = (
         source="[Liger]",
         precedence=Precedence.HEAD,
         options=FusedLossFlags,
-        predicts=Prediction({"activations": "logits of a chunk of tokens at a time"}, traced=True),
+        predicts=Prediction({"activations": "logits of one chunk of tokens at a time"}, traced=True),
         notes=_notes,
         transform="rapidformer_templates.switches.fused_loss.transform:fuse_loss",
         receipt_hooks="rapidformer_templates.switches.fused_loss.receipt:LogitsInMemory",

@@ -29,7 +29,7 @@ def fuse_loss(model: nn.Module, building: Building) -> nn.Module:
         raise ModelError(
             f"the fused loss needs a torch.nn.Linear that scores the words, and {type(model).__name__} has {what}",
             where=SWITCH_FLAG,
-            hint=f"leave {SWITCH_FLAG} out; of your own models, let get_output_embeddings() return that layer",
+            hint=f"leave {SWITCH_FLAG} out; in your own model, let get_output_embeddings() return that layer",
         )
     head.__class__ = FusedHead
     fused: Any = head

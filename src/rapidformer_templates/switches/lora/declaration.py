@@ -33,7 +33,7 @@ BITSANDBYTES = (0, 50)
 class LoraFlags:
     """Adapters"""
 
-    lora_rank: int | None = flag(None, "train adapters of this rank beside frozen weights", metavar="N", minimum=1)
+    lora_rank: int | None = flag(None, "train adapters of this rank on top of frozen weights", metavar="N", minimum=1)
     lora_alpha: float | None = flag(
         None,
         "the adapters' output is multiplied by ALPHA / rank (default: twice the rank)",
@@ -43,25 +43,25 @@ class LoraFlags:
     lora_dropout: float = flag(0.0, "dropout before the adapters", minimum=0, maximum=1, only_with=("lora_rank", 8))
     lora_target_modules: str = flag(
         "all-linear",
-        "what gets adapters: all-linear, or ends of names with commas; experts and routers by name alone",
+        "what gets adapters: all-linear, or comma-separated ends of names; experts and routers only by name",
         metavar="NAMES",
         only_with=("lora_rank", 8),
     )
     lora_modules_to_save: str | None = flag(
         None,
-        "modules that are trained whole beside them (default: a new head)",
+        "modules that are trained whole in addition (default: a new head)",
         metavar="NAMES",
         only_with=("lora_rank", 8),
     )
     lora_variant: Literal["lora", "rslora", "dora"] = flag(
         "lora",
-        "rslora divides by the root of the rank; dora trains the length of each output, too",
+        "rslora divides by the root of the rank; dora also trains the length of each output",
         only_with=("lora_rank", 8),
     )
     quantize_base: Literal["half", "int8", "nf4", "int4"] | None = flag(
         None,
-        "keep the frozen weights beside adapters in fewer bits; half: in the 16 bits of --mixed-precision; "
-        "nf4, by bitsandbytes: QLoRA's 4 bits",
+        "store the frozen weights in fewer bits; half: the 16 bits of --mixed-precision; nf4: QLoRA's 4 bits, by "
+        "bitsandbytes",
         only_with=("lora_rank", 8),
     )
 
@@ -70,7 +70,7 @@ def _pretrained(request: Request) -> list[Finding]:
     model = request.config.model
     if model.model_type is None or model.pretrained_model_name_or_path:
         return []
-    message = "adapters are trained beside weights that somebody has trained, and --model-type starts from scratch"
+    message = "adapters need pretrained weights, but --model-type starts from scratch"
     changes = (add({"pretrained_model_name_or_path": "FOLDER"}), drop({"lora_rank": None}))
     return [Finding(message, request.asked("lora_rank", "model_type"), changes=changes)]
 
@@ -88,7 +88,7 @@ def _beside_matrices(request: Request) -> list[Finding]:
     if not named or not given:
         return []
     words = " and ".join(map(spelling, given))
-    message = f"{', '.join(named)}: matrices that are no layers, beside which peft has no adapters with {words}"
+    message = f"peft has no adapters with {words} together with matrices that are not layers: {', '.join(named)}"
     changes = (drop({name: plain[name] for name in given}), replace({"lora_target_modules": "all-linear"}))
     return [Finding(message, request.asked("lora_target_modules", *given), changes=changes)]
 
@@ -121,7 +121,7 @@ def _codes_whole(request: Request) -> list[Finding]:
     Experts are quantized only if they have adapters themselves.
     """
     dividing = (*DIVIDING, *(("expert-parallel",) if _matrices(request) else ()))
-    message = "{} divides the weights, and numbers in codes of 8 or 4 bits are read together"
+    message = "{} divides the weights, but codes of 8 or 4 bits are read together"
     return _not_beside(message, dividing, "quantize_base", CODES, None)(request)
 
 
@@ -173,7 +173,7 @@ def _acted(measured: Measured) -> str | None:
         return f"{coded} layers in {measured.config.get('quantize_base')} were expected; {in_codes} are"
     if trained and frozen and measured["adapted_layers"]:
         return None
-    return "adapters beside frozen weights were expected; " + (
+    return "adapters on top of frozen weights were expected; " + (
         "no layer has one"
         if not measured["adapted_layers"]
         else f"{trained:,} elements are trained, {frozen:,} are not"
@@ -184,7 +184,7 @@ SWITCHES = (
     Switch(
         name="lora",
         narrow_weights=False,
-        summary="Trains small matrices beside frozen weights.",
+        summary="Train small matrices on top of frozen weights.",
         source="[peft]",
         keeps_base=True,
         precedence=Precedence.STRUCTURE,
@@ -193,9 +193,9 @@ SWITCHES = (
         predicts=Prediction(
             {
                 "parameters": "frozen weights and adapters",
-                "gradients": "of the adapters alone",
-                "optimizer": "of the adapters alone",
-                "activations": "of adapted layers",
+                "gradients": "those of the adapters only",
+                "optimizer": "those of the adapters only",
+                "activations": "those of adapted layers",
             },
             traced=True,
         ),
@@ -214,28 +214,28 @@ SWITCHES = (
         rules=(
             Rule(
                 "RF120",
-                "Adapters stand on pretrained weights.",
-                "a product of two small matrices corrects what is there; it cannot stand for weights that nobody has",
+                "Adapters need pretrained weights.",
+                "a product of two small matrices corrects existing weights; it cannot replace missing ones",
                 "[peft]",
                 _pretrained,
                 Example("--lora-rank 8 --model-type gpt2", {"packages": {"peft": "0.17"}}),
             ),
             Rule(
                 "RF142",
-                "Beside experts there are plain adapters, without dropout.",
-                "what is dropped before one of the two matrices cannot be added to a whole one, as peft's ParamWrapper "
-                "does; nor has it DoRA",
+                "If experts have adapters, all adapters are plain and without dropout.",
+                "peft's ParamWrapper adds the product to the whole matrix, so it can have neither dropout before the "
+                "product nor DoRA",
                 "[peft]",
                 _beside_matrices,
                 Example("--lora-rank 8 --lora-target-modules all-linear,experts --lora-dropout 0.1"),
             ),
             Rule(
                 "RF122",
-                "DoRA needs the weights whole.",
+                "DoRA needs whole weights.",
                 "it divides by the length of each output's weights, in each forward",
                 "[peft]",
                 _not_beside(
-                    "dora reads the whole weights of a layer beside its forward, and {} divides them",
+                    "dora reads the whole weights of a layer outside its forward, but {} divides them",
                     WHOLE_WEIGHTS,
                     *("lora_variant", ("dora",), "lora"),
                 ),
@@ -243,19 +243,19 @@ SWITCHES = (
             ),
             Rule(
                 "RF126",
-                "A base in 16 bits needs products in 16 bits.",
-                "autocast would round the same weights to the same bits in each product; in fp32 they would be others",
+                "A 16-bit base needs 16-bit products.",
+                "autocast would round the same weights to the same bits in each product; fp32 products would differ",
                 "[rapidformer_templates]",
                 _half_of_what,
                 Example("--lora-rank 8 --quantize-base half", {"packages": {"peft": "0.17"}}),
             ),
             Rule(
                 "RF127",
-                "A base in fewer bits is for engines that leave weights as they are.",
+                "A base in fewer bits needs an engine that leaves weights unchanged.",
                 "FSDP gathers parameters of one type, and DeepSpeed converts the whole model",
                 "[rapidformer_templates]",
                 _not_beside(
-                    "{} decides by itself in which type the weights lie",
+                    "{} chooses the type of the weights itself",
                     OWN_TYPES,
                     *("quantize_base", ("half",), None),
                 ),
@@ -266,8 +266,8 @@ SWITCHES = (
             ),
             Rule(
                 "RF140",
-                "A base in 8 or 4 bits lies whole on each worker that computes with it.",
-                "numbers have a scale in common, and what divides a weight would cut through them",
+                "A base in 8 or 4 bits is whole on each worker that computes with it.",
+                "blocks of numbers share a scale, and dividing a weight would cut through them",
                 "[rapidformer_templates]",
                 _codes_whole,
                 Example(
@@ -276,8 +276,8 @@ SWITCHES = (
             ),
             Rule(
                 "RF143",
-                "A base in 8 or 4 bits is not for ONNX Runtime.",
-                "codes and scales lie in one tensor of bytes, and torch's exporter has no operator that reads bytes as "
+                "A base in 8 or 4 bits cannot run in ONNX Runtime.",
+                "codes and scales are in one tensor of bytes, and torch's exporter has no operator that reads bytes as "
                 "numbers (aten.view.dtype)",
                 "[torch]",
                 _not_beside(
@@ -292,8 +292,8 @@ SWITCHES = (
             ),
             Rule(
                 "RF144",
-                "DoRA is not for ONNX Runtime.",
-                "a block must be one graph, and torch's compiler breaks it at what peft calls to measure the weights",
+                "DoRA cannot run in ONNX Runtime.",
+                "a block must be one graph, but torch's compiler breaks it where peft measures the weights",
                 "[peft, torch]",
                 _not_beside(
                     "dora's layers are not one graph, which {} needs",
@@ -316,7 +316,7 @@ SWITCHES = (
             Rule(
                 "RF128",
                 "DoRA needs the weights in fp32.",
-                "what it trains is measured on them in each forward, and would be rounded with them",
+                "each forward measures the lengths that it trains on them, and they would be rounded with the weights",
                 "[peft]",
                 _read_in_fp32,
                 Example(

@@ -124,15 +124,15 @@ def base_of(folder: Path) -> str:
     named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not named:
         raise ModelError(
-            f"the adapters in {folder} name no base",
+            f"the adapters in {folder} do not name a base",
             where=str(folder / SETTINGS),
             hint="their model was built by code: build it again and load them with peft.PeftModel.from_pretrained",
         )
     if Path(named).is_absolute() and not Path(named).is_dir():
         raise ModelError(
-            f"the base of the adapters is not there any more: {named}",
+            f"the base of the adapters no longer exists: {named}",
             where=str(folder / SETTINGS),
-            hint="bring the folder back, or write its new place as base_model_name_or_path into this file",
+            hint="restore the folder, or write its new path as base_model_name_or_path into this file",
         )
     return str(named)
 
@@ -193,7 +193,8 @@ def _note_untied(model: PreTrainedModel) -> None:
         return
     if model.config.is_encoder_decoder:
         raise ModelError(
-            f"the head of {type(model).__name__} is tied to its embeddings, and adapters of one alone cannot be merged",
+            f"the head of {type(model).__name__} is tied to its embeddings, so adapters of only one of them cannot "
+            f"be merged",
             where="--lora-target-modules, --lora-modules-to-save",
             hint="train without adapters of the head and of the embeddings",
         )

@@ -31,7 +31,7 @@ def merge(adapters: Path, output: Path) -> None:
         raise ModelError(
             f"transformers has no class {name or 'for this model'}",
             where=str(adapters / "config.json"),
-            hint="load the model by its own code and merge with peft: PeftModel.merge_and_unload()",
+            hint="load the model with its own code and merge with peft: PeftModel.merge_and_unload()",
         )
     model, _ = read_model(factory, adapters, config)
     if hasattr(model.config, "use_cache"):

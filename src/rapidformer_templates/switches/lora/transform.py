@@ -162,9 +162,9 @@ def refuse_missing(model: nn.Module, targets: Targets, asked: str, modules_to_sa
     for name in _names(modules_to_save or ""):
         if name not in targets.trained_whole:
             raise ModelError(
-                f"{type(model).__name__} has no module that is called {name}",
+                f"{type(model).__name__} has no module called {name}",
                 where="--lora-modules-to-save",
-                hint=f"its own are {', '.join(name for name, _ in model.named_children())}",
+                hint=f"its modules are {', '.join(name for name, _ in model.named_children())}",
             )
     for name in _names(asked):
         if name not in targets.found:
@@ -180,7 +180,7 @@ def _no_target(model: nn.Module, name: str) -> ModelError:
         )
     others = sorted({".".join(name.split(".")[-2:]) for name in _matrices(model)})
     return ModelError(
-        f"{type(model).__name__} has no layer that is called {name}",
+        f"{type(model).__name__} has no layer called {name}",
         where="--lora-target-modules",
         hint=f"its linear layers end in {', '.join(_ends(model))}"
         + (f"; its other matrices in {', '.join(others)}" if others else ""),
@@ -231,9 +231,9 @@ def _check_matrices(model: nn.Module, targets: Targets, options: Any) -> None:
     named = next((what for what, given in lacking.items() if given), None)
     if targets.matrices and named:
         raise ModelError(
-            f"peft has no adapters with {named} beside matrices that are no layers: {targets.matrices[0]}",
+            f"peft has no adapters with {named} together with matrices that are not layers: {targets.matrices[0]}",
             where="--lora-target-modules",
-            hint="leave the one or the other out",
+            hint="leave out one of the two",
         )
 
 

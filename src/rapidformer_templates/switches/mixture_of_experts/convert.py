@@ -152,10 +152,10 @@ def make_sparse(model: nn.Module, blocks: Mapping[str, nn.Module], sizes: Mixtur
         feed_forward = find_feed_forward(block)
         if feed_forward is None:
             raise ModelError(
-                f"the feed-forward of {name} ({type(block).__name__}) is of no known shape",
+                f"the feed-forward of {name} ({type(block).__name__}) has an unknown structure",
                 where="--num-experts",
-                hint="known are those of gpt2, gpt_neox, gptj, llama, mistral, qwen2, phi, bert, roberta and others "
-                "that are built like them; mixtral, qwen2_moe, qwen3_moe … have experts of their own",
+                hint="supported are those of gpt2, gpt_neox, gptj, llama, mistral, qwen2, phi, bert, roberta and "
+                "others built like them; mixtral, qwen2_moe, qwen3_moe … already have experts",
             )
         feed_forward.replace(_sparse(feed_forward, sizes, losses, number))
     losses.watch(model)

@@ -37,7 +37,7 @@ class MixtureOfExpertsFlags:
     num_experts: int | None = flag(None, "replace feed-forwards by this many gated experts", metavar="N", minimum=1)
     moe_top_k: int | None = flag(
         None,
-        "experts that each token visits (default: 2; of an architecture that has experts its own)",
+        "experts that each token visits (default: 2, or that of an architecture with experts)",
         metavar="K",
         minimum=1,
         only_with=_EXPERTS,
@@ -51,14 +51,14 @@ class MixtureOfExpertsFlags:
     )
     moe_layer_interval: int = flag(1, "experts in every K-th block", metavar="K", minimum=1, only_with=_EXPERTS)
     moe_loss_coeff: float | None = flag(
-        None, "weight of the balance loss (default: 0.01; a pretrained mixture's own)", metavar="C", minimum=0
+        None, "weight of the balance loss (default: 0.01, or that of a pretrained mixture)", metavar="C", minimum=0
     )
     moe_z_loss_coeff: float | None = flag(
-        None, "weight of the router z loss (default: 0.001; of a pretrained mixture 0)", metavar="C", minimum=0
+        None, "weight of the router z loss (default: 0.001; 0 for a pretrained mixture)", metavar="C", minimum=0
     )
     moe_capacity_factor: float | None = flag(
         None,
-        "room of an expert over an even load; what is more is dropped (default: nothing is)",
+        "capacity of an expert relative to an even load; further tokens are dropped (default: none are)",
         metavar="F",
         only_with=_EXPERTS,
     )
@@ -163,7 +163,7 @@ def _own_experts_as_they_are(request: Request) -> list[Finding]:
     if not given:
         return []
     words = " and ".join(map(spelling, given))
-    message = f"the experts of {kind} are taken as they are, and {words} cannot change them"
+    message = f"the experts of {kind} are used unchanged, and {words} cannot change them"
     return [Finding(message, request.asked(*given), changes=(drop(given),))]
 
 
@@ -188,7 +188,7 @@ def _experts_divide(request: Request) -> list[Finding]:
     above = -(-experts // group) * group
     return [
         Finding(
-            f"{experts} experts cannot be shared out evenly over {group} workers",
+            f"{experts} experts cannot be divided evenly over {group} workers",
             (*request.asked("num_experts", "expert_parallel", SIZE), _sharers(request)),
             switches=("expert-parallel",),
             changes=tuple(replace({"num_experts": n}) for n in (above, above - group) if n),
@@ -251,13 +251,13 @@ def _mixture_acted(measured: Measured) -> str | None:
 def _experts_divided(measured: Measured) -> str | None:
     if measured.plan.engine_options["experts_over"] == 1 or any(measured.all("divided_over_experts")):
         return None
-    return "experts of which a worker has only some were expected; every worker has them all"
+    return "experts divided over the workers were expected; every worker has all of them"
 
 
 HAS_EXPERTS = Rule(
     "RF070",
-    "Experts come with a model that is trained from scratch, or with the pretrained weights.",
-    "dense weights have no experts, and a gate that has learned nothing would only spoil them",
+    "Experts need a model that is trained from scratch, or pretrained weights that have them.",
+    "dense weights have no experts, and an untrained gate would only damage them",
     "[rapidformer_templates]",
     _weights_have_experts,
     Example("--moe-loss-coeff 0.01 --model-type gpt2"),
@@ -298,8 +298,9 @@ SWITCHES = (
             HAS_EXPERTS,
             Rule(
                 "RF071",
-                "Experts that an architecture or a pretrained model has itself are taken as they are.",
-                "which blocks have them and what they drop is part of the architecture, and their sizes of the weights",
+                "Experts that an architecture or a pretrained model already has are used unchanged.",
+                "which blocks have them and what they drop is part of the architecture, and their sizes are part of "
+                "the weights",
                 "[transformers]",
                 _own_experts_as_they_are,
                 Example("--model-type mixtral --num-experts 4 --moe-capacity-factor 1.25"),
@@ -307,7 +308,7 @@ SWITCHES = (
             Rule(
                 "RF073",
                 "A capacity factor is above zero.",
-                "an expert without room takes no token at all",
+                "an expert without room does not take any token",
                 "[rapidformer_templates]",
                 _room_for_a_token,
                 Example("--num-experts 4 --moe-capacity-factor 0"),
@@ -327,9 +328,9 @@ SWITCHES = (
         dimensions=_dimensions,
         engine_options=_engine_options,
         predicts=Prediction(
-            dict.fromkeys(("parameters", "gradients", "optimizer"), "of the experts a share")
-            | {"time": "the way of tokens to the experts and back, of each as far as any"},
-            always(activations="as if as many tokens came as went: how many do is the gate's choice"),
+            dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of the experts")
+            | {"time": "tokens to the experts and back, each over the same distance"},
+            always(activations="as if as many tokens arrived as left: the gate decides how many do"),
         ),
         notes=idle_alone("expert-parallel: one worker, so there is nothing to divide"),
         transform="rapidformer_templates.switches.mixture_of_experts.expert_parallel:divide_experts",
@@ -343,7 +344,7 @@ SWITCHES = (
             Rule(
                 "RF020",
                 "The number of experts is a multiple of the workers that they are divided over.",
-                "each of them holds as many experts as any other",
+                "each worker holds the same number of experts",
                 "[deepspeed]",
                 _experts_divide,
                 Example("--num-experts 3 --expert-parallel --world-size 2"),
@@ -359,10 +360,10 @@ SWITCHES = (
             ),
             Rule(
                 "RF074",
-                "Divided experts go with what partitions the states of a parameter among those that have copies of it: "
-                "FSDP, ZeRO-1, ZeRO-2 and the distributed optimizer; with CPU offload, too.",
-                "fairscale has one process group for all parameters, and DeepSpeed refuses experts of its own under "
-                "ZeRO-3; an expert has only some of the workers that everything else has",
+                "Divided experts can be combined only with partitioning of a parameter's states among the workers "
+                "that have copies of it: FSDP, ZeRO-1, ZeRO-2 and the distributed optimizer, also with CPU offload.",
+                "an expert is on fewer workers than everything else, but fairscale has one process group for all "
+                "parameters, and DeepSpeed refuses its own experts under ZeRO-3",
                 "[fairscale, deepspeed]",
                 excludes("expert-parallel", _partitions_all_alike, TOGETHER_REVERSED),
                 Example("--num-experts 4 --expert-parallel --zero-3-memory-optimization --world-size 2"),

@@ -57,7 +57,7 @@ def _check(stacks: Sequence[nn.Module], over: int) -> None:
     uneven = [count for count in counts if count % over]
     if uneven:
         raise ModelError(
-            f"{uneven[0]} experts cannot be shared out evenly over {over} workers",
+            f"{uneven[0]} experts cannot be divided evenly over {over} workers",
             where="--expert-model-parallel-size",
             hint="choose a size that divides the number of experts",
         )

@@ -106,6 +106,6 @@ def load_mixture(folder: str | Path, auto_class: str = "AutoModelForCausalLM") -
 
     folder = Path(folder)
     if not is_marked(folder):
-        raise ValueError(f"{folder} holds no mixture of this library: use {auto_class}.from_pretrained")
+        raise ValueError(f"{folder} does not hold a mixture of this library: use {auto_class}.from_pretrained")
     model, _ = read_model(getattr(transformers, auto_class), folder, read_config(folder))
     return model.eval()

@@ -35,9 +35,9 @@ def mixture_of_experts(model: nn.Module, building: Building) -> nn.Module:
     else:
         if "lora" in building.plan.switches:
             raise ModelError(
-                "adapters leave the rest of a model as it is, and new experts have learned nothing",
+                "adapters leave the rest of a model unchanged, but new experts are untrained",
                 where="--num-experts",
-                hint="train a mixture whole, and adapters beside its export/",
+                hint="train the whole mixture first, then adapters on its export/",
             )
         sizes = _sizes(options, balance, z)
         make_sparse(model, building.blocks, sizes)

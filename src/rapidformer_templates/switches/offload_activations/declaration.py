@@ -23,7 +23,7 @@ class OffloadActivationsFlags:
     """Acceleration"""
 
     offload_activations: bool = flag(
-        False, "on a GPU: what a block keeps for its backward goes to host memory and comes back ahead of it"
+        False, "on a GPU: move what a block keeps for its backward to host memory, and back before it is needed"
     )
 
 
@@ -34,7 +34,7 @@ def _notes(request: Request) -> Sequence[str]:
         what = f"the inputs of recomputed blocks{', and their products with weights,' if selective else ''} go"
     notes = [
         f"offload-activations: {what} to page-locked host memory while the next block computes, and back during the "
-        "backward of the block behind; where a block computes for less time than its copy takes, it waits"
+        f"backward of the following block; if a block computes for less time than its copy takes, it waits"
     ]
     if request.sizes.pipeline > 1:
         notes.append("offload-activations: in stages before the last, the first backward of a step waits for its copy")
@@ -52,7 +52,7 @@ def _static_memory(request: Request) -> list[Finding]:
     if "torch-compile" not in request.active or request.config.get("torch_compile") != "cudagraphs":
         return []
     names = ("offload-activations", "torch-compile")
-    message = "graphs of CUDA hold what they keep in memory of their own"
+    message = "CUDA graphs hold what they keep in their own memory"
     return [Finding(message, request.asked_for(*names), switches=names)]
 
 
@@ -68,14 +68,14 @@ def _acted(measured: Measured) -> str | None:
 SWITCHES = (
     Switch(
         name="offload-activations",
-        summary="What blocks keep for their backward in host memory, copied beside the computation.",
+        summary="Store what blocks keep for their backward in host memory, copied during the computation.",
         source="[torch]",
         precedence=Precedence.KEEP,
         options=OffloadActivationsFlags,
         predicts=Prediction(
             {
                 "activations": "those of two blocks at a time; the others in host memory",
-                "time": "copies, as far as they take longer than the computation beside them",
+                "time": "copies, as far as they take longer than the computation at the same time",
             }
         ),
         notes=_notes,
@@ -86,16 +86,16 @@ SWITCHES = (
         rules=(
             Rule(
                 "RF215",
-                "Activations are offloaded from a device with memory of its own.",
-                "on a CPU there is nowhere to offload to, and no stream on which a copy runs beside the computation",
+                "Activations are offloaded only from a device with its own memory.",
+                "on a CPU there is nowhere to offload to, and no stream on which a copy runs during the computation",
                 "[torch]",
                 _has_no_memory_of_its_own,
                 Example("--offload-activations"),
             ),
             Rule(
                 "RF216",
-                "Activations are not offloaded from graphs of CUDA.",
-                "the memory of a captured graph is its own as long as the run lasts, so that none would be freed",
+                "Activations are not offloaded from CUDA graphs.",
+                "a captured graph owns its memory for the whole run, so nothing would be freed",
                 "[torch]",
                 _static_memory,
                 Example("--offload-activations --torch-compile cudagraphs", machine={"device": "cuda"}),

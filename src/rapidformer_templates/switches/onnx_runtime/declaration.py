@@ -30,7 +30,7 @@ OTHERS_BLOCKS = {
     "pipeline-parallel": "cuts the model into stages, whose forward ends in the middle of the model",
     "context-parallel": "exchanges keys and values inside attention, for which a graph has no operator",
     "flash-attention": "chooses a kernel of torch for attention, which is part of the graph",
-    "mixture-of-experts": "sends tokens to experts by their values, and a graph has sizes of its own for each tensor",
+    "mixture-of-experts": "sends tokens to experts by their values, but a graph has fixed sizes for each tensor",
 }
 """Switches that change a block's computation, and why it cannot be exported as a graph."""
 
@@ -45,7 +45,7 @@ class OnnxRuntimeFlags:
 def _generates(request: Request) -> list[Finding]:
     if request.config.training.task != "seq2seq_lm":
         return []
-    message = "onnx-runtime does not go with --task seq2seq_lm, which generates texts to evaluate them"
+    message = "onnx-runtime cannot be combined with --task seq2seq_lm, which generates texts to evaluate them"
     return [Finding(message, (*request.asked_for("onnx-runtime"), *request.asked("task")), switches=("onnx-runtime",))]
 
 
@@ -74,7 +74,7 @@ def _complete(request: Request) -> list[Finding]:
         findings.append(Finding(message, asked, switches=("onnx-runtime",)))
     device = request.environment.device
     if device not in ("cpu", "cuda"):
-        message = f"onnx-runtime shares memory with torch on a CPU or on Nvidia's GPUs, and not on {device}"
+        message = f"onnx-runtime shares memory with torch on a CPU or on Nvidia's GPUs, not on {device}"
         findings.append(Finding(message, asked, switches=("onnx-runtime",)))
     if request.environment.device == "cuda" and packages["onnxruntime"].endswith("+cpu"):
         message = (
@@ -108,7 +108,7 @@ SWITCHES = (
         options=OnnxRuntimeFlags,
         predicts=Prediction(
             unknown=always(
-                activations="what ONNX Runtime keeps and frees is its own; those of torch are predicted",
+                activations="ONNX Runtime decides what it keeps; those of torch are predicted",
                 time="ONNX Runtime's kernels are its own; those of torch are predicted",
             )
         ),
@@ -141,14 +141,14 @@ SWITCHES = (
             Rule(
                 "RF086",
                 "ONNX Runtime computes in 32 bits on a CPU.",
-                "its CPU provider has no matrix product in bf16, and computes fp16 in fp32 after casts to and fro",
+                "its CPU provider has no matrix product in bf16, and computes fp16 in fp32 with casts before and after",
                 "[onnxruntime]",
                 _sixteen_bits_on_cpu,
                 Example("--onnx-runtime-training --mixed-precision bf16"),
             ),
             Rule(
                 "RF087",
-                "ONNX Runtime comes with what exports its graphs, and on a GPU with its CUDA provider.",
+                "ONNX Runtime needs the packages that export its graphs and, on a GPU, its CUDA provider.",
                 "torch's exporter builds on onnx and onnxscript; the package onnxruntime computes on CPUs only",
                 "[torch, onnxruntime]",
                 _complete,

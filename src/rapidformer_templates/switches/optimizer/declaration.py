@@ -47,7 +47,7 @@ def _notes(request: Request) -> Sequence[str]:
     if on_host_by_deepspeed(request):
         return (f"{name}: its state is offloaded, and {CPU_ADAM} updates it on the host",)
     stand_in, why = OPTIMIZERS[name].stand_in, why_stand_in(request)
-    return (f"{name}: {why}; {stand_in} takes its place",) if stand_in and why else ()
+    return (f"{name}: {why}; {stand_in} is used instead",) if stand_in and why else ()
 
 
 def _needs_gpu(request: Request) -> list[Finding]:
@@ -95,7 +95,7 @@ def _acted(measured: Measured) -> str | None:
 SWITCHES = (
     Switch(
         name="optimizer",
-        summary="Update rule and its implementation; fused where there is a fused one.",
+        summary="Update rule and its implementation; fused if there is a fused one.",
         source="[R, S]",
         precedence=Precedence.OPTIMIZER,
         options=OptimizerFlags,
@@ -110,7 +110,7 @@ SWITCHES = (
             Rule(
                 "RF022",
                 "Apex's own classes, and bitsandbytes before 0.50, need a GPU.",
-                "their kernels are written in CUDA and have no CPU form",
+                "their kernels are written in CUDA and have no CPU implementation",
                 "[S, bitsandbytes, apex]",
                 _needs_gpu,
                 Example("--optimizer adamw_bnb_8bit", machine={"packages": {"bitsandbytes": "0.45"}}),

@@ -55,7 +55,7 @@ SWITCHES = (
             {
                 "gradients": "those of the parameters that a worker owns",
                 "optimizer": "that of the parameters that a worker owns",
-                "activations": "no buckets beside them",
+                "activations": "no separate buckets",
                 "time": "a sum at the owner, and weights from there",
             }
         ),

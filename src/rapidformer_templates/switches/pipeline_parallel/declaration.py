@@ -33,15 +33,15 @@ class PipelineParallelFlags:
     pipeline_model_parallel_size: int = flag(1, "stages that the blocks are cut into", metavar="N", minimum=1)
     virtual_pipeline_size: int = flag(
         1,
-        "stages that each worker of a pipeline has: above 1 they are interleaved",
+        "stages per worker of a pipeline; above 1 they are interleaved",
         metavar="N",
         minimum=1,
         only_with=_PIPELINE,
     )
     pipeline_stages: str | None = flag(
         None,
-        "blocks of each stage, such as 3,5, or auto-memory: as few bytes as can be where most are needed "
-        "(default: by parameters, embedding and head counted)",
+        "blocks of each stage, such as 3,5, or auto-memory for the lowest peak memory (default: by parameters, with "
+        "embedding and head)",
         metavar="A,B|auto-memory",
         only_with=_PIPELINE,
     )
@@ -57,7 +57,7 @@ def _stages_fit(request: Request) -> list[Finding]:
         return []
     words = [word.strip() for word in asked.split(",")]
     if not all(word.isdigit() and int(word) > 0 for word in words):
-        message = f"--pipeline-stages {asked} is no list of numbers of blocks above zero, and not {AUTO_MEMORY}"
+        message = f"--pipeline-stages {asked} is neither a list of numbers of blocks above zero nor {AUTO_MEMORY}"
     elif len(words) != stages:
         message = f"--pipeline-stages {asked} names {len(words)} stages; there are {stages}"
     elif layers is not None and sum(map(int, words)) != layers:
@@ -123,7 +123,7 @@ def _acted(measured: Measured) -> str | None:
 SWITCHES = (
     Switch(
         name="pipeline-parallel",
-        summary="Cut the blocks into N consecutive stages, one a worker.",
+        summary="Cut the blocks into N consecutive stages, one per worker.",
         source="[R, M]",
         no_second_model="runs stages in a schedule of one model",
         precedence=Precedence.PARTITION,
@@ -132,7 +132,7 @@ SWITCHES = (
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "those of a stage")
             | {
-                "activations": "of as many micro batches as are on their way",
+                "activations": "those of all micro batches in flight",
                 "time": "the bubble, and what stages send",
             },
         ),
@@ -147,7 +147,7 @@ SWITCHES = (
             *LAYOUT_RULES,
             Rule(
                 "RF075",
-                "--pipeline-stages names each stage's blocks, and all blocks.",
+                "--pipeline-stages gives the number of blocks of each stage, and covers all blocks.",
                 "every block is on one stage, and each of the pipeline's workers has as many stages as the others",
                 "[rapidformer_templates]",
                 _stages_fit,
@@ -155,8 +155,9 @@ SWITCHES = (
             ),
             Rule(
                 "RF220",
-                "Stages by memory are one a worker, of a block or more.",
-                "a worker's one run of blocks is weighed beside those of the others; several would be weighed at once",
+                "With --pipeline-stages auto-memory each worker has one stage of one or more blocks.",
+                "the search weighs one run of blocks per worker against those of the others; several would be "
+                "weighed at once",
                 "[rapidformer_templates]",
                 _predicted_stages,
                 Example(
@@ -175,7 +176,7 @@ SWITCHES = (
             Rule(
                 "RF077",
                 "A pipeline needs a model with one run of blocks: no encoder-decoder model.",
-                "every block of a decoder needs what the encoder puts out, and stages send one hidden state to the "
+                "every block of a decoder needs the output of the encoder, but stages send one hidden state to the "
                 "next",
                 "[rapidformer_templates]",
                 _one_run_of_blocks,

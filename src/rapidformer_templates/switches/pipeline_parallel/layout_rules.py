@@ -130,8 +130,8 @@ LAYOUT_RULES = (
     Rule(
         "RF004",
         "With 3D parallelism only ZeRO-1, ZeRO-2 or the distributed optimizer partition the model's states; with "
-        "context parallelism alone FSDP does so, too.",
-        "the others shard or gather over all workers, where these have already divided the model or its sequences",
+        "context parallelism alone, FSDP does as well.",
+        "the others shard or gather over all workers, but these have already divided the model or its sequences",
         "[R, M]",
         _few_partitions,
         Example("--tensor-model-parallel-size 2 --fsdp-memory-optimization --world-size 4"),
@@ -139,15 +139,16 @@ LAYOUT_RULES = (
     Rule(
         "RF009",
         "Tensor × context × pipeline × data is the number of workers.",
-        "each worker holds one tensor shard of one pipeline stage of one replica, for one stretch of its sequences",
+        "each worker holds one tensor shard of one pipeline stage of one replica, for one part of its sequences",
         "[M]",
         _workers_divide,
         Example("--tensor-model-parallel-size 3 --world-size 4"),
     ),
     Rule(
         "RF010",
-        "The pipeline size divides the blocks and is below them; the tensor size divides heads and hidden size.",
-        "stages and shards of unequal size would wait for the greatest one, or could not be cut at all; "
+        "The pipeline size divides the number of blocks and is below it; the tensor size divides heads and hidden "
+        "size.",
+        "stages and shards of unequal size would wait for the largest one, or could not be made at all; "
         "--pipeline-stages asks for unequal stages on purpose",
         "[M]",
         _model_divides,

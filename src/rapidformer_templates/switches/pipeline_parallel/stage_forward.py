@@ -22,7 +22,7 @@ class LeaveStage(BaseException):
     """
 
     def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__("the forward goes on in the next stage")
+        super().__init__("the forward continues in the next stage")
         self.hidden = hidden
 
 
@@ -121,7 +121,8 @@ class Passage:
             return with_hidden(args, kwargs, given.detach().requires_grad_()) if self._stands_in else None
         if given.shape != self._hidden.shape:
             raise RapidformerError(
-                f"a hidden state of shape {tuple(self._hidden.shape)} came where the batch makes {tuple(given.shape)}",
+                f"a hidden state of shape {tuple(self._hidden.shape)} arrived, but the batch makes "
+                f"{tuple(given.shape)}",
                 where="compute_loss(model, batch)",
                 hint="the hook must give every stage the same inputs: draw no random numbers before the model",
             )

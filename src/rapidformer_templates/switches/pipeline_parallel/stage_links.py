@@ -87,7 +87,7 @@ class Links:
             self._send(torch.tensor(header, device=hidden.device), stage, 1)
         elif known != form:
             raise RapidformerError(
-                f"stage {stage} put out {form} for a batch that gave {known} before",
+                f"stage {stage} returned {form} for a batch that gave {known} before",
                 hint="under a pipeline the hidden state's shape must follow from the batch's shapes",
             )
         self._send(hidden, stage, 1)

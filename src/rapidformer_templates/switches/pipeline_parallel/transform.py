@@ -107,8 +107,8 @@ class PipelineCut:
             raise ModelError(
                 f"{count} blocks cannot be cut into {stages} stages",
                 where=type(self.model).__name__,
-                hint="the pipeline size is below the number of blocks and divides it (RF010); "
-                "or say how many blocks each stage has: --pipeline-stages 3,2",
+                hint="choose a size below the number of blocks that divides it (RF010), or give the blocks of each "
+                "stage: --pipeline-stages 3,2",
             )
         front = self._cost(name for name, ranks in self.module_ranks.items() if 0 in ranks)
         back = self._cost(name for name, ranks in self.module_ranks.items() if self.pipeline - 1 in ranks)

@@ -52,9 +52,7 @@ def _notes(request: Request) -> Sequence[str]:
     sizes = request.sizes
     if sizes.tensor <= sizes.local_world:
         return ()
-    return (
-        f"tensor-parallel: groups of {sizes.tensor} reach over nodes of {sizes.local_world} workers, which is slow",
-    )
+    return (f"tensor-parallel: groups of {sizes.tensor} span nodes of {sizes.local_world} workers, which is slow",)
 
 
 def _acted(measured: Measured) -> str | None:

@@ -62,7 +62,7 @@ SEQUENCE_PARALLEL = Switch(
         Rule(
             "RF014",
             "Sequence parallelism needs tensor parallelism.",
-            "it shards over the workers of a tensor-parallel group; a group of one has nobody to share with",
+            "it shards over the workers of a tensor-parallel group; a group of one has nothing to divide",
             "[M]",
             _needs_tensor_parallel,
             Example("--sequence-parallel --world-size 2"),

@@ -102,8 +102,7 @@ def tensor_plan_of(model: nn.Module) -> TensorPlan:
     given = bool(getattr(model, "tensor_plan", None))
     if given and adapted:
         raise ModelError(
-            "adapters beside divided layers need a plan of the architecture, and the model brings a tensor_plan of "
-            "its own",
+            "adapters of divided layers need a plan of the architecture, but the model brings its own tensor_plan",
             where=_WHERE,
             hint="leave out --lora-rank or --tensor-model-parallel-size",
         )
@@ -112,7 +111,7 @@ def tensor_plan_of(model: nn.Module) -> TensorPlan:
     for name, style in styles.items():
         for parameter, division in _divided(model, name, style):
             if division is not None and divisions.setdefault(id(parameter), division) != division:
-                raise ModelError(f"{name} shares a parameter that is divided otherwise", where=_WHERE)
+                raise ModelError(f"{name} shares a parameter that is divided differently", where=_WHERE)
             if style == PARTIAL:
                 partial.add(id(parameter))
     named = list(model.named_parameters(remove_duplicate=False))

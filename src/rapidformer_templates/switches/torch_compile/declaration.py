@@ -40,7 +40,11 @@ class TorchCompileFlags:
     """Acceleration"""
 
     torch_compile: str | None = flag(
-        None, "compile the blocks with this backend; alone: inductor", bare=DEFAULT, metavar="BACKEND", choice="graph"
+        None,
+        "compile the blocks with this backend; without a value: inductor",
+        bare=DEFAULT,
+        metavar="BACKEND",
+        choice="graph",
     )
 
 
@@ -129,7 +133,7 @@ SWITCHES = (
         on={"torch_compile": DEFAULT},
         predicts=Prediction(
             unknown=always(
-                activations="the compiler fuses operations and computes some again; the eager model is predicted",
+                activations="the compiler fuses operations and recomputes some; the eager model is predicted",
                 time="the compiler fuses operations; the eager model is predicted",
             )
         ),

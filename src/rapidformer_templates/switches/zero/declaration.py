@@ -52,7 +52,7 @@ class Zero3Flags:
     )
     zero_3_param_persistence_threshold: int | None = flag(
         None,
-        "ZeRO-3 keeps parameters of at most so many elements whole: more memory, less to gather (default: 10 × the "
+        "ZeRO-3 keeps parameters of at most this many elements whole: more memory, less to gather (default: 10 × the "
         "model's width)",
         minimum=0,
     )
@@ -93,7 +93,7 @@ def _knows_device(request: Request) -> list[Finding]:
 KNOWN_DEVICE = Rule(
     "RF245",
     "ZeRO needs a device that DeepSpeed knows.",
-    "DeepSpeed would compute on the CPU beside a model that lies elsewhere; it has classes for " + ", ".join(KINDS),
+    "DeepSpeed would compute on the CPU while the model is elsewhere; it has classes for " + ", ".join(KINDS),
     "[D]",
     _knows_device,
     Example("--zero-1-memory-optimization --world-size 2", machine={"device": "maia"}),
@@ -115,9 +115,9 @@ def _notes(request: Request) -> Sequence[str]:
 
 
 def _notes_under_3d(request: Request) -> Sequence[str]:
-    where = "under 3D parallelism" if request.sizes.divides > 1 else "beside divided experts"
-    what = f"the product's own sharding over the data-parallel workers takes DeepSpeed's place {where}"
-    idle = "; there is one of them, so there is nothing to shard" if request.sizes.copies == 1 else ""
+    where = "under 3D parallelism" if request.sizes.divides > 1 else "with divided experts"
+    what = f"the library's own sharding over the data-parallel workers replaces DeepSpeed {where}"
+    idle = "; there is only one of them, so there is nothing to shard" if request.sizes.copies == 1 else ""
     return (f"ZeRO: {what}{idle}",)
 
 
@@ -133,10 +133,10 @@ def _under_3d(shards: str) -> Mapping[str, Any]:
 
 PREDICTION = Prediction(
     {
-        "parameters": "in the type that is computed in; of ZeRO-3 a share, and small ones whole",
-        "gradients": "a share, and those of parameters that two workers share whole",
+        "parameters": "in the compute type; with ZeRO-3 a share, and small ones whole",
+        "gradients": "a share; whole for parameters that two workers share",
         "optimizer": "a share, with fp32 masters",
-        "activations": "DeepSpeed's bucket and what it gathers beside them",
+        "activations": "DeepSpeed's bucket and what it gathers in addition",
         "time": "what the replicas exchange",
     }
 )

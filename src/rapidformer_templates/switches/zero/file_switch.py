@@ -99,7 +99,7 @@ def _deepspeed_is_there(request: Request) -> list[Finding]:
         return []
     dividing = ("tensor-parallel", "pipeline-parallel", "expert-parallel")
     clash = ("deepspeed-config", *(name for name in dividing if name in request.active))
-    where = "under 3D parallelism" if request.sizes.divides > 1 else "beside divided experts"
+    where = "under 3D parallelism" if request.sizes.divides > 1 else "with divided experts"
     message = f"DeepSpeed does not run {where}, and only it knows {', '.join(unsupported)}"
     return [Finding(message, request.asked_for(*clash), switches=clash)]
 
@@ -176,7 +176,8 @@ DEEPSPEED_CONFIG = Switch(
         ),
         Rule(
             "RF028",
-            "A DeepSpeed file needs the Trainer template and no other partitioning than ZeRO.",
+            "A DeepSpeed file needs the Trainer template, and ZeRO is the only partitioning that it can be combined "
+            "with.",
             "DeepSpeed owns the optimizer step, and two engines cannot own it",
             "[D]",
             _needs_deepspeed_engine,
@@ -192,8 +193,8 @@ DEEPSPEED_CONFIG = Switch(
         ),
         Rule(
             "RF036",
-            "A DeepSpeed file and the flags say the same.",
-            "of two values one would be ignored in silence",
+            "A DeepSpeed file and the flags agree.",
+            "one of two values would be silently ignored",
             "[D]",
             _agrees,
             Example(
@@ -205,7 +206,7 @@ DEEPSPEED_CONFIG = Switch(
         Rule(
             "RF102",
             "Every key of a DeepSpeed file is one that DeepSpeed reads.",
-            "DeepSpeed passes over a key that it does not know, or ends in a worker",
+            "DeepSpeed ignores a key that it does not know, or fails in a worker",
             "[deepspeed]",
             _are_known,
             Example(
@@ -216,8 +217,8 @@ DEEPSPEED_CONFIG = Switch(
         ),
         Rule(
             "RF103",
-            "Everything that a DeepSpeed file asks for acts.",
-            "what is the library's own or absent would be ignored in silence",
+            "Everything that a DeepSpeed file asks for takes effect.",
+            "what the library does itself or does not have would be silently ignored",
             "[D, deepspeed]",
             _act,
             Example(
@@ -228,8 +229,8 @@ DEEPSPEED_CONFIG = Switch(
         ),
         Rule(
             "RF104",
-            "Under 3D parallelism a DeepSpeed file says only what flags can say.",
-            "the product's own sharding takes DeepSpeed's place there",
+            "Under 3D parallelism a DeepSpeed file contains only what flags can set.",
+            "the library's own sharding replaces DeepSpeed there",
             "[M]",
             _deepspeed_is_there,
             Example(
@@ -240,7 +241,7 @@ DEEPSPEED_CONFIG = Switch(
         Rule(
             "RF105",
             "A DeepSpeed file's scheduler and the flags of a schedule exclude each other.",
-            "of two schedules one would be ignored in silence",
+            "one of two schedules would be silently ignored",
             "[D]",
             _one_schedule,
             Example(

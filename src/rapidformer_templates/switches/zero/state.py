@@ -218,7 +218,7 @@ class ZeroState(ABC):
             some = ", ".join(f"{name} {float(count):g}" for name, count in list(counts.items())[:4])
             raise CheckpointError(
                 f"the parameters differ in {key}: {some}",
-                hint="ZeRO has one for many parameters; go on without it, or freeze what is not always trained",
+                hint="ZeRO has one for many parameters; continue without ZeRO, or freeze what is not always trained",
             )
         count = next(iter(counts.values()))
         # DeepSpeed's own optimizers count in plain integers, torch's in tensors.
