@@ -47,7 +47,7 @@ from rapidformer_templates.planning.tasks import metrics_of
 from rapidformer_templates.run import afterwards, configure, sent
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.callbacks import Callback, checked_callbacks
-from rapidformer_templates.run.handover import at_the_door, is_asked_for
+from rapidformer_templates.run.handover import intercept_for_planning, is_asked_for
 from rapidformer_templates.run.own_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook, hooks_of
 from rapidformer_templates.run.session import Session, open_session, same_weights
 from rapidformer_templates.system import program
@@ -307,7 +307,7 @@ class Trainer:
                 self._use(asked)  # the argument applies to this call only
 
     def _fit(self, sends: bool) -> dict[str, Any]:
-        at_the_door(self)
+        intercept_for_planning(self)
         self._model = self._weights = self._engine = None
         self._elsewhere = False
         if sends and not is_worker() and (self.config.launch.nproc_per_node or 1) > 1:
@@ -511,7 +511,7 @@ def composed(
     if count_targets is not None:
         hooks["count_targets"] = lambda self, batch: count_targets(batch)
     template: Trainer = type("Composed", (Trainer,), hooks)(list(argv), **switches)
-    at_the_door(template)
+    intercept_for_planning(template)
     if optimizer is not None:
         template.build_optimizer()  # refuse an unusable optimizer before a worker starts
     return template

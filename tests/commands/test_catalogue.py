@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.commands import catalogue as document
-from rapidformer_templates.commands.compatibility import Together, compatibility, refused_pairs, whose
+from rapidformer_templates.commands.compatibility import CompatibilityTable, compatibility, refused_pairs, whose
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
@@ -116,12 +116,12 @@ def test_each_code_is_one_rule() -> None:
 
 
 @pytest.fixture(scope="module")
-def pairs() -> list[list[Together]]:
+def pairs() -> list[list[CompatibilityTable]]:
     return list(compatibility(REGISTRY))
 
 
 @pytest.mark.slow
-def test_generated_documents_are_up_to_date(pairs: list[list[Together]]) -> None:
+def test_generated_documents_are_up_to_date(pairs: list[list[CompatibilityTable]]) -> None:
     page = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
     for name, made in (
         ("switches.md", document.markdown(REGISTRY, pairs)),
@@ -131,7 +131,7 @@ def test_generated_documents_are_up_to_date(pairs: list[list[Together]]) -> None
 
 
 @pytest.mark.slow
-def test_matrix_agrees_with_the_rules(pairs: list[list[Together]]) -> None:
+def test_matrix_agrees_with_the_rules(pairs: list[list[CompatibilityTable]]) -> None:
     names = [switch.name for switch in REGISTRY.switches]
     rows = {name: [pair.cell for pair in row] for name, row in zip(names, pairs, strict=True)}
     assert rows["zero-3"][names.index("fsdp")] == "–"
@@ -141,7 +141,7 @@ def test_matrix_agrees_with_the_rules(pairs: list[list[Together]]) -> None:
 
 
 @pytest.mark.slow
-def test_every_pair_that_is_refused_has_a_rule_and_whose_it_is(pairs: list[list[Together]]) -> None:
+def test_every_pair_that_is_refused_has_a_rule_and_whose_it_is(pairs: list[list[CompatibilityTable]]) -> None:
     refused = [(rules, names) for rules, names in refused_pairs(REGISTRY, pairs)]
     assert sum(len(names) for _, names in refused) == sum(not pair.templates for row in pairs for pair in row)
     reasons = {name: {whose(rule) for rule in rules} for rules, names in refused for name in names}

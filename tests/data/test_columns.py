@@ -134,7 +134,7 @@ def test_further_columns_change_nothing(case: str, make: Callable[..., Task], tm
     trained = make(case, tmp_path / "learnt")
     wanted = trained.build_data()
     task = make(case, tmp_path / "other")
-    task.take_decisions(json.loads(json.dumps(trained.decisions())))
+    task.load_label_state(json.loads(json.dumps(trained.decisions())))
     same(task.build_data().valid, wanted.valid)
     if case == "preferred conversations":
         return  # both are answered already: --text-column selects which to answer
@@ -152,18 +152,18 @@ def test_a_column_that_other_rows_lack(make: Callable[..., Task], tmp_path: Path
     assert caught.value.where == str(tmp_path / "valid.jsonl")
     assert caught.value.hint == "columns: text, label; --text-column names another one"
     task = make("a pair", tmp_path, text_column="text")
-    task.take_decisions({"columns": {"text_column": "premise", "pair_column": "hypothesis", "label_column": "label"}})
+    task.load_label_state({"columns": {"text_column": "premise", "pair_column": "hypothesis", "label_column": "label"}})
     with pytest.raises(DataError, match="there is no column 'hypothesis'"):
         task.inputs(part_of_samples(["a"], task.text_column))
     chat = make("texts", tmp_path)
-    chat.take_decisions({"columns": {"kind": "chat", "text_column": "messages"}})
+    chat.load_label_state({"columns": {"kind": "chat", "text_column": "messages"}})
     assert len(chat.inputs(part_of_samples(["a cat"], chat.text_column)).rows) == 1  # it can continue any text
 
 
 def test_what_nobody_has_decided_is_found_each_time(make: Callable[..., Task], tmp_path: Path) -> None:
     """This concerns a model from elsewhere, and sets of a mixture with different columns."""
     task = make("a text", tmp_path)
-    task.take_decisions({})
+    task.load_label_state({})
     for column in ("text", "review"):
         assert len(task.inputs(part_of_samples([{column: "a"}])).rows) == 1
     for name, column in (("one", "text"), ("same", "text"), ("other", "review")):

@@ -33,7 +33,7 @@ def make(configure: Callable[..., RunConfig], bert_folder: Path, gpt_folder: Pat
             PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<pad>").save_pretrained(folder)
         flags = {"task": kind, "model_type": architecture, "tokenizer_path": folder, "seq_length": 24}
         made = load_task(configure(**flags, **TINY, data_dir=str(tmp_path), max_eval_samples=1))
-        made.take_decisions({"labels": ["O", "B-x"], "problem": "single_label_classification"})
+        made.load_label_state({"labels": ["O", "B-x"], "problem": "single_label_classification"})
         return made
 
     return task

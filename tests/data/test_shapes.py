@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from rapidformer_templates.data.shapes import (
     Shape,
-    Share,
+    ShapeUsage,
     choose_shapes,
+    count_batches,
     least_padding,
     padded_lengths,
     padded_tokens,
     per_shape,
-    share_out,
 )
 from rapidformer_templates.errors import DataError
 
@@ -34,7 +34,7 @@ def _choices(distinct: Sequence[int], most: int) -> list[tuple[int, ...]]:
 
 def _tokens_of_an_epoch(lengths: np.ndarray, chosen: Sequence[int], budget: int) -> int:
     shapes = [Shape(budget // length, length) for length in chosen]
-    return padded_tokens(shapes, share_out(shapes, per_shape(shapes, np.bincount(lengths))))
+    return padded_tokens(shapes, count_batches(shapes, per_shape(shapes, np.bincount(lengths))))
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_every_sample_has_a_shape_under_the_budget(lengths: list[int], rows: int
     assert shapes == sorted(shapes, key=lambda shape: shape.length)
     assert all(shape.rows == budget // shape.length for shape in shapes)
     assert all(shape.length % multiple == 0 or shape.length == max(1, *lengths) for shape in shapes)
-    shares = share_out(shapes, per_shape(shapes, np.bincount(padded_lengths(samples, multiple))))
+    shares = count_batches(shapes, per_shape(shapes, np.bincount(padded_lengths(samples, multiple))))
     assert sum(shape.rows * share.full + share.rest for shape, share in zip(shapes, shares, strict=True)) == len(
         lengths
     )
@@ -87,10 +87,10 @@ def test_every_sample_has_a_shape_under_the_budget(lengths: list[int], rows: int
 def test_what_is_left_of_a_shape_goes_where_it_pads_less() -> None:
     shapes = [Shape(10, 8), Shape(8, 10), Shape(1, 80)]
     # Padding three samples by 2 tokens more is cheaper than seven empty rows of 8. Padding three by 70 more is not.
-    assert share_out(shapes, [13, 0, 0]) == [Share(1, 0), Share(0, 3), Share(0, 0)]
-    assert share_out(shapes, [13, 5, 2]) == [Share(1, 0), Share(1, 0), Share(2, 0)]
+    assert count_batches(shapes, [13, 0, 0]) == [ShapeUsage(1, 0), ShapeUsage(0, 3), ShapeUsage(0, 0)]
+    assert count_batches(shapes, [13, 5, 2]) == [ShapeUsage(1, 0), ShapeUsage(1, 0), ShapeUsage(2, 0)]
     # Nine samples almost fill a batch.
-    assert share_out(shapes, [9, 8, 0]) == [Share(0, 9), Share(1, 0), Share(0, 0)]
+    assert count_batches(shapes, [9, 8, 0]) == [ShapeUsage(0, 9), ShapeUsage(1, 0), ShapeUsage(0, 0)]
 
 
 def test_without_a_cap_hardly_anything_is_padding() -> None:
@@ -99,7 +99,7 @@ def test_without_a_cap_hardly_anything_is_padding() -> None:
     fills = []
     for most in (1, 2, 4, 8, 16, 0):
         shapes = choose_shapes(lengths, 8192, most)
-        fills.append(lengths.sum() / padded_tokens(shapes, share_out(shapes, per_shape(shapes, counts))))
+        fills.append(lengths.sum() / padded_tokens(shapes, count_batches(shapes, per_shape(shapes, counts))))
     assert fills == sorted(fills)
     assert fills[0] == pytest.approx(lengths.sum() / (1250 * 16 * 512))
     assert fills[0] < 0.25 < 0.8 < fills[3]

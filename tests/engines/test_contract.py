@@ -12,7 +12,15 @@ import rapidformer_templates
 from rapidformer_templates.engines.local import SingleEngine
 
 CONTRACT = {
-    *("setup", "train_batch", "hear_all", "_accumulate_gradients", "_exchange", "_loss_of", "_begin_backward"),
+    *(
+        "setup",
+        "train_batch",
+        "raise_pending_errors",
+        "_accumulate_gradients",
+        "_exchange",
+        "_loss_of",
+        "_begin_backward",
+    ),
     *("keep_average", "averaged"),
 }
 

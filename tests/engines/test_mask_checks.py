@@ -42,7 +42,7 @@ def test_what_the_hook_gives_the_model_is_what_counts(hook: str, monkeypatch: py
     """A host that runs ahead trains to the same last digit as one that reads everything."""
     runs = []
     for ahead in (False, True):
-        monkeypatch.setattr(SingleEngine, "_runs_ahead", lambda self, ahead=ahead: ahead)
+        monkeypatch.setattr(SingleEngine, "_supports_async_step", lambda self, ahead=ahead: ahead)
         runs.append(job_of(hook))
     assert runs[0].losses == runs[1].losses
     for one, other in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):

@@ -12,7 +12,7 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.loss import weighted_loss
 from rapidformer_templates.engines.reached import reached_parameters
-from rapidformer_templates.engines.traces import kept_buffers, without_trace
+from rapidformer_templates.engines.traces import kept_buffers, preserve_state
 from tests.support.jobs import ClassJob
 
 INPUT = torch.ones(4, 3)
@@ -86,7 +86,7 @@ def test_buffers_are_as_before() -> None:
 def test_a_forward_without_trace_draws_no_random_number() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3))
     before, state = model[1].running_var.clone(), torch.get_rng_state()
-    with without_trace(model):
+    with preserve_state(model):
         model(torch.randn(4, 3))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(model[1].running_var, before)

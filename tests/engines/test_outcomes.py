@@ -24,7 +24,7 @@ from tests.support.parity import trained
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make engines behave as on a GPU."""
-    monkeypatch.setattr(SingleEngine, "_runs_ahead", lambda self: True)
+    monkeypatch.setattr(SingleEngine, "_supports_async_step", lambda self: True)
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def test_unread_steps_are_those_that_are_read(flags: list[str], monkeypatch: pyt
     runs = []
     for is_ahead in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(SingleEngine, "_runs_ahead", lambda self, is_ahead=is_ahead: is_ahead)
+            patch.setattr(SingleEngine, "_supports_async_step", lambda self, is_ahead=is_ahead: is_ahead)
             job = Line([*FLAGS, *flags, "--train-iters", "10", "--no-save"])
             job.fit()
         runs.append(job)

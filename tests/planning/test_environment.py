@@ -93,10 +93,10 @@ def test_torch_is_imported_only_where_its_build_says_that_there_may_be_another(
 
 
 def test_only_one_module_speaks_of_one_kind_of_device() -> None:
-    speaks = {
+    naming = {
         str(path.relative_to(SOURCES))
         for path in SOURCES.rglob("*.py")
         if re.search(r"torch\.cuda\.|\.is_cuda\b(?!\.__get__)|\.type [!=]= \"cuda\"", path.read_text(encoding="utf-8"))
     }
-    bench = {name for name in speaks if name.startswith("commands/bench/")}  # they are compared with peers that name it
-    assert speaks - bench == OF_ONE_KIND
+    bench = {name for name in naming if name.startswith("commands/bench/")}  # they are compared with peers that name it
+    assert naming - bench == OF_ONE_KIND

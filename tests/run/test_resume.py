@@ -344,7 +344,7 @@ def _async_cases(workers: Any, root: Path) -> dict[str, Any]:
         run(root / "async", "--async-save", "--resume")
     with mock.patch.object(tensor_file, "unbuffered", full), pytest.raises(CheckpointError) as caught:
         run(root / "full", "--async-save")
-    with mock.patch.object(run_lock, "SEEN_WITHIN", 0.3), pytest.raises(ConfigError) as unseen:
+    with mock.patch.object(run_lock, "VISIBILITY_SECONDS", 0.3), pytest.raises(ConfigError) as unseen:
         run(root / f"node-{workers.rank}" / "run")
     errors = [_failing_save(workers, root / "memory", MemoryError()), _failing_save(workers, root / "bug", _bug())]
     return {"full": str(caught.value), "unseen": str(unseen.value), "errors": errors, "read": read}

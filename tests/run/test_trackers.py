@@ -24,18 +24,18 @@ from tests.support.worker_pool import FSYNC, new_process, run_in_workers
 
 KILLED_AT, STEPS = 7, 10
 QUIET = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "MLFLOW_TRACKING_URI": ""}
-Curve = list[tuple[str, int, float]]
+Tracker = list[tuple[str, int, float]]
 """(name, step, value) of all values that a store has for a run."""
 
 
-def of_tensorboard(run: Path) -> Curve:
+def of_tensorboard(run: Path) -> Tracker:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "trackers" / "tensorboard" / "run"), size_guidance={"scalars": 0}).Reload()
     return [(tag, e.step, e.value) for tag in events.Tags()["scalars"] for e in events.Scalars(tag)]
 
 
-def of_mlflow(run: Path) -> Curve:
+def of_mlflow(run: Path) -> Tracker:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run.parent}/mlflow.db")
@@ -47,11 +47,11 @@ def of_mlflow(run: Path) -> Curve:
     return [(metric.key, metric.step, metric.value) for history in histories for metric in history]
 
 
-def of_wandb(run: Path) -> Curve:
+def of_wandb(run: Path) -> Tracker:
     """Read the store with a second reader of LevelDB's log, which looks for every record and has no state."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    held: Curve = []
+    held: Tracker = []
     for path in sorted((run / "trackers" / "wandb").glob("offline-run-*/*.wandb")):
         data, entry = path.read_bytes(), b""
         blocks = [data[i : i + 32768] for i in range(0, len(data), 32768)]
@@ -67,7 +67,7 @@ def of_wandb(run: Path) -> Curve:
     return held
 
 
-def of_trackio(run: Path) -> Curve:
+def of_trackio(run: Path) -> Tracker:
     with sqlite3.connect(run.parent / "trackio" / "rapidformer.db") as store:
         rows = store.execute("SELECT step, metrics FROM metrics WHERE run_name = 'run'").fetchall()
     told = [(step, json.loads(metrics)) for step, metrics in rows]

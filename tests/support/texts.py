@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates.data.text import preprocess
 from rapidformer_templates.data.text.encoding import Recipe
-from rapidformer_templates.data.text.preprocess import Made
+from rapidformer_templates.data.text.preprocess import PreprocessResult
 from rapidformer_templates.planning.config import RunConfig
 
 WORDS = re.findall(
@@ -117,10 +117,10 @@ def recipe(gpt_folder: Path) -> Recipe:
 
 
 @pytest.fixture
-def make(tmp_path: Path, recipe: Recipe) -> Callable[..., Made]:
+def make(tmp_path: Path, recipe: Recipe) -> Callable[..., PreprocessResult]:
     """A function that preprocesses into ``tmp_path/out_…``, with one worker by default."""
 
-    def run(*files: Path, recipe: Recipe = recipe, prefix: str = "out", **options: Any) -> Made:
+    def run(*files: Path, recipe: Recipe = recipe, prefix: str = "out", **options: Any) -> PreprocessResult:
         options = {"workers": 1, "backend": "transformers", **options}
         return preprocess.preprocess(files, str(tmp_path / prefix), recipe, **options)
 

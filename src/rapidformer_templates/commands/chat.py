@@ -14,7 +14,7 @@ from rapidformer_templates.commands.predict import GenerationFlags, precision
 from rapidformer_templates.commands.words import parser_of_saved, words_of_saved
 from rapidformer_templates.data.text.files import NOT_UTF8, UTF8_HINT
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.planning.config import some_of
+from rapidformer_templates.planning.config import subset_of_flags
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import LaunchFlags, ModelFlags, TrainingFlags, flag
 from rapidformer_templates.run.saved_model import find_saved, load_saved_task
@@ -46,10 +46,10 @@ class Asked(ChatFlags, GenerationFlags):
 OPTIONS = (
     ChatFlags,
     GenerationFlags,
-    some_of(ModelFlags, "trust_remote_code"),
-    some_of(TrainingFlags, "task", "seed"),
+    subset_of_flags(ModelFlags, "trust_remote_code"),
+    subset_of_flags(TrainingFlags, "task", "seed"),
     MixedPrecisionFlags,
-    some_of(LaunchFlags, "device"),
+    subset_of_flags(LaunchFlags, "device"),
 )
 
 

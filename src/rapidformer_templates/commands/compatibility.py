@@ -31,7 +31,7 @@ OWN = "rapidformer_templates"
 
 
 @dataclass(frozen=True)
-class Together:
+class CompatibilityTable:
     """The compatibility of a set of switches.
 
     Attributes:
@@ -49,7 +49,7 @@ class Together:
         return (self.templates + "+" * self.added) or "–"
 
 
-def together(registry: Registry, *switches: Switch) -> Together:
+def together(registry: Registry, *switches: Switch) -> CompatibilityTable:
     """Check a run with these switches against the rules, in every template."""
     values = {name: value for switch in switches for name, value in switch.on.items()}
     config = registry.complete(RunConfig()).replace("matrix", **values)
@@ -62,7 +62,7 @@ def together(registry: Registry, *switches: Switch) -> Together:
         else:
             letters += template[0]
             added |= bool(additions)
-    return Together(letters, added, () if letters else min(refusals, key=len))
+    return CompatibilityTable(letters, added, () if letters else min(refusals, key=len))
 
 
 def with_additions(request: Request, registry: Registry) -> tuple[list[Change], tuple[Rule, ...]]:
@@ -76,11 +76,11 @@ def with_additions(request: Request, registry: Registry) -> tuple[list[Change], 
     return added, ()
 
 
-Pairs = Sequence[Sequence[Together]]
+Pairs = Sequence[Sequence[CompatibilityTable]]
 """For each switch of a registry, its compatibility with each switch up to itself."""
 
 
-def compatibility(registry: Registry) -> Iterator[list[Together]]:
+def compatibility(registry: Registry) -> Iterator[list[CompatibilityTable]]:
     """Yield, for each switch, its compatibility with each switch up to itself."""
     for i, switch in enumerate(registry.switches):
         yield [together(registry, switch, other) for other in registry.switches[: i + 1]]

@@ -8,7 +8,7 @@ from typing import Any
 from rapidformer_templates.data.indexed.dataset import type_for
 from rapidformer_templates.data.text.encoding import Recipe
 from rapidformer_templates.data.text.files import text_files
-from rapidformer_templates.data.text.preprocess import TITLES, Made, preprocess, usable_cores
+from rapidformer_templates.data.text.preprocess import TITLES, PreprocessResult, preprocess, usable_cores
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.tokenizers import (
     end_token_id,
@@ -86,7 +86,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(made: Made, vocabulary: int) -> None:
+def _show(made: PreprocessResult, vocabulary: int) -> None:
     for key, prefix in made.prefix.items():
         documents, tokens, empty = made.documents[key], made.tokens[key], made.empty[key]
         left_out = f"; {empty:,} empty document{'s' if empty > 1 else ''} left out" if empty else ""
@@ -108,7 +108,7 @@ def _show(made: Made, vocabulary: int) -> None:
     print(f"{made.seconds:.1f} s, {tokens / made.seconds:,.0f} tokens/s, {documents / made.seconds:,.0f} documents/s")
 
 
-def _facts(made: Made, vocabulary: int) -> dict[str, Any]:
+def _facts(made: PreprocessResult, vocabulary: int) -> dict[str, Any]:
     return {
         "sets": [
             {"prefix": prefix, "documents": made.documents[key], "tokens": made.tokens[key], "empty": made.empty[key]}

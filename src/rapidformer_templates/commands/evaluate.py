@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rapidformer_templates.commands.words import in_workers, parser_of_saved, words_of_saved
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import RunConfig, some_of
+from rapidformer_templates.planning.config import RunConfig, subset_of_flags
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
 from rapidformer_templates.run.saved_model import Saved, find_saved
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
@@ -44,14 +44,14 @@ WITHIN = {"data_name": "data_dir", "split": "data_path"}
 
 OPTIONS = (
     EvaluateFlags,
-    some_of(
+    subset_of_flags(
         DataFlags, *WHERE, "text_column", "pair_column", "label_column", "max_eval_samples", "skip_bad_lines",
         "micro_batch_size", micro_batch_size=None,
     ),
-    some_of(ModelFlags, "seq_length", "trust_remote_code"),
-    some_of(TrainingFlags, "task"),
+    subset_of_flags(ModelFlags, "seq_length", "trust_remote_code"),
+    subset_of_flags(TrainingFlags, "task"),
     MixedPrecisionFlags,
-    some_of(LaunchFlags, "nproc_per_node", "master_port", "device"),
+    subset_of_flags(LaunchFlags, "nproc_per_node", "master_port", "device"),
 )  # fmt: skip
 
 OF_THE_RUN = (
@@ -156,7 +156,7 @@ def _template(saved: Saved, config: RunConfig, *, own_data: bool) -> Trainer:
     template.config = config
     if not own_data:
         part = config.user.part
-        template.task.take_decisions(saved.decisions(config.training.task), part and PART_NAMES[part])
+        template.task.load_label_state(saved.decisions(config.training.task), part and PART_NAMES[part])
     return template
 
 

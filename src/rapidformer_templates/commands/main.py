@@ -212,14 +212,14 @@ def _plan(words: list[str]) -> int:
 def _plan_script(script: str, words: list[str]) -> int:
     """Show what a script would run with these words: its class, its values, its flags and its hooks."""
     from rapidformer_templates.run import configure
-    from rapidformer_templates.run.own_hooks import idle_flags, own_hooks
+    from rapidformer_templates.run.own_hooks import own_hooks, unused_flags
 
     asked, rest = split(words, PlanFlags)
 
     def look(template: Template) -> tuple[Template, Environment, tuple[str, ...]]:
         kind, config = type(template), template.config
         world, local = asked.world_size or config.launch.nproc_per_node, asked.local_world_size
-        return template, configure.environment_of(kind, config, world, local), idle_flags(kind, config)
+        return template, configure.environment_of(kind, config, world, local), unused_flags(kind, config)
 
     template, here, notes = handover.ask(script, rest, look)
     kind, config = type(template), template.config

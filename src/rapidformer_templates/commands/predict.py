@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.commands.words import in_workers, parser_of_saved, words_of_saved
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.planning.config import RunConfig, some_of
+from rapidformer_templates.planning.config import RunConfig, subset_of_flags
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
 from rapidformer_templates.run.saved_model import find_saved, load_saved_task
@@ -76,11 +76,13 @@ AT_ONCE = {"micro_batch_size": 8}
 OPTIONS = (
     PredictFlags,
     GenerationFlags,
-    some_of(DataFlags, "text_column", "pair_column", "label_column", "skip_bad_lines", "micro_batch_size", **AT_ONCE),
-    some_of(ModelFlags, "seq_length", "trust_remote_code"),
-    some_of(TrainingFlags, "task", "seed"),
+    subset_of_flags(
+        DataFlags, "text_column", "pair_column", "label_column", "skip_bad_lines", "micro_batch_size", **AT_ONCE
+    ),
+    subset_of_flags(ModelFlags, "seq_length", "trust_remote_code"),
+    subset_of_flags(TrainingFlags, "task", "seed"),
     MixedPrecisionFlags,
-    some_of(LaunchFlags, "nproc_per_node", "master_port", "device"),
+    subset_of_flags(LaunchFlags, "nproc_per_node", "master_port", "device"),
 )
 
 

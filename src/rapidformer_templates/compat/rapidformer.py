@@ -217,7 +217,7 @@ class _Template:
         """Concatenate a tensor of an evaluated batch over all workers. Each sample occurs once."""
         template = _template()
         workers = template.engine.workers
-        mine = tensor.detach().cpu() if self._shows and workers.speaks else tensor.detach().cpu()[:0]
+        mine = tensor.detach().cpu() if self._shows and workers.is_replica_leader else tensor.detach().cpu()[:0]
         return torch.cat(workers.gather(mine))
 
     def _made(self) -> Trainer:

@@ -25,7 +25,7 @@ class Shape(NamedTuple):
         return self.rows * self.length
 
 
-class Share(NamedTuple):
+class ShapeUsage(NamedTuple):
     """How often an epoch uses a shape: its full batches, and the samples of a last batch that is not full."""
 
     full: int
@@ -64,7 +64,7 @@ def choose_shapes(lengths: np.ndarray, budget: int, max_shapes: int, multiple: i
     if max_shapes == 0 or max_shapes >= len(distinct):
         return _shapes(distinct, budget)
     candidates = [_shapes(distinct[ends - 1], budget) for ends in least_padding(distinct, counts[distinct], max_shapes)]
-    return min(candidates, key=lambda shapes: padded_tokens(shapes, share_out(shapes, per_shape(shapes, counts))))
+    return min(candidates, key=lambda shapes: padded_tokens(shapes, count_batches(shapes, per_shape(shapes, counts))))
 
 
 def padded_lengths(lengths: np.ndarray, multiple: int) -> np.ndarray:
@@ -87,7 +87,7 @@ def per_shape(shapes: Sequence[Shape], counts: np.ndarray) -> list[int]:
     return np.add.reduceat(counts, borders[:-1]).tolist()
 
 
-def share_out(shapes: Sequence[Shape], counts: Sequence[int]) -> list[Share]:
+def count_batches(shapes: Sequence[Shape], counts: Sequence[int]) -> list[ShapeUsage]:
     """Return how many batches of each shape are needed for ``counts`` samples.
 
     Samples that do not fill a batch of their shape go into the next longer shape, or into a separate batch that is not
@@ -98,11 +98,11 @@ def share_out(shapes: Sequence[Shape], counts: Sequence[int]) -> list[Share]:
         full, rest = divmod(count + carried, shape.rows)
         more = shapes[k + 1].length - shape.length if k + 1 < len(shapes) else shape.tokens
         carried = rest if rest * more < (shape.rows - rest) * shape.length else 0
-        shares.append(Share(full, rest - carried))
+        shares.append(ShapeUsage(full, rest - carried))
     return shares
 
 
-def padded_tokens(shapes: Sequence[Shape], shares: Sequence[Share]) -> int:
+def padded_tokens(shapes: Sequence[Shape], shares: Sequence[ShapeUsage]) -> int:
     """Return the tokens of an epoch's batches, including padding."""
     return sum(shape.tokens * share.batches for shape, share in zip(shapes, shares, strict=True))
 

@@ -109,7 +109,7 @@ class Engine(Protocol):
                 reads now. The weights are as before that step.
         """
 
-    def hear_all(self) -> None:
+    def raise_pending_errors(self) -> None:
         """Check all steps so far, before their results are written or saved. Raises like ``train_batch``."""
 
     def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:

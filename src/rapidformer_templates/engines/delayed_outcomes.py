@@ -17,7 +17,7 @@ from rapidformer_templates.engines.loss import Counted, miscounted
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.system.host_copy import HostCopy
 
-RUNNING = 1
+MAX_STEPS_IN_FLIGHT = 1
 """Number of unread steps when a new one starts. This keeps the device busy."""
 
 
@@ -31,7 +31,7 @@ class _Outcome:
 
 
 @dataclass
-class Outcomes:
+class StepMonitor:
     """Steps whose results the device has and the host has not read yet.
 
     Attributes:
@@ -50,7 +50,7 @@ class Outcomes:
         """Start a step, and read all results except that of the previous step. Raises like :meth:`hear`."""
         self._begun += 1
         self.counted = []
-        self.hear(RUNNING)
+        self.hear(MAX_STEPS_IN_FLIGHT)
 
     def judge(self, loss: torch.Tensor, norm: torch.Tensor, *, may_overflow: bool) -> torch.Tensor:
         """Return a device scalar (fp32): 1 if the update of this step must be skipped, else 0.

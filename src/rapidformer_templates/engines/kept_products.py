@@ -7,11 +7,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
-class KeepsProducts:
+class SavesMatmuls:
     """Marks a dispatch mode that saves matmul outputs of a forward for its backward."""
 
 
-_KEEPING: tuple[type, ...] = (KeepsProducts, *(type(mode) for mode in create_selective_checkpoint_contexts([])))
+_KEEPING: tuple[type, ...] = (SavesMatmuls, *(type(mode) for mode in create_selective_checkpoint_contexts([])))
 
 
 def products_are_kept() -> bool:

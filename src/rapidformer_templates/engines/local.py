@@ -20,15 +20,15 @@ from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines import pieces as engine_state
 from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses, auxiliary_losses_of
 from rapidformer_templates.engines.contract import ComputeLoss, Piece, StateReader, StepResult
-from rapidformer_templates.engines.delayed_outcomes import Outcomes
+from rapidformer_templates.engines.delayed_outcomes import StepMonitor
 from rapidformer_templates.engines.embedding_noise import rows_of
 from rapidformer_templates.engines.host_optimizer import HostOptimizer, lies_in_host_memory
 from rapidformer_templates.engines.loss import Recorder, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
 from rapidformer_templates.engines.mask_checks import answered, watch_positions
-from rapidformer_templates.engines.reached import come_by_all, reached_parameters
+from rapidformer_templates.engines.reached import reached_parameters, with_unused_parameters
 from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule
-from rapidformer_templates.engines.traces import kept_buffers, without_trace
+from rapidformer_templates.engines.traces import kept_buffers, preserve_state
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.planning.plan import Plan
@@ -50,14 +50,14 @@ class SingleEngine:
 
     - :meth:`build_context`, :meth:`_build`, :meth:`_shard`, :meth:`_build_optimizer`, :meth:`_distribute`: how the
       model is sharded and which optimizer updates it
-    - :meth:`_schedule`, :meth:`_synchronise`, :meth:`_backward`: the order of micro batches, and when gradients are
-      exchanged
-    - :attr:`_averages_over`, :meth:`_missed`, :meth:`_missed_everywhere`: how the exchange changes gradients
-    - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_grad_norm`, :meth:`_gradients_in_turn`,
-      :meth:`_clip`, :meth:`_update`, together with :meth:`_drop_gradients` and :meth:`_runs_ahead`
+    - :meth:`_schedule`, :meth:`_accumulation_context`, :meth:`_backward`: the order of micro batches, and when
+      gradients are exchanged
+    - :attr:`_gradient_divisor`, :meth:`_unused_here`, :meth:`_drop_unused`: how the exchange changes gradients
+    - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_grad_norm`, :meth:`_iter_update_chunks`,
+      :meth:`_clip`, :meth:`_update`, together with :meth:`_drop_gradients` and :meth:`_supports_async_step`
     """
 
-    _waits_for_gradients = False  # whether even a batch without targets must produce gradients
+    _needs_zero_gradients = False  # whether even a batch without targets must produce gradients
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         self.workers = workers
@@ -73,7 +73,7 @@ class SingleEngine:
         self._callable: nn.Module  # the model that compute_loss receives
         self._parameters: list[nn.Parameter]
         self._lr_factor = 1.0
-        self._outcomes: Outcomes | None = None  # None if the host waits for the device
+        self._outcomes: StepMonitor | None = None  # None if the host waits for the device
         self._auxiliary: AuxiliaryLosses | None = None
         self._measured: Mapping[str, torch.Tensor] = {}
 
@@ -90,8 +90,8 @@ class SingleEngine:
         self._callable = self._distribute()
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
         group_values.remember(self.optimizer)
-        if self._runs_ahead():
-            self._outcomes = Outcomes(self.workers.device)
+        if self._supports_async_step():
+            self._outcomes = StepMonitor(self.workers.device)
             watch_positions(self.model)
         if self.loss_scale is not None:
             self.loss_scale.to(self.workers.device)
@@ -112,7 +112,7 @@ class SingleEngine:
         """Return the model for ``compute_loss``, wrapped if a wrapper exchanges its gradients."""
         return self.model
 
-    def _runs_ahead(self) -> bool:
+    def _supports_async_step(self) -> bool:
         """Whether the host can run ahead: the device is asynchronous, and the optimizer can skip an update on it.
 
         Torch's fused optimizers can skip one, through the protocol of ``GradScaler``. For other optimizers the host
@@ -133,7 +133,7 @@ class SingleEngine:
         """The optimizer class that computes the updates, regardless of where its state is stored."""
         return type(self.optimizer.inner if isinstance(self.optimizer, HostOptimizer) else self.optimizer)
 
-    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
         """Context for the forward and backward of a micro batch. The last one exchanges gradients."""
         return nullcontext()
 
@@ -162,7 +162,7 @@ class SingleEngine:
         return StepResult(loss, norm, skipped, self._measured)
 
     @final
-    def hear_all(self) -> None:
+    def raise_pending_errors(self) -> None:
         if self._outcomes:
             self._outcomes.hear()
 
@@ -173,19 +173,19 @@ class SingleEngine:
             NonFiniteLoss: see :meth:`train_batch`.
         """
         norm = self._grad_norm()
-        return norm, self._update_unread(loss, norm) if self._outcomes else self._update_if_finite(loss, norm)
+        return norm, self._update_without_sync(loss, norm) if self._outcomes else self._update_after_sync(loss, norm)
 
     def _reduce(self) -> None:
         """Reduce the gradients for the optimizer, unless the exchange in the backward has done so."""
 
-    def _update_if_finite(self, loss: torch.Tensor, norm: torch.Tensor) -> bool:
+    def _update_after_sync(self, loss: torch.Tensor, norm: torch.Tensor) -> bool:
         """Read loss and norm, and update if they are finite. Returns whether the update was skipped."""
         length = float(norm)
         finite = math.isfinite(length) and math.isfinite(float(loss))
         if not finite and self.loss_scale is None:
             self._drop_gradients()
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {length}")
-        for _ in self._gradients_in_turn() if finite else ():
+        for _ in self._iter_update_chunks() if finite else ():
             if self.loss_scale is not None:
                 for gradients in engine_state.by_mesh(self._gradients()):
                     torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
@@ -196,7 +196,7 @@ class SingleEngine:
             self.loss_scale.update(overflow=not finite)
         return not finite
 
-    def _update_unread(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    def _update_without_sync(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """Update without waiting for the device. The fused kernel divides the gradients or skips the update itself.
 
         Loss scale and clipping are one division inside the update, which reads the gradients anyway.
@@ -208,7 +208,7 @@ class SingleEngine:
             excess = ((norm.to(torch.float32) + 1e-6) / self.clip_grad).clamp_(min=1.0)
             divisor = excess if divisor is None else excess * divisor
         self.optimizer.grad_scale, self.optimizer.found_inf = divisor, skipped  # type: ignore[attr-defined]
-        for _ in self._gradients_in_turn():
+        for _ in self._iter_update_chunks():
             self._update()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=skipped)
@@ -218,7 +218,7 @@ class SingleEngine:
         for parameters in engine_state.by_mesh(self._parameters):
             clip_grads_with_norm_(parameters, self.clip_grad, norm)
 
-    def _gradients_in_turn(self) -> Iterator[None]:
+    def _iter_update_chunks(self) -> Iterator[None]:
         """Yield once per group of parameters that is updated together. By default, all parameters are one group."""
         yield
 
@@ -243,17 +243,17 @@ class SingleEngine:
         """Accumulate the gradient of the global mean loss (times the loss scale) and return that mean (fp64)."""
         if self._auxiliary:
             self._auxiliary.begin_step(microbatches, self.workers)
-        total = self._schedule(microbatches, self._averages_over / targets)
+        total = self._schedule(microbatches, self._gradient_divisor / targets)
         if self._auxiliary:
             self._measured = self._auxiliary.results(self.workers)
-        if not self.workers.speaks:  # all workers of a replica compute the same loss
+        if not self.workers.is_replica_leader:  # all workers of a replica compute the same loss
             total = torch.zeros_like(total)
-        return self._exchange(total) / self._averages_over
+        return self._exchange(total) / self._gradient_divisor
 
     @final
     def _exchange(self, total: torch.Tensor) -> torch.Tensor:
         """Sum ``total`` over the workers. The same exchange finds parameters that received no gradient."""
-        missed = self._missed()
+        missed = self._unused_here()
         if self.workers.world == 1 and not missed:
             return total
         if self._outcomes:  # an exchange between hosts, so that no host waits for its device
@@ -266,20 +266,20 @@ class SingleEngine:
             flags = torch.zeros(len(self._parameters))
             flags[list(missed)] = 1
             counts = self.workers.sum(*flags.tolist())
-            self._missed_everywhere([index for index, count in enumerate(counts) if count == self.workers.world])
+            self._drop_unused([index for index, count in enumerate(counts) if count == self.workers.world])
         return total
 
-    def _missed(self) -> Sequence[int]:
+    def _unused_here(self) -> Sequence[int]:
         """Indices of parameters that received no gradient on this worker and were exchanged as zeros."""
         return ()
 
-    def _missed_everywhere(self, indices: Sequence[int]) -> None:
+    def _drop_unused(self, indices: Sequence[int]) -> None:
         """Drop the gradients of parameters that no worker used: with a zero gradient, weight decay would apply."""
         for index in indices:
             self._parameters[index].grad = None
 
     @property
-    def _averages_over(self) -> float:
+    def _gradient_divisor(self) -> float:
         """Number of workers over which the exchange averages. The mean over targets needs the sum instead.
 
         Each worker of a context group has the full loss, and computes the backward of its share of it.
@@ -290,7 +290,7 @@ class SingleEngine:
         """Run forward and backward of the local micro batches. Returns the sum of their losses * ``weight`` (fp64)."""
         total = torch.zeros((), dtype=torch.float64, device=self.workers.device)
         for i, microbatch in enumerate(microbatches):
-            with self._synchronise(last=i == len(microbatches) - 1):
+            with self._accumulation_context(last=i == len(microbatches) - 1):
                 loss = self._loss_of(microbatch, weight)
                 self._begin_backward(loss, microbatch)
             total += loss.detach()
@@ -300,17 +300,17 @@ class SingleEngine:
     @final
     def _loss_of(self, microbatch: MicroBatch, weight: float) -> torch.Tensor:
         """Return the sum of a micro batch's losses times ``weight``, with its graph."""
-        batch, zeros = to_device(microbatch.batch, self.workers.device), self._waits_for_gradients
+        batch, zeros = to_device(microbatch.batch, self.workers.device), self._needs_zero_gradients
         later = self._outcomes.counted if self._outcomes else None
         # An idle batch repeats samples, so batch norm must not count them a second time.
         kept = kept_buffers(self.model) if microbatch.idle else nullcontext()
-        with self.precision(), self._ahead_of(microbatch, batch), kept:
+        with self.precision(), self._async_forward_context(microbatch, batch), kept:
             loss = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight, later, zeros=zeros)
         if microbatch.targets == 0 and not microbatch.idle:
-            self._count_as_reached(reached_parameters(loss))
+            self._fill_zero_gradients(reached_parameters(loss))
         return loss
 
-    def _count_as_reached(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _fill_zero_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Give these parameters a zero gradient if they have none, as in a micro batch that also has targets."""
         for parameter in parameters:
             if parameter.grad is None:
@@ -320,11 +320,11 @@ class SingleEngine:
     def _begin_backward(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
         """Start the backward of a micro batch from its loss."""
         if self._auxiliary:
-            self._auxiliary.follow(loss, microbatch, self._averages_over)
+            self._auxiliary.follow(loss, microbatch, self._gradient_divisor)
         self._backward(loss if self.loss_scale is None else loss * self.loss_scale.scale)
 
     @contextmanager
-    def _ahead_of(self, microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
+    def _async_forward_context(self, microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
         """Context for a forward. If the host runs ahead, the model must not wait for the device either."""
         with rows_of(microbatch, batch), answered(microbatch, batch) if self._outcomes else nullcontext():
             yield
@@ -366,7 +366,7 @@ class SingleEngine:
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
         """Yield the model for a forward without side effects: random state, buffers and gradients are preserved."""
-        with without_trace(self.model), self.precision():
+        with preserve_state(self.model), self.precision():
             yield self.model
 
     _averages = False
@@ -455,7 +455,7 @@ class DDPEngine(SingleEngine):
         exchanges: bool = self._callable.require_backward_grad_sync  # type: ignore[assignment]
         return exchanges
 
-    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
         ddp: Any = self._callable
         return nullcontext() if last else ddp.no_sync()
 
@@ -466,7 +466,7 @@ class DDPEngine(SingleEngine):
             self._callable.reducer.prepare_for_backward([])  # fills the buckets, which DDP skips under no_sync
         # DDP waits until the backward has reached every parameter, and does not know which ones are unused.
         # Searching the graph for them in every step would be slower.
-        super()._backward(come_by_all(loss, self._parameters, then=self._look_for_missing))
+        super()._backward(with_unused_parameters(loss, self._parameters, then=self._look_for_missing))
         if not self._exchanges:
             for index in self._missing:  # a later micro batch may use it
                 self._parameters[index].grad = None
@@ -476,7 +476,7 @@ class DDPEngine(SingleEngine):
         """List parameters without a gradient at the end of the backward, before DDP fills them with zeros."""
         self._missing = [index for index, p in enumerate(self._parameters) if p.grad is None]
 
-    def _missed(self) -> Sequence[int]:
+    def _unused_here(self) -> Sequence[int]:
         return self._missing
 
 

@@ -64,10 +64,10 @@ class _Running:
         seen = self._looked.get(name)
         return seen.answer if seen and seen.is_that(tensor) else None
 
-    def keep_made(self, tensor: torch.Tensor, answer: bool) -> None:
+    def record_derived_mask(self, tensor: torch.Tensor, answer: bool) -> None:
         self._made.append((tensor, answer))
 
-    def of_made(self, tensor: torch.Tensor) -> bool | None:
+    def derived_mask(self, tensor: torch.Tensor) -> bool | None:
         return next((answer for made, answer in self._made if made is tensor), None)
 
     def enter(self, *, with_positions: bool) -> None:
@@ -148,14 +148,14 @@ def _follow_mask(check: Answer, config: Any, inputs: Any, mask: Any = None, *oth
     if running and isinstance(given, torch.Tensor) and isinstance(result[1], torch.Tensor):
         full = running.of(MASK, given)
         if full is not None:
-            running.keep_made(result[1], full)
+            running.record_derived_mask(result[1], full)
     return result
 
 
 def _causal_alone(check: Answer, mask: Any, q_length: int, kv_length: int, *others: Any, **more: Any) -> Any:
     """Whether the causal mask is sufficient: a full padding mask counts as none, any other mask is needed."""
     running = _now()
-    full = running.of_made(mask) if running and mask is not None else None
+    full = running.derived_mask(mask) if running and mask is not None else None
     if full is None or not mask.shape[-1] == kv_length == q_length:
         return check(mask, q_length, kv_length, *others, **more)
     return full and check(None, q_length, kv_length, *others, **more)
@@ -164,7 +164,7 @@ def _causal_alone(check: Answer, mask: Any, q_length: int, kv_length: int, *othe
 def _sees_all(check: Answer, mask: Any, kv_length: int, *others: Any, **more: Any) -> Any:
     """Whether nothing is masked, so that every token sees every other one."""
     running = _now()
-    full = running.of_made(mask) if running and mask is not None else None
+    full = running.derived_mask(mask) if running and mask is not None else None
     if full is None or mask.shape[-1] != kv_length:
         return check(mask, kv_length, *others, **more)
     return full and check(None, kv_length, *others, **more)

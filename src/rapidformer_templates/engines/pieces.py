@@ -45,13 +45,13 @@ def pieces(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, worker
     for name, tensor, owner in _tensors(model, optimizer, kind, workers.world):
         if isinstance(tensor, DTensor):
             shape, offset = box_of(tensor)
-            if all(shape) and _lies_with(tensor, owner):
+            if all(shape) and _same_replica(tensor, owner):
                 yield Piece(name, tensor.to_local(), tuple(tensor.shape), offset)
         elif owner == workers.rank:
             yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
-def _lies_with(tensor: DTensor, owner: int) -> bool:
+def _same_replica(tensor: DTensor, owner: int) -> bool:
     """Whether this rank holds a part of the same copy of a tensor as another rank."""
     mesh = tensor.device_mesh
     mine, its = mesh.get_coordinate(), (mesh.mesh == owner).nonzero()[0].tolist()

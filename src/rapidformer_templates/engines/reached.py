@@ -20,7 +20,9 @@ from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers
 
 
-def come_by_all(loss: torch.Tensor, parameters: Sequence[torch.Tensor], then: Callable[[], None]) -> torch.Tensor:
+def with_unused_parameters(
+    loss: torch.Tensor, parameters: Sequence[torch.Tensor], then: Callable[[], None]
+) -> torch.Tensor:
     """Return ``loss``, with a graph whose backward reaches all parameters. Unused ones still receive no gradient.
 
     Hooks on a parameter's graph node (not on its gradient) then run for all parameters.
@@ -79,13 +81,13 @@ class GradientSequence:
 
     def begin(self) -> None:
         """Start a backward."""
-        self._came: set[int] = set()
+        self._on_gradient_ready: set[int] = set()
         self._done = 0
 
     def take(self, index: int) -> None:
         """Record that a gradient has arrived."""
-        self._came.add(index)
-        while self._done < len(self._sequence) and self._sequence[self._done] in self._came:
+        self._on_gradient_ready.add(index)
+        while self._done < len(self._sequence) and self._sequence[self._done] in self._on_gradient_ready:
             self._next()
 
     def finish(self) -> None:
@@ -99,7 +101,7 @@ class GradientSequence:
         self._send(index)
 
 
-class Route:
+class ForwardSequenceCheck:
     """The sequence of modules that a micro batch uses and whose parameters the workers gather together.
 
     If a worker skips a module, it gathers the next one while the others wait for this one, and computes with wrong

@@ -13,7 +13,7 @@ from rapidformer_templates.system import accelerator
 _LEAVES_TRACE = ContextVar("a forward leaves a trace", default=True)
 
 
-def leaves_trace() -> bool:
+def backward_may_follow() -> bool:
     """Whether a backward may follow the current forward."""
     return _LEAVES_TRACE.get()
 
@@ -34,7 +34,7 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_trace(model: nn.Module) -> Iterator[None]:
+def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context for a forward without side effects: random state and buffers are unchanged."""
     before = _LEAVES_TRACE.set(False)
     try:

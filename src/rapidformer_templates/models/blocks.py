@@ -24,7 +24,7 @@ def canonical_name(name: str) -> str:
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the full shape, also for parameters that ZeRO-3 has partitioned or that are quantized."""
-    return tuple(getattr(tensor, _SHAPE if lies_in_codes(tensor) else "ds_shape", tensor.shape))
+    return tuple(getattr(tensor, _SHAPE if is_quantized(tensor) else "ds_shape", tensor.shape))
 
 
 def note_shape(codes: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -32,14 +32,14 @@ def note_shape(codes: torch.Tensor, shape: tuple[int, ...]) -> None:
     setattr(codes, _SHAPE, shape)
 
 
-def lies_in_codes(tensor: torch.Tensor) -> bool:
+def is_quantized(tensor: torch.Tensor) -> bool:
     """Return whether a tensor holds quantized codes: bytes that represent numbers with fewer bits."""
     return hasattr(tensor, _SHAPE)
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes of the full parameter."""
-    return tensor.nbytes if lies_in_codes(tensor) else math.prod(shape_of(tensor)) * tensor.element_size()
+    return tensor.nbytes if is_quantized(tensor) else math.prod(shape_of(tensor)) * tensor.element_size()
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -83,7 +83,7 @@ _OF_THE_WHOLE = {
 """Queries about the whole tensor that do not need its values."""
 
 
-def of_the_graph(function: Any, divided: DividedTensor, *args: Any) -> Any:
+def call_on_local(function: Any, divided: DividedTensor, *args: Any) -> Any:
     """Apply a function to the local part, to query its autograd state or register a hook."""
     return function(divided.local, *args)
 
@@ -113,7 +113,9 @@ def is_by_index(logits: Any, target: Any, size_average: Any, reduce: Any) -> boo
 
 
 _HANDLERS: dict[Any, Handler] = {
-    **dict.fromkeys((_T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__, _T.register_hook), of_the_graph),
+    **dict.fromkeys(
+        (_T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__, _T.register_hook), call_on_local
+    ),
     **dict.fromkeys(
         (
             _T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous, _T.clone, _T.detach, _T.neg,

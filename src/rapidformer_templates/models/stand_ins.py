@@ -14,7 +14,7 @@ from rapidformer_templates.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Absent:
+class OutputShape:
     """How the output shape of a module follows from its input shape, if there is a simple rule.
 
     Attributes:
@@ -28,7 +28,7 @@ class Absent:
     dtype: torch.dtype | None = None
 
     @classmethod
-    def like(cls, args: Any, output: Any) -> Absent:
+    def like(cls, args: Any, output: Any) -> OutputShape:
         """Derive the rule from an observed call."""
         if not (args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor)):
             return cls()
@@ -71,10 +71,10 @@ class Placeholder(nn.Module):
             ) from None
 
 
-class Elsewhere(Placeholder):
+class AbsentModule(Placeholder):
     """Placeholder for a module outside of the blocks. Its output values are never used, only their shape."""
 
-    def __init__(self, absent: Absent | None) -> None:
+    def __init__(self, absent: OutputShape | None) -> None:
         super().__init__()
         self._absent = absent
 

@@ -16,7 +16,7 @@ def data_parallel(measured: Measured) -> int:
     return measured.plan.sizes.copies
 
 
-def shared_out(
+def check_even_shards(
     *, whole_at_borders: bool = False, among: Callable[[Measured], int] = data_parallel, **quantities: str
 ) -> Callable[[Measured], str | None]:
     """Build a check that each named measurement is split evenly over the copies of a replica.
@@ -31,13 +31,13 @@ def shared_out(
     def acted(measured: Measured) -> str | None:
         borders = (among(measured) - 1) * whole_at_borders
         twice = borders * (measured["largest_parameter"] or 0)
-        findings = (_even(measured, among(measured), name, what, twice) for name, what in quantities.items())
+        findings = (_check_even(measured, among(measured), name, what, twice) for name, what in quantities.items())
         return next((finding for finding in findings if finding), None)
 
     return acted
 
 
-def _even(measured: Measured, shares: int, name: str, what: str, twice: int) -> str | None:
+def _check_even(measured: Measured, shares: int, name: str, what: str, twice: int) -> str | None:
     """Check one measurement. ``twice`` is the number of elements that several workers may hold at the same time."""
     copies, held, whole = measured.plan.sizes.copies, measured.all(name), sum(measured.all("trained_elements"))
     # Even shares add up to one whole copy. A sum more than halfway from there to whole copies on all workers cannot

@@ -154,7 +154,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, hint="rapidformer --help lists every flag")
 
 
-def some_of(options: type, *names: str, **defaults: Any) -> type:
+def subset_of_flags(options: type, *names: str, **defaults: Any) -> type:
     """Make a dataclass with some of the flags of another one, for a command that needs only these.
 
     Args:

@@ -121,7 +121,7 @@ ADAMS = tuple(OPTIMIZERS[name] for name in ("apex_adam", "adamw_torch", "adamw_t
 """Optimizers that make AdamW's update on any device."""
 
 
-UPDATE_APART = (
+PER_PARAMETER = (
     LAMB,
     OPTIMIZERS["adamw_anyprecision"].implementation,
     OPTIMIZERS["muon"].implementation,
@@ -142,7 +142,7 @@ def updates_apart(kind: str) -> bool:
     path = kind.partition(" ")[0]
     module, _, name = path.rpartition(".")
     of_torch = module == "torch.optim" or module.startswith("torch.optim.")
-    return (of_torch and name != "LBFGS") or path in UPDATE_APART
+    return (of_torch and name != "LBFGS") or path in PER_PARAMETER
 
 
 ELEMENTWISE = {
@@ -173,7 +173,7 @@ def implementation(request: Request) -> str:
     facts = OPTIMIZERS[request.config.get("optimizer")]
     if on_host_by_deepspeed(request):
         return CPU_ADAM
-    chosen = facts.stand_in if facts.stand_in and why_stand_in(request) else facts.implementation
+    chosen = facts.stand_in if facts.stand_in and fallback_reason(request) else facts.implementation
     return TORCH_ADAM.get(chosen, chosen) if decays_in_the_gradient(request) else chosen
 
 
@@ -200,7 +200,7 @@ def on_host_by_deepspeed(request: Request) -> bool:
     return by_deepspeed and bool(request.of_family("offload")) and adam in ADAMS
 
 
-def why_stand_in(request: Request) -> str | None:
+def fallback_reason(request: Request) -> str | None:
     """Return why apex's class cannot be used in this run, or None if it can."""
     if "apex" not in request.environment.packages:
         return "Nvidia apex is not installed"

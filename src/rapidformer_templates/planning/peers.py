@@ -17,7 +17,7 @@ SIMILAR = 0.75
 
 
 @dataclass(frozen=True)
-class Here:
+class Equivalent:
     """This library's equivalent of another trainer's flag.
 
     Attributes:
@@ -170,8 +170,8 @@ _LINES: tuple[tuple[str, str, str], ...] = (
      "leave it out"),
 )  # fmt: skip
 
-PEERS: dict[str, Here] = {
-    name.replace("-", "_"): Here(flags, note) for names, flags, note in _LINES for name in names.split()
+PEERS: dict[str, Equivalent] = {
+    name.replace("-", "_"): Equivalent(flags, note) for names, flags, note in _LINES for name in names.split()
 }
 
 

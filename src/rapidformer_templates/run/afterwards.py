@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rapidformer_templates.data.checks import kind_of
-from rapidformer_templates.data.finetuning.tables import Part, Raw
+from rapidformer_templates.data.finetuning.tables import LoadedDataset, Part
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import eval_requests, load
 from rapidformer_templates.data.tasks.base import Task
@@ -185,9 +185,9 @@ def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
     known = {name: value for name, value in alone.items() if task.config.get(name) != value}
     decided = task.for_other_data(task.config.replace("evaluate()", **known) if known else task.config)
 
-    def read_rows() -> Raw:
+    def read_rows() -> LoadedDataset:
         asked.append(part)
-        return Raw(train=part, valid=part)
+        return LoadedDataset(train=part, valid=part)
 
     decided.read_rows = read_rows  # type: ignore[method-assign]
     samples = decided.read_data().valid

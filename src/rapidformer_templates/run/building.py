@@ -14,7 +14,7 @@ from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.traces import without_trace
+from rapidformer_templates.engines.traces import preserve_state
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.label_use import can_be_tried, label_use
@@ -119,5 +119,5 @@ def _loss_of_one(template: Template, model: nn.Module) -> Any:
         )
     request = Request([0], (template.config.training.seed, Stream.TRIAL), [0])
     (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
-    with without_trace(model):
+    with preserve_state(model):
         return template.compute_loss(model, microbatch.batch)

@@ -110,7 +110,7 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
     return {name: state for name, state in states.items() if state}
 
 
-def take_back(callbacks: Sequence[Callback], saved: Mapping[str, Any], workers: Workers) -> None:
+def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any], workers: Workers) -> None:
     """Restore each callback's state from a checkpoint. Callbacks without a saved state start fresh."""
     named = dict(_named(callbacks))
     gone, new = sorted(saved.keys() - named.keys()), sorted(states_of(callbacks).keys() - saved.keys())

@@ -19,7 +19,7 @@ from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.switch import TEMPLATES
 from rapidformer_templates.planning.templates import choose_template, with_template_defaults
 from rapidformer_templates.run import handover
-from rapidformer_templates.run.own_hooks import check_names, idle_flags, own_hooks
+from rapidformer_templates.run.own_hooks import check_names, own_hooks, unused_flags
 from rapidformer_templates.system.launch import CHOSEN, is_worker
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
         )
     config = _completed(config, name)
     if config.get("auto_strategy"):
-        return _searched(template, config, "auto_strategy", _with_best_layout)
+        return _with_planned_layout(template, config, "auto_strategy", _with_best_layout)
     if config.get("pipeline_stages") == AUTO_MEMORY:
-        return _searched(template, config, "pipeline_stages", _balanced_by_memory)
+        return _with_planned_layout(template, config, "pipeline_stages", _balanced_by_memory)
     return config
 
 
@@ -95,7 +95,7 @@ OF_A_MODEL = ("build_model", "build_data", "compute_loss", "build_optimizer")
 Search = Callable[[RunConfig, Environment], RunConfig]
 
 
-def _searched(template: type[Template], config: RunConfig, asked: str, search: Search) -> RunConfig:
+def _with_planned_layout(template: type[Template], config: RunConfig, asked: str, search: Search) -> RunConfig:
     """Add the planner's results to the configuration. ``asked`` is the flag that requests them.
 
     Raises:
@@ -171,7 +171,7 @@ def resolve_plan(template: type[Template], config: RunConfig, *, training: bool 
         Refused: the flags break rules. The error names all of them.
     """
     plan = resolve(config, _environment(template, config), training=training)
-    return dataclasses.replace(plan, notes=(*plan.notes, *idle_flags(template, config)))
+    return dataclasses.replace(plan, notes=(*plan.notes, *unused_flags(template, config)))
 
 
 def choose(argv: Sequence[str]) -> tuple[str, str]:

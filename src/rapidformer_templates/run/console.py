@@ -83,7 +83,7 @@ def summarise(
         "epochs": loop.epoch,
         "metrics": metrics,
         "best": loop.position.best,
-        "stopped_early": loop.why_early,
+        "stopped_early": loop.early_stop_reason,
         "skipped_lines": len(template.task.skipped) if template.uses_task else 0,
     }
     if not loop.meter.steps and loop.folder and loop.folder.summary.exists():

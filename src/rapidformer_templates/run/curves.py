@@ -16,7 +16,7 @@ from typing import Any
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.console import say
 from rapidformer_templates.run.folder import RunFolder, is_of_test, read_metrics
-from rapidformer_templates.run.trackers import KINDS, Called, Curve, WasTold
+from rapidformer_templates.run.trackers import KINDS, Called, IsLogged, Tracker
 from rapidformer_templates.system.files import write_json
 from rapidformer_templates.system.workers import Workers
 
@@ -26,7 +26,7 @@ RUNS = "runs.json"
 CONFIGURED = "configured"
 
 
-class Curves:
+class Trackers:
     """The trackers of a run, on its main worker.
 
     A tracker that fails is disabled with one warning. The run continues.
@@ -42,8 +42,8 @@ class Curves:
         self.folder = folder
         self.failed: dict[str, str] = {}
         self._known: dict[str, dict[str, Any]] = _read(folder.trackers / RUNS)
-        self._open: dict[str, Curve] = {}
-        self._told: dict[str, WasTold] = {}
+        self._open: dict[str, Tracker] = {}
+        self._told: dict[str, IsLogged] = {}
         self._row: dict[str, float] = {}
         self._step = 0
         folder.trackers.mkdir(exist_ok=True)
@@ -82,7 +82,7 @@ class Curves:
             self._all(lambda curve, told: self._tell_new(curve.log, row, told))
 
     def _tell_new(
-        self, log: Callable[[Mapping[str, float], int], None], row: Mapping[str, float], told: WasTold
+        self, log: Callable[[Mapping[str, float], int], None], row: Mapping[str, float], told: IsLogged
     ) -> None:
         new = {name: value for name, value in row.items() if not told(name, self._step)}
         if new:
@@ -110,7 +110,7 @@ class Curves:
         self._all(lambda curve, _: curve.finish())
         self._open.clear()
 
-    def _all(self, call: Callable[[Curve, WasTold], None]) -> None:
+    def _all(self, call: Callable[[Tracker, IsLogged], None]) -> None:
         for name, curve in list(self._open.items()):
             self._try(name, lambda name=name, curve=curve: call(curve, self._told[name]))  # type: ignore[misc]
 

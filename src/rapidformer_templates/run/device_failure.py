@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rapidformer_templates.errors import DeviceFailed
-from rapidformer_templates.run.out_of_memory import ran_out
+from rapidformer_templates.run.out_of_memory import is_out_of_memory
 
 TORCH = str(Path(torch.__file__).parent)
 
@@ -31,7 +31,7 @@ def located(step: Callable[[], int], hint: str = "") -> Iterator[None]:
     try:
         yield
     except torch.AcceleratorError as error:
-        if ran_out(error):
+        if is_out_of_memory(error):
             raise
         told = (str(error).splitlines() or [type(error).__name__])[0]
         raise DeviceFailed(

@@ -83,8 +83,8 @@ class Evaluator:
         if self.template.uses_task:
             self.template.task.begin_evaluation(self.part)
         with evaluating(self.engine), self.engine.averaged():
-            if self.template.uses_task and self.template.task.looks_ahead:
-                self.template.task.look_ahead(self.engine.eval_batch, self._microbatches(), self.workers)
+            if self.template.uses_task and self.template.task.needs_prepass:
+                self.template.task.prepass(self.engine.eval_batch, self._microbatches(), self.workers)
             total, targets, results = self._results(advance)
         total, targets = self.workers.sum(total, targets)
         metrics = {"eval_loss": total / targets if targets else math.nan}
@@ -112,7 +112,7 @@ class Evaluator:
                 continue
             result = self.template.read_outputs(outputs, microbatch.batch)
             predictions, references = checked_predictions(result, len(microbatch.samples))
-            if microbatch.idle or not self.workers.speaks:
+            if microbatch.idle or not self.workers.is_replica_leader:
                 continue
             total += loss
             targets += microbatch.targets

@@ -26,13 +26,13 @@ from rapidformer_templates.run import calls
 from rapidformer_templates.run import out_of_memory as ladder
 from rapidformer_templates.run.best import BestMetric, best_metric, check_metric
 from rapidformer_templates.run.building import build_engine, choose_allocation, prepare_switches
-from rapidformer_templates.run.callbacks import take_back, tell
+from rapidformer_templates.run.callbacks import restore_callbacks, tell
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.checkpoint.check import problem_together
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of, is_checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import say, show_plan, show_results, summarise
-from rapidformer_templates.run.curves import Curves
+from rapidformer_templates.run.curves import Trackers
 from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
 from rapidformer_templates.run.first_look import check_folder
@@ -46,7 +46,7 @@ from rapidformer_templates.run.profiler import WARMUP, Profile
 from rapidformer_templates.run.progress import Progress
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import precomputed_reference
-from rapidformer_templates.run.resume import say_changes, take_up
+from rapidformer_templates.run.resume import restore_run, say_changes
 from rapidformer_templates.run.sample_order import build_order
 from rapidformer_templates.run.trackers import Called
 from rapidformer_templates.system import launch, program
@@ -218,11 +218,11 @@ def train(
     # 2. The start position: step 0, or the step of the checkpoint that the run resumes from.
     goes_on = _goes_on(template.config.training)
     order = build_order(template, samples, workers)
-    position = take_up(template, engine, folder, order, workers)
+    position = restore_run(template, engine, folder, order, workers)
     if isinstance(samples, Endless) and position.stream is not None:
         samples.go_to(position.stream)
     if position.step:
-        take_back(template.callbacks, position.callbacks, workers)
+        restore_callbacks(template.callbacks, position.callbacks, workers)
 
     # 3. The training loop.
     if folder and template.config.training.resume:
@@ -237,7 +237,7 @@ def train(
         precomputed.attach(folder, kept=kept)
     loop = _build_loop(template, engine, order, position, folder, metric, workers)
     if position.step >= loop.total:
-        early = f" (stopped early {loop.why_early})" if loop.why_early else ""
+        early = f" (stopped early {loop.early_stop_reason})" if loop.early_stop_reason else ""
         say(workers, f"nothing is left to train: {position.step:,} of {loop.total:,} steps are done{early}")
     with closing(loop.curves) if loop.curves else nullcontext():
         with stop.loop(saves=folder is not None), Progress(loop.total, position.step, show=workers.is_main) as progress:
@@ -320,14 +320,14 @@ def _build_loop(
     )
 
 
-def _curves(template: Template, folder: RunFolder | None, workers: Workers) -> Curves | None:
+def _curves(template: Template, folder: RunFolder | None, workers: Workers) -> Trackers | None:
     """The trackers, on the main worker only. None if there are none."""
     training = template.config.training
     names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
     if not names or folder is None or not workers.is_main:
         return None
     called = Called(training.run_name or folder.path.resolve().name, training.project_name)
-    return Curves(folder, names, called, template.plan, workers)
+    return Trackers(folder, names, called, template.plan, workers)
 
 
 def _few(numbers: Sequence[int]) -> str:

@@ -26,7 +26,7 @@ _look: Callable[[Any], Any] | None = None
 """Inspects the captured template. None if ``fit`` is not intercepted."""
 
 
-class _HandedOver(BaseException):
+class _Captured(BaseException):
     """Carries the result out of the script. An ``except Exception`` in the script does not catch it."""
 
     def __init__(self, answer: Any) -> None:
@@ -39,10 +39,10 @@ def is_asked_for() -> bool:
     return _look is not None
 
 
-def at_the_door(template: Template) -> None:
+def intercept_for_planning(template: Template) -> None:
     """Stop before training if the script is only inspected. ``fit`` calls this first."""
     if _look is not None:
-        raise _HandedOver(_look(template))
+        raise _Captured(_look(template))
 
 
 def take_script(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -88,10 +88,10 @@ def ask(script: str, argv: Sequence[str], look: Callable[[Template], T]) -> T:
         SystemExit: the script ends itself with a nonzero exit status, after it has reported the reason.
     """
     name = Path(script).name
-    with _door_locked(look), redirect_stdout(sys.stderr):
+    with _intercept_fit(look), redirect_stdout(sys.stderr):
         try:
             run_script(script, argv)
-        except _HandedOver as reached:
+        except _Captured as reached:
             return cast(T, reached.answer)
         except RapidformerError:
             raise
@@ -108,7 +108,7 @@ def ask(script: str, argv: Sequence[str], look: Callable[[Template], T]) -> T:
 
 
 @contextmanager
-def _door_locked(look: Callable[[Template], Any]) -> Iterator[None]:
+def _intercept_fit(look: Callable[[Template], Any]) -> Iterator[None]:
     global _look
     argv, path = sys.argv, list(sys.path)
     _look = look

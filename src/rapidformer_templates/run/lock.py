@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 NAME = "run.lock"
 
-SEEN_WITHIN = 10.0
+VISIBILITY_SECONDS = 10.0
 """Seconds within which a network file system shows a new file on other nodes."""
 
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -109,7 +109,7 @@ class RunLock:
         Raises:
             ConfigError: this worker cannot write to the folder.
         """
-        end = time.monotonic() + SEEN_WITHIN
+        end = time.monotonic() + VISIBILITY_SECONDS
         while self._told().get("word") != word:
             if time.monotonic() > end:
                 return False
@@ -223,11 +223,11 @@ def hold(folder: Path, workers: Workers) -> Iterator[bool]:
     lock = RunLock(folder)
     together = True
     try:
-        word = _alike(workers, lambda: lock.take() if workers.is_main else "")[0]
+        word = _all_or_none(workers, lambda: lock.take() if workers.is_main else "")[0]
         if workers.world > 1:
-            _alike(workers, lambda: lock.share() if workers.is_main else None)
+            _all_or_none(workers, lambda: lock.share() if workers.is_main else None)
             first = workers.local_rank == 0
-            seen = _alike(workers, lambda: workers.is_main or lock.join(word, write=first))
+            seen = _all_or_none(workers, lambda: workers.is_main or lock.join(word, write=first))
             _check_seen(folder, seen, workers)
         together = workers.world == 1
         yield lock.works
@@ -237,7 +237,7 @@ def hold(folder: Path, workers: Workers) -> Iterator[bool]:
         lock.release(remove=workers.is_main and together)
 
 
-def _alike(workers: Workers, body: Callable[[], T]) -> list[T]:
+def _all_or_none(workers: Workers, body: Callable[[], T]) -> list[T]:
     """Return the result of ``body`` from every rank. The first error of any rank is raised on all."""
     result, problem = None, None
     try:

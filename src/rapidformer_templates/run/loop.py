@@ -23,7 +23,7 @@ from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.console import say
-from rapidformer_templates.run.curves import Curves
+from rapidformer_templates.run.curves import Trackers
 from rapidformer_templates.run.evaluation import Validation, evaluating
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
 from rapidformer_templates.run.hooks import checked_count
@@ -88,7 +88,7 @@ class Loop:
         keep: number of checkpoints to keep.
         metric: selects the best checkpoint. None keeps no best one.
         patience: evaluations without an improvement before the run stops early. None never stops it early.
-        why_early: reason for an early stop. None if the run did not stop early.
+        early_stop_reason: reason for an early stop. None if the run did not stop early.
         saver: saves checkpoints in the background. None saves synchronously.
         profile: profiles some steps of this worker.
         curves: the trackers, on the main worker only. None if there are none.
@@ -113,12 +113,12 @@ class Loop:
     patience: int | None = None
     saver: AsyncSaver | None = None
     profile: Profile | None = None
-    curves: Curves | None = None
+    curves: Trackers | None = None
     progress: Progress = field(init=False)
-    why_early: str | None = field(init=False, default=None)
+    early_stop_reason: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._end_if_in_vain()  # a run that stopped early is complete, but a larger patience continues it
+        self._stop_when_patience_ends()  # a run that stopped early is complete, but a larger patience continues it
 
     def run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
         """Train to the end and return the metrics of the last evaluation.
@@ -132,7 +132,7 @@ class Loop:
         """
         with (
             contextlib.closing(self.saver) if self.saver else contextlib.nullcontext(),
-            device_failure.located(lambda: self.position.step, self._how_to_go_on()),
+            device_failure.located(lambda: self.position.step, self._resume_hint()),
         ):
             return self._run(stop, progress)
 
@@ -153,7 +153,7 @@ class Loop:
             # 2. Agree on what all ranks must know before the forward: the number of targets, whether to stop, and
             #    whether a background save has progressed on every rank. The hosts exchange this while the devices
             #    still compute the previous step.
-            here = [m for m in microbatches if not m.idle and self.workers.speaks]
+            here = [m for m in microbatches if not m.idle and self.workers.is_replica_leader]
             with self._part(EXCHANGE):
                 targets, samples, tokens, asked, saving, clock = self.workers.sum(
                     sum(m.targets for m in here),
@@ -193,13 +193,13 @@ class Loop:
             if self.validation and self.intervals.due(EVALUATE, *since, self.total, int(clock)):
                 metrics = self._evaluate()
                 self._stop_early(result)
-            self._step_is_over(done)
+            self._after_step(done)
             if self.intervals.due(SAVE, *since, self.total, int(clock)) or asked or self._is_best:
                 self._save()
             self._end_if_asked(bool(asked), done)
         return metrics
 
-    def _step_is_over(self, done: int) -> None:
+    def _after_step(self, done: int) -> None:
         """Flush the trackers, and call ``on_epoch_end`` at the end of an epoch."""
         if self.curves:
             self.curves.flush()
@@ -209,13 +209,13 @@ class Loop:
     def _stop_early(self, result: StepResult) -> None:
         """Stop the run if patience has run out, and log this step as the last one."""
         step, logged = self.position.step, self.intervals.logs(self.position.step, self.total)
-        self._end_if_in_vain()
-        if self.why_early:
-            say(self.workers, f"stopped early {self.why_early}")
+        self._stop_when_patience_ends()
+        if self.early_stop_reason:
+            say(self.workers, f"stopped early {self.early_stop_reason}")
             if not logged:
                 self._log(result, step - 1)
 
-    def _end_if_in_vain(self) -> None:
+    def _stop_when_patience_ends(self) -> None:
         """End the run at the current step if patience has run out. All workers decide alike."""
         step, waited, best = self.position.step, self.position.waited, self.position.best
         if self.patience is None or waited < self.patience or step >= self.total:
@@ -223,7 +223,7 @@ class Loop:
         than = (
             f"a better {best['metric']} than {best['value']:.6g} of step {best['step']}" if best else "a finite metric"
         )
-        self.why_early = f"after step {step} of {self.total}: {waited} evaluations without {than}"
+        self.early_stop_reason = f"after step {step} of {self.total}: {waited} evaluations without {than}"
         self.total = step
 
     def _end_if_asked(self, asked: bool, done: int) -> None:
@@ -231,7 +231,7 @@ class Loop:
         if asked or done == self.total:
             self._wait_for_save()
         if asked and done < self.total:
-            hint, saved = self._how_to_go_on(), self.folder is not None
+            hint, saved = self._resume_hint(), self.folder is not None
             raise Interrupted(f"stopped after step {done} as asked", hint=hint, saved=saved)
 
     @property
@@ -272,9 +272,9 @@ class Loop:
         with self._located(step):
             if task and task.measures:
                 task.begin_step(microbatches)
-            if task and task.looks_ahead:
+            if task and task.needs_prepass:
                 with evaluating(self.engine):
-                    task.look_ahead(self.engine.eval_batch, microbatches, self.workers)
+                    task.prepass(self.engine.eval_batch, microbatches, self.workers)
             result = self.engine.train_batch(microbatches, targets, self.schedule(step))
         if task and task.measures:
             result.measured = {**result.measured, **task.measured(self.workers)}
@@ -283,7 +283,7 @@ class Loop:
     def _hear_all(self) -> None:
         """Raise errors of earlier steps before anything about them is logged or saved."""
         with self._located(self.position.step - 1):
-            self.engine.hear_all()
+            self.engine.raise_pending_errors()
 
     @contextlib.contextmanager
     def _located(self, newest: int) -> Iterator[None]:
@@ -298,10 +298,10 @@ class Loop:
                 f"step {step + 1}: {error.message}; the weights are those after step {step}",
                 where=f"training samples {samples[:32]}{' …' if len(samples) > 32 else ''}",
                 hint="check these samples; a lower --lr, --clip-grad or bf16 instead of fp16 may help; "
-                + self._how_to_go_on(),
+                + self._resume_hint(),
             ) from None
 
-    def _how_to_go_on(self) -> str:
+    def _resume_hint(self) -> str:
         return "continue with --resume" if self.folder else "nothing was saved: there is no --save"
 
     def _log(self, result: StepResult, step: int) -> None:
@@ -337,11 +337,11 @@ class Loop:
         self.progress.evaluated(step, metrics)
         self.record({"step": step, "epoch": self.epoch, **metrics})
         if self.metric is not None:
-            self._judge(self.metric, step, metrics)
+            self._update_best(self.metric, step, metrics)
         tell(self.template, "on_evaluate", step, metrics)
         return metrics
 
-    def _judge(self, metric: BestMetric, step: int, metrics: Mapping[str, float]) -> None:
+    def _update_best(self, metric: BestMetric, step: int, metrics: Mapping[str, float]) -> None:
         """Remember this step if it is the best so far.
 
         The names of a user's metrics are unknown until the first evaluation. If ``metric`` is not among them, use the

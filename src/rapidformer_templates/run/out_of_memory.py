@@ -96,7 +96,7 @@ def _steps_ahead(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any]]:
         yield from (step for step in SHARDING if _saved(step.get) > _saved(config.get))
 
 
-def ran_out(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an error means that memory could not be allocated."""
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in ALLOCATION_FAILED)
 
@@ -111,7 +111,7 @@ def explained(config: RunConfig, plan: Plan, rank: int, resolve: Callable[[RunCo
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
         told = str(error).splitlines()[0] if str(error) else type(error).__name__
         step = next_step(config, plan, resolve)

@@ -125,7 +125,7 @@ def check_names(template: type) -> None:
                 )
             if name.startswith("_") or name in known or not (callable(value) or isinstance(value, _WRAPPED)):
                 continue
-            meant = _meant(name, [*hooks, "Flags"], had)
+            meant = _closest_hook(name, [*hooks, "Flags"], had)
             if meant:
                 raise ConfigError(
                     f"{kind.__name__}.{name} is not a hook, so nothing would call it",
@@ -137,7 +137,7 @@ def check_names(template: type) -> None:
 _WRAPPED = (staticmethod, classmethod, property)
 
 
-def _meant(name: str, hooks: list[str], had: set[str]) -> str | None:
+def _closest_hook(name: str, hooks: list[str], had: set[str]) -> str | None:
     plain = {_plain(known): known for known in hooks}
     if CALLED_BY_A_LOOP.match(name):
         return plain[alike(_plain(name), [p for p in plain if p.startswith("on")], cutoff=0.0)[0]]
@@ -155,7 +155,7 @@ def _file_and_line(kind: type, value: Any) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else kind.__module__
 
 
-def idle_flags(template: type, config: RunConfig) -> tuple[str, ...]:
+def unused_flags(template: type, config: RunConfig) -> tuple[str, ...]:
     """Return a note for each given flag that only acts through defaults that the script has overridden.
 
     There is no note for a flag that appears in the script's code, because the script reads it there.

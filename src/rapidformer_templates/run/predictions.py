@@ -31,7 +31,7 @@ def predict_samples(
     """Predict samples with a model in this process.
 
     Args:
-        task: a task whose labels are known, from its data or from :meth:`Task.take_decisions`.
+        task: a task whose labels are known, from its data or from :meth:`Task.load_label_state`.
         model: the unsharded model, on the device where it runs.
         samples: mappings with the task's columns, or plain texts.
         batch_size: number of samples that the model processes at once.

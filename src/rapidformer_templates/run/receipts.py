@@ -22,7 +22,7 @@ from rapidformer_templates.engines.parallel.boxes import divided_over
 from rapidformer_templates.engines.pieces import bytes_held, elements_held, local_part
 from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.errors import SwitchDidNothing
-from rapidformer_templates.models.blocks import bytes_of, find_blocks, lies_in_codes, shape_of
+from rapidformer_templates.models.blocks import bytes_of, find_blocks, is_quantized, shape_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import Measured, acting_together
@@ -180,7 +180,7 @@ class Receipts:
         """Return how many parameter elements this rank trains, updates and holds only in part."""
         engine = self.engine
         whole = {p: math.prod(shape_of(p)) for p in engine.model.parameters()}
-        here = {p: c if lies_in_codes(p) else min(local_part(p).numel(), c) for p, c in whole.items()}
+        here = {p: c if is_quantized(p) else min(local_part(p).numel(), c) for p, c in whole.items()}
         # Under tensor parallelism, this rank trains only its part of the sharded matrices, even without other switches.
         mine = {p: here[p] * divided_over(p, "experts") for p in whole} if engine.workers.tensor > 1 else whole
         return {

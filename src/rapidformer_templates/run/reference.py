@@ -154,7 +154,7 @@ class Precomputed:
         with evaluating(self.engine):
             for microbatch in load(samples, self.template.data, requests, workers=0, pin_memory=False):
                 told = task.reference_of(self.engine.eval_batch, microbatch)
-                if self.workers.speaks and not microbatch.idle:
+                if self.workers.is_replica_leader and not microbatch.idle:
                     found += zip(microbatch.samples, told, strict=True)
         everywhere = dict(entry for share in self.workers.gather(found) for entry in share)
         return [everywhere[i] for i in range(len(samples))]

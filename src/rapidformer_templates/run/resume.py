@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
 
 
-def take_up(template: Template, engine: Engine, folder: RunFolder | None, order: Order, workers: Workers) -> Position:
+def restore_run(
+    template: Template, engine: Engine, folder: RunFolder | None, order: Order, workers: Workers
+) -> Position:
     """Restore engine and random state for ``--resume`` or ``--load``, and return the run's position.
 
     Raises:
@@ -57,11 +59,11 @@ def take_up(template: Template, engine: Engine, folder: RunFolder | None, order:
     saved.best = _own_best(saved, path, folder, workers)
     if saved.best is None:
         saved.waited = 0
-    put_back(reader, engine, training, workers)
+    restore_engine(reader, engine, training, workers)
     return saved
 
 
-def put_back(reader: Reader, engine: Engine, training: TrainingFlags, workers: Workers) -> None:
+def restore_engine(reader: Reader, engine: Engine, training: TrainingFlags, workers: Workers) -> None:
     """Restore engine and random state from a checkpoint.
 
     Raises:

@@ -179,7 +179,7 @@ def load_saved_task(config: RunConfig, saved: Saved) -> Task:
     from rapidformer_templates.data.tasks import load_task
 
     task = load_task(config)
-    task.take_decisions(saved.decisions(config.training.task))
+    task.load_label_state(saved.decisions(config.training.task))
     return task
 
 

@@ -43,7 +43,7 @@ from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.loop import Position, counted
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.receipts import Receipts
-from rapidformer_templates.run.resume import check_base, checkpoint_to_load, put_back
+from rapidformer_templates.run.resume import check_base, checkpoint_to_load, restore_engine
 from rapidformer_templates.system import accelerator, launch, program
 from rapidformer_templates.system.random_state import seed_all
 from rapidformer_templates.system.workers import Workers, join
@@ -232,7 +232,7 @@ class Session:
         with self._meter.paused(), evaluating(self._engine), self._engine.averaged():
             loss, output = self._engine.eval_batch(microbatch)
         self._stand_in = batch if self._stand_in is None else self._stand_in
-        (total,) = self.workers.sum(loss if self.workers.speaks else 0.0)
+        (total,) = self.workers.sum(loss if self.workers.is_replica_leader else 0.0)
         return Evaluation(total / max(targets, 1.0), targets, output if self.workers.ends_pipeline else None)
 
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> Path:
@@ -276,7 +276,7 @@ class Session:
         """
         reader = checkpoint.Reader(checkpoint_to_load(Path(folder), self.workers))
         check_base(reader, self._position.base)
-        put_back(reader, self._engine, self._template.config.training, self.workers)
+        restore_engine(reader, self._engine, self._template.config.training, self.workers)
         self._position.step = int(reader.state["step"])
         self._position.samples, self._position.tokens = reader.state["samples"], reader.state["tokens"]
         return dict(reader.state.get("own", {}))
@@ -355,7 +355,7 @@ class Session:
         Raises:
             DataError: a worker has a problem. Raised on all workers.
         """
-        here = [m for m in microbatches if not m.idle and self.workers.speaks]
+        here = [m for m in microbatches if not m.idle and self.workers.is_replica_leader]
         targets, samples, tokens, problems = self.workers.sum(
             sum(m.targets for m in here),
             sum(m.sample_count for m in here),
@@ -394,7 +394,7 @@ class Session:
 
     def _hear_all(self) -> None:
         with self._located(self.steps - 1):
-            self._engine.hear_all()
+            self._engine.raise_pending_errors()
 
     @contextmanager
     def _located(self, newest: int) -> Iterator[None]:

@@ -23,7 +23,7 @@ from rapidformer_templates.run.wandb_file import rows
 PROJECT = "rapidformer"
 """The default project."""
 
-WasTold = Callable[[str, int], bool]
+IsLogged = Callable[[str, int], bool]
 """Returns whether a value with this name was logged for this step."""
 
 
@@ -40,7 +40,7 @@ class Called:
     project: str | None
 
 
-class Curve(ABC):
+class Tracker(ABC):
     """One run in one tracker.
 
     Args:
@@ -70,7 +70,7 @@ class Curve(ABC):
         """Store the name and location that the tracker has chosen for the run."""
 
     @abstractmethod
-    def told(self) -> WasTold:
+    def told(self) -> IsLogged:
         """Return a function that looks up logged values in the tracker's own store."""
 
     @property
@@ -109,14 +109,14 @@ def _prepare_accelerate() -> None:
     torch.set_num_threads(threads)
 
 
-def _by_name(told: Iterable[tuple[str, int]]) -> WasTold:
+def _by_name(told: Iterable[tuple[str, int]]) -> IsLogged:
     steps: dict[str, set[int]] = defaultdict(set)
     for name, step in told:
         steps[name].add(step)
     return lambda name, step: step in steps[name]
 
 
-class TensorBoard(Curve):
+class TensorBoard(Tracker):
     """TensorBoard event files."""
 
     name = "tensorboard"
@@ -128,7 +128,7 @@ class TensorBoard(Curve):
     def _open(self) -> Any:
         return _tracker("tensorboard", self._events.name, self._events.parent)
 
-    def told(self) -> WasTold:
+    def told(self) -> IsLogged:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(self._events), size_guidance={"scalars": 0})
@@ -140,7 +140,7 @@ class TensorBoard(Curve):
         return f"tensorboard --logdir {self._events.parent}"
 
 
-class WandB(Curve):
+class WandB(Tracker):
     """Weights & Biases: local files, which wandb uploads if it is online."""
 
     name = "wandb"
@@ -151,7 +151,7 @@ class WandB(Curve):
         asked = {"id": self.identity["id"], "name": self.identity["name"], "dir": str(self.folder)}
         return _tracker("wandb", self.identity["project"], resume="allow", **asked)
 
-    def told(self) -> WasTold:
+    def told(self) -> IsLogged:
         """Look up logged values. A server only knows its newest step. Offline, the local files list all values."""
         run = self.tracker.tracker
         if not run.offline:
@@ -173,7 +173,7 @@ class WandB(Curve):
         return f"wandb sync {self.folder / 'wandb'}/offline-run-*" if run.offline else str(run.url)
 
 
-class MLflow(Curve):
+class MLflow(Tracker):
     """An mlflow store: that of ``MLFLOW_TRACKING_URI``, or the default in the working directory."""
 
     name = "mlflow"
@@ -194,7 +194,7 @@ class MLflow(Curve):
 
         self.identity |= {"id": self.tracker.tracker.info.run_id, "uri": mlflow.get_tracking_uri()}
 
-    def told(self) -> WasTold:
+    def told(self) -> IsLogged:
         import mlflow
 
         client, run = mlflow.MlflowClient(), self.identity["id"]
@@ -215,7 +215,7 @@ def _allowed(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-class Trackio(Curve):
+class Trackio(Tracker):
     """A trackio store, in ``TRACKIO_DIR`` or the user's cache. It identifies runs only by their names."""
 
     name = "trackio"
@@ -229,7 +229,7 @@ class Trackio(Curve):
             self.identity["id"] = self.identity["name"] + (f"-{uuid.uuid4().hex[:8]}" if taken else "")
         return _tracker("trackio", self.identity["project"], name=self.identity["id"], resume="allow")
 
-    def told(self) -> WasTold:
+    def told(self) -> IsLogged:
         from trackio.sqlite_storage import SQLiteStorage
 
         logs = SQLiteStorage.get_logs(self.identity["project"], self.identity["id"])
@@ -240,4 +240,4 @@ class Trackio(Curve):
         return f"trackio show --project {self.identity['project']}"
 
 
-KINDS: Mapping[str, type[Curve]] = {kind.name: kind for kind in (TensorBoard, WandB, MLflow, Trackio)}
+KINDS: Mapping[str, type[Tracker]] = {kind.name: kind for kind in (TensorBoard, WandB, MLflow, Trackio)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.acted import shared_out
+from rapidformer_templates.planning.acted import check_even_shards
 from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, needs_template
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import Example, Precedence, Prediction, Resource, Rule, Switch
@@ -45,7 +45,7 @@ SWITCHES = (
         divides_copies=True,
         engine_options=lambda request: {"shard_over_data": "optimizer"},
         receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),
-        acted=shared_out(updated_elements="optimizer state"),
+        acted=check_even_shards(updated_elements="optimizer state"),
         rules=(
             Rule(
                 "RF029",

@@ -103,7 +103,7 @@ class Workers:
         return self.pipeline_rank == self.pipeline - 1
 
     @property
-    def speaks(self) -> bool:
+    def is_replica_leader(self) -> bool:
         """Whether this worker counts for its replica."""
         return self.ends_pipeline and self.tensor_rank == 0 and self.context_rank == 0
 

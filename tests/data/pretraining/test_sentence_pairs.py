@@ -22,7 +22,7 @@ from rapidformer_templates.data.pretraining import sentence_pairs
 from rapidformer_templates.data.pretraining.masking import MaskTokens
 from rapidformer_templates.data.pretraining.sentence_pairs import (
     _truncate_at_random,
-    lay_out,
+    build_chunks,
     truncated_lengths,
 )
 from rapidformer_templates.data.random_streams import Stream
@@ -69,7 +69,7 @@ def test_chunks_are_those_of_a_plain_loop(corpus: Corpus, content: int, block: i
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sentence_pairs, "BLOCK", block)
         dataset, everything = write(corpus, Path(folder)), (0, len(corpus))
-        chunks = lay_out(dataset, everything, content, 0.0, seed=1)
+        chunks = build_chunks(dataset, everything, content, 0.0, seed=1)
         assert list(map(tuple, chunks.tolist())) == slow_chunks(corpus, lambda first: content)
 
 
@@ -81,13 +81,13 @@ def test_chunks_with_short_targets_are_those_of_a_plain_loop(corpus: Corpus, con
     short = generator.random(count) < 0.5
     targets[short] = generator.integers(2, content + 1, size=short.sum())
     with tempfile.TemporaryDirectory() as folder:
-        chunks = lay_out(write(corpus, Path(folder)), (0, len(corpus)), content, 0.5, seed)
+        chunks = build_chunks(write(corpus, Path(folder)), (0, len(corpus)), content, 0.5, seed)
     assert list(map(tuple, chunks.tolist())) == slow_chunks(corpus, lambda first: int(targets[first]))
 
 
 def test_short_targets_have_their_share_and_are_evenly_drawn(tmp_path: Path) -> None:
     dataset = write([[1] * 100] * 200, tmp_path)
-    targets = lay_out(dataset, (0, 200), 11, 0.3, seed=3)[:, 2]
+    targets = build_chunks(dataset, (0, 200), 11, 0.3, seed=3)[:, 2]
     count = len(targets)
     assert abs((targets < 11).mean() - 0.3 * 0.9) < 4 * math.sqrt(0.27 * 0.73 / count)
     for target in range(2, 11):
@@ -230,7 +230,7 @@ def test_rates_of_labels_cuts_and_other_documents(no_mask: MaskTokens, tmp_path:
 
 def test_a_long_document_takes_few_rounds(no_mask: MaskTokens, tmp_path: Path) -> None:
     corpus = [[1] * 9000, [1, 1]]
-    chunks = lay_out(write(corpus, tmp_path), (0, 2), 2, 0.0, seed=0)
+    chunks = build_chunks(write(corpus, tmp_path), (0, 2), 2, 0.0, seed=0)
     assert chunks[:, 0].tolist() == list(range(0, 9002, 2))
     assert (chunks[:, 1] - chunks[:, 0] == 2).all()
 
@@ -286,7 +286,7 @@ def test_tables_come_from_the_cache(no_mask: MaskTokens, tmp_path: Path, monkeyp
     expected = [pairs[p]["input_ids"].tolist() for p in positions]
     folders = sorted(path for path in (tmp_path / "tables").iterdir() if path.is_dir())
     assert len(folders) == 3  # the chunks, and the order of two epochs
-    monkeypatch.setattr(sentence_pairs, "lay_out", None)
+    monkeypatch.setattr(sentence_pairs, "build_chunks", None)
     again = pickle.loads(pickle.dumps(make(dataset, no_mask, cache=cache)))
     assert [again[p]["input_ids"].tolist() for p in positions] == expected
     monkeypatch.undo()

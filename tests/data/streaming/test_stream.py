@@ -23,7 +23,7 @@ from rapidformer_templates.data.streaming.samples import Made, StreamedSamples, 
 from rapidformer_templates.data.streaming.windows import WindowsOfDocuments
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.text.encoding import Recipe
-from rapidformer_templates.data.text.fast_tokenizers import Pieces, Whole
+from rapidformer_templates.data.text.fast_tokenizers import CachedPieces, Reference
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.texts import TINY, WORDS, write_jsonl
@@ -235,10 +235,12 @@ def test_a_fast_tokenizer_is_used_only_where_it_gives_the_same(
         return [s["input_ids"].tolist() for s in made(rows, None, np.random.default_rng(0)).samples], made  # type: ignore[attr-defined]
 
     plain, made = windows()
-    assert isinstance(made._encoder and made._encoder.encode, Pieces)
-    monkeypatch.setattr(Pieces, "__call__", lambda self, texts: (np.zeros(len(texts), int), np.ones(len(texts), int)))
+    assert isinstance(made._encoder and made._encoder.encode, CachedPieces)
+    monkeypatch.setattr(
+        CachedPieces, "__call__", lambda self, texts: (np.zeros(len(texts), int), np.ones(len(texts), int))
+    )
     again, made = windows()
-    assert isinstance(made._encoder and made._encoder.encode, Whole)
+    assert isinstance(made._encoder and made._encoder.encode, Reference)
     assert again == plain
 
 

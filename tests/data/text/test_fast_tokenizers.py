@@ -15,15 +15,15 @@ from rapidformer_templates.data.text import fast_tokenizers, preprocess
 from rapidformer_templates.data.text.encoding import Encoded, Encoder, Job, Recipe
 from rapidformer_templates.data.text.fast_tokenizers import (
     PIECE,
-    Differs,
+    CachedPieces,
     Gigatoken,
-    Pieces,
-    Whole,
+    NotEquivalent,
+    Reference,
     compare,
     hard_texts,
-    proven,
+    verified,
 )
-from rapidformer_templates.data.text.preprocess import Made, split_files
+from rapidformer_templates.data.text.preprocess import PreprocessResult, split_files
 from rapidformer_templates.errors import DataError
 from tests.support.texts import TEXTS, files_of
 
@@ -32,7 +32,7 @@ needs_gigatoken = pytest.mark.skipif(not fast_tokenizers.is_installed(), reason=
 
 def _hands_out_wrong_ids(number: int) -> Callable[..., Any]:
     def wrong(self: Gigatoken, texts: Any) -> Any:
-        ids, lengths = Whole.__call__(self, texts)  # type: ignore[arg-type]
+        ids, lengths = Reference.__call__(self, texts)  # type: ignore[arg-type]
         if f"№{number}" in "".join(texts):
             ids = ids.copy()
             ids[-1] += 1
@@ -43,7 +43,9 @@ def _hands_out_wrong_ids(number: int) -> Callable[..., Any]:
 
 @pytest.mark.slow
 @needs_gigatoken
-def test_a_fast_tokenizer_that_differs_is_not_used(corpus: Path, make: Callable[..., Made], recipe: Recipe) -> None:
+def test_a_fast_tokenizer_that_differs_is_not_used(
+    corpus: Path, make: Callable[..., PreprocessResult], recipe: Recipe
+) -> None:
     word_piece = json.dumps(json.loads(recipe.tokenizer) | {"model": {
         "type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
         "vocab": {"a": 0, "dog": 1, "cat": 2}}, "added_tokens": []})  # fmt: skip
@@ -56,16 +58,16 @@ def test_a_fast_tokenizer_that_differs_is_not_used(corpus: Path, make: Callable[
 
 
 def test_a_difference_is_found(recipe: Recipe, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = Whole(recipe.tokenizer)
-    monkeypatch.setattr(Gigatoken, "__init__", Whole.__init__)
-    monkeypatch.setattr(Gigatoken, "ids", Whole.ids, raising=False)
+    reference = Reference(recipe.tokenizer)
+    monkeypatch.setattr(Gigatoken, "__init__", Reference.__init__)
+    monkeypatch.setattr(Gigatoken, "ids", Reference.ids, raising=False)
     monkeypatch.setattr(Gigatoken, "__call__", _hands_out_wrong_ids(50))
     encoder = Encoder(Recipe(recipe.tokenizer, "uint16", 0, way="gigatoken"))
     first, *_, last = split_files([corpus], ["text"], 20, check_all=True)
     assert encoder(first).compared == sum(reference(TEXTS[:20])[1])
-    with pytest.raises(Differs, match=r"it gives other tokens in .*corpus.jsonl, text 20: '"):
+    with pytest.raises(NotEquivalent, match=r"it gives other tokens in .*corpus.jsonl, text 20: '"):
         encoder(last)
-    with pytest.raises(Differs, match="text 2: 'b'"):
+    with pytest.raises(NotEquivalent, match="text 2: 'b'"):
         compare(
             lambda texts: (np.arange(3), np.array([1, 2])), lambda texts: (np.arange(3), np.array([1, 1])), "ab", ""
         )
@@ -73,7 +75,7 @@ def test_a_difference_is_found(recipe: Recipe, corpus: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_difference_in_the_middle_starts_again(
-    corpus: Path, make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, make: Callable[..., PreprocessResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, passes = preprocess.encoded, []
 
@@ -81,7 +83,7 @@ def test_a_difference_in_the_middle_starts_again(
         passes.append(recipe.way)
         for number, found in enumerate(real(jobs, Recipe(recipe.tokenizer, "uint16", 0), workers)):
             if recipe.way != "whole" and number == 3:
-                raise Differs("it gives other tokens in corpus.jsonl, text 1: 'x'")
+                raise NotEquivalent("it gives other tokens in corpus.jsonl, text 1: 'x'")
             yield found
 
     monkeypatch.setattr(preprocess, "encoded", encoded)
@@ -99,7 +101,7 @@ def test_a_difference_in_the_middle_starts_again(
 
 @needs_gigatoken
 def test_hard_texts_are_hard_and_the_same(recipe: Recipe) -> None:
-    fast, reference = proven("gigatoken", recipe.tokenizer)
+    fast, reference = verified("gigatoken", recipe.tokenizer)
     texts = hard_texts(["<|endoftext|>"])
     assert texts == hard_texts(["<|endoftext|>"])
     assert sum("<|endoftext|>" in text for text in texts) > 100
@@ -114,8 +116,8 @@ def test_pieces_are_the_text_and_give_the_same_tokens(folder: str, request: pyte
     texts = [*TEXTS, *hard_texts(["<|endoftext|>", "[SEP]"], 5000), "", " ", "\n", "x", "a" * 1000]
     assert all("".join(PIECE.findall(text)) == text for text in texts)
     assert PIECE.findall("don't (a,b)\n\tself.x_1 é") == ["don't", " (a", ",b", ")", "\n\tself", ".x", "_1", " é", ""]
-    pieces, whole = proven("pieces", description)
-    assert isinstance(pieces, Pieces)
+    pieces, whole = verified("pieces", description)
+    assert isinstance(pieces, CachedPieces)
     pieces.ROOM = 10_000  # type: ignore[misc]
     for start in range(0, len(texts), 100):
         part = texts[start : start + 100]
@@ -127,29 +129,29 @@ def test_pieces_are_the_text_and_give_the_same_tokens(folder: str, request: pyte
 def test_pieces_are_not_used_where_words_run_together(gpt_folder: Path) -> None:
     description = json.loads((gpt_folder / "tokenizer.json").read_text(encoding="utf-8"))
     prepends = description | {"normalizer": {"type": "Prepend", "prepend": "a"}}
-    with pytest.raises(Differs, match="it gives other tokens in made-up hard texts"):
-        proven("pieces", json.dumps(prepends))
+    with pytest.raises(NotEquivalent, match="it gives other tokens in made-up hard texts"):
+        verified("pieces", json.dumps(prepends))
     description["pre_tokenizer"]["use_regex"] = False  # tokens may now span words, as " the" and "a a" do
     model = description["model"]
     for merge in (["Ġ", "q"], ["q", "Ġq"]):
         model["vocab"].setdefault("".join(merge), len(model["vocab"]))
         model["merges"].append(merge)
-    assert Pieces(Whole(json.dumps(description))).doubtful == ["q q"]
-    with pytest.raises(Differs, match="made-up hard texts, text 3001: 'q q'"):
-        proven("pieces", json.dumps(description))
+    assert CachedPieces(Reference(json.dumps(description))).doubtful == ["q q"]
+    with pytest.raises(NotEquivalent, match="made-up hard texts, text 3001: 'q q'"):
+        verified("pieces", json.dumps(description))
 
 
 @pytest.mark.slow
 def test_tokens_that_never_come_of_a_text_do_not_matter(bert_folder: Path) -> None:
     description = json.loads((bert_folder / "tokenizer.json").read_text(encoding="utf-8"))
     description["model"]["vocab"]["[unused0]"] = len(description["model"]["vocab"])
-    pieces, _ = proven("pieces", json.dumps(description))
-    assert isinstance(pieces, Pieces)
+    pieces, _ = verified("pieces", json.dumps(description))
+    assert isinstance(pieces, CachedPieces)
     assert pieces.doubtful == ["[unused0]"]
 
 
 def test_the_fast_tokenizer_asked_for_is_absent(
-    corpus: Path, make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, make: Callable[..., PreprocessResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="gigatoken is not installed"):
@@ -161,4 +163,4 @@ def test_truncation_in_the_description_is_not_used(recipe: Recipe) -> None:
     cut_short = json.loads(recipe.tokenizer) | {
         "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     }
-    assert Whole(json.dumps(cut_short))(TEXTS)[1].tolist() == Whole(recipe.tokenizer)(TEXTS)[1].tolist()
+    assert Reference(json.dumps(cut_short))(TEXTS)[1].tolist() == Reference(recipe.tokenizer)(TEXTS)[1].tolist()

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.text import fast_tokenizers, preprocess
 from rapidformer_templates.data.text.encoding import Encoder, Job, Recipe
-from rapidformer_templates.data.text.fast_tokenizers import Whole
+from rapidformer_templates.data.text.fast_tokenizers import Reference
 from rapidformer_templates.data.text.files import BadLines, Span, TextUnit, documents, text_documents
-from rapidformer_templates.data.text.preprocess import AHEAD, Made, split_files
+from rapidformer_templates.data.text.preprocess import AHEAD, PreprocessResult, split_files
 from rapidformer_templates.errors import DataError
 from tests.support.indexed_sets import contents
 from tests.support.texts import TEXTS, files_of, write_jsonl
@@ -37,7 +37,7 @@ def plain(megatron: Any, tokenizer_folder: Path, texts: list[str], prefix: Path)
 
 @pytest.mark.slow
 def test_bytes_are_those_of_a_plain_script_for_any_number_of_workers(
-    corpus: Path, make: Callable[..., Made], megatron: Any, gpt_folder: Path, tmp_path: Path
+    corpus: Path, make: Callable[..., PreprocessResult], megatron: Any, gpt_folder: Path, tmp_path: Path
 ) -> None:  # fmt: skip
     expected = plain(megatron, gpt_folder, TEXTS, tmp_path / "plain")
     ways = [{"workers": 1}, {"workers": 2, "chunk_size": 1}, {"workers": 3, "chunk_size": 7}]
@@ -52,7 +52,7 @@ def test_bytes_are_those_of_a_plain_script_for_any_number_of_workers(
 
 
 @pytest.mark.slow
-def test_text_and_parquet_give_the_same_documents(tmp_path: Path, make: Callable[..., Made]) -> None:
+def test_text_and_parquet_give_the_same_documents(tmp_path: Path, make: Callable[..., PreprocessResult]) -> None:
     texts = ["one tree\nsees a house\n", "a dog\n", "the river\n"]
     text = tmp_path / "a.txt"
     text.write_text("\n \n".join(texts), encoding="utf-8")
@@ -68,7 +68,7 @@ def test_text_and_parquet_give_the_same_documents(tmp_path: Path, make: Callable
 
 
 @pytest.mark.slow
-def test_several_keys_in_one_pass(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) -> None:
+def test_several_keys_in_one_pass(tmp_path: Path, recipe: Recipe, make: Callable[..., PreprocessResult]) -> None:
     rows = [{"text": "a dog", "title": "dog"}, {"text": "a cat", "title": " "}, {"text": "a tree", "title": "tree"}]
     corpus = write_jsonl(tmp_path / "c.jsonl", rows)
     made = make(corpus, recipe=Recipe(recipe.tokenizer, "uint16", None, ("text", "title")))
@@ -78,12 +78,12 @@ def test_several_keys_in_one_pass(tmp_path: Path, recipe: Recipe, make: Callable
     assert files_of(made.prefix["title"]) == files_of(alone.prefix["title"])
 
 
-def test_sentences(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) -> None:
+def test_sentences(tmp_path: Path, recipe: Recipe, make: Callable[..., PreprocessResult]) -> None:
     rows = [{"text": "A dog. A cat! The tree?"}, {"text": ["he sees", "", "they run. we run"]}, {"text": "  "}]
     sentences = Recipe(recipe.tokenizer, "uint16", 0, sentences=True)
     made = make(write_jsonl(tmp_path / "c.jsonl", rows), recipe=sentences)
     assert made.prefix["text"].endswith("out_text_sentence")
-    tokenizer = Whole(recipe.tokenizer)
+    tokenizer = Reference(recipe.tokenizer)
     expected = [["A dog.", "A cat!", "The tree?"], ["he sees", "they run. we run"]]
     ids = [[tokenizer([sentence])[0].tolist() for sentence in document] for document in expected]
     for document in ids:
@@ -93,7 +93,7 @@ def test_sentences(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) ->
 
 
 @pytest.mark.slow
-def test_what_is_empty_is_left_out_and_counted(tmp_path: Path, make: Callable[..., Made]) -> None:
+def test_what_is_empty_is_left_out_and_counted(tmp_path: Path, make: Callable[..., PreprocessResult]) -> None:
     texts = ["", "a dog", "  \n", "a cat", ""]
     made = make(write_jsonl(tmp_path / "c.jsonl", [{"text": text} for text in texts]))
     assert (made.documents, made.empty) == ({"text": 2}, {"text": 3})
@@ -117,7 +117,7 @@ BAD = {
 
 
 @pytest.mark.slow
-def test_bad_lines_are_errors_or_listed(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) -> None:
+def test_bad_lines_are_errors_or_listed(tmp_path: Path, recipe: Recipe, make: Callable[..., PreprocessResult]) -> None:
     good = [json.dumps({"text": text}).encode() for text in TEXTS[:3]]
     file = tmp_path / "bad.jsonl"
     file.write_bytes(b"\n".join([good[0], *BAD, *good[1:]]) + b"\n")
@@ -149,7 +149,7 @@ def corpus_with(folder: Path, good: int, bad: bytes) -> Path:
 
 
 @pytest.mark.slow
-def test_a_line_of_50_mb(tmp_path: Path, make: Callable[..., Made], recipe: Recipe) -> None:
+def test_a_line_of_50_mb(tmp_path: Path, make: Callable[..., PreprocessResult], recipe: Recipe) -> None:
     file = tmp_path / "long.jsonl"
     small = json.dumps({"text": "a dog"})
     file.write_text("\n".join([small, json.dumps({"text": "a cat", "meta": "x" * 50_000_000}), small]) + "\n")
@@ -158,7 +158,7 @@ def test_a_line_of_50_mb(tmp_path: Path, make: Callable[..., Made], recipe: Reci
         text = "a small dog sees the river " * 2_000_000
         file.write_text("\n".join([small, json.dumps({"text": text}), small]) + "\n")
         made = make(file, prefix="fast", backend="gigatoken")
-        once, twice = (len(Whole(recipe.tokenizer)(["a small dog sees the river " * n])[0]) for n in (1, 2))
+        once, twice = (len(Reference(recipe.tokenizer)(["a small dog sees the river " * n])[0]) for n in (1, 2))
         assert IndexedDataset(made.prefix["text"]).lengths[1] == once + 1_999_999 * (twice - once) + 1
     file.write_bytes(b'{"text": "' + b"x" * 50_000_000)
     with pytest.raises(DataError, match=r"broken JSON: Unterminated string starting at \(column 10\)"):

@@ -18,12 +18,14 @@ from rapidformer_templates.data.indexed import writer as indexed_writer
 from rapidformer_templates.data.indexed.writer import IndexedWriter
 from rapidformer_templates.data.text import preprocess
 from rapidformer_templates.data.text.encoding import Recipe
-from rapidformer_templates.data.text.preprocess import Made
+from rapidformer_templates.data.text.preprocess import PreprocessResult
 from rapidformer_templates.errors import DataError, WorkerFailed
 from tests.support.texts import files_of, write_jsonl
 
 
-def test_a_full_disk(corpus: Path, make: Callable[..., Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(
+    corpus: Path, make: Callable[..., PreprocessResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = indexed_writer.write_at
 
     def full(descriptor: int, data: memoryview, place: int) -> None:
@@ -40,7 +42,7 @@ def test_a_full_disk(corpus: Path, make: Callable[..., Made], tmp_path: Path, mo
 
 
 def test_a_worker_that_is_killed(
-    corpus: Path, make: Callable[..., Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, make: Callable[..., PreprocessResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = IndexedWriter.add
 
@@ -58,7 +60,7 @@ def test_a_worker_that_is_killed(
 
 @pytest.mark.slow
 def test_of_several_sets_all_or_none_are_there(
-    tmp_path: Path, recipe: Recipe, make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe: Recipe, make: Callable[..., PreprocessResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = IndexedWriter._write_index
 
@@ -118,7 +120,12 @@ def words_for(corpus: Path, gpt_folder: Path, prefix: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_interrupted_and_run_again(
-    corpus: Path, recipe: Recipe, make: Callable[..., Made], gpt_folder: Path, tmp_path: Path, number: signal.Signals
+    corpus: Path,
+    recipe: Recipe,
+    make: Callable[..., PreprocessResult],
+    gpt_folder: Path,
+    tmp_path: Path,
+    number: signal.Signals,
 ) -> None:
     words = words_for(corpus, gpt_folder, tmp_path / "out")
     command = [sys.executable, "-c", SLOW, "wait", *words]

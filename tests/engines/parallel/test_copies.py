@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rapidformer_templates.engines.parallel.copies import Copies
-from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
+from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
 from rapidformer_templates.switches.mixture_of_experts.expert_parallel import Exchange
 from tests.support.worker_pool import run_in_workers
 
@@ -38,8 +38,8 @@ def _in_two_workers(workers: Any, shards: str | None) -> dict[str, torch.Tensor]
     """Return the gradients of this worker's update. Each worker has sent its rows to the other one's expert."""
     of, rank = _matrices(), workers.rank
     copies = {name: Copies() if name == "expert" else Copies(2, rank) for name in of}
-    trained = [Trained(name, parameter, copies[name]) for name, parameter in of.items()]
-    shared = DataShards(trained, workers, shards=shards, tied={}, window=SIZE * SIZE)
+    trained = [TrainedParameter(name, parameter, copies[name]) for name, parameter in of.items()]
+    shared = ShardedGradients(trained, workers, shards=shards, tied={}, window=SIZE * SIZE)
     tokens = dist.new_group()
     there = [0, 3] if rank == 0 else [3, 0]
 
@@ -53,7 +53,7 @@ def _in_two_workers(workers: Any, shards: str | None) -> dict[str, torch.Tensor]
     shared.end_backward()
     shared.reduce()
     found: dict[str, torch.Tensor] = {}
-    for _ in shared.in_turn(apart=True):
+    for _ in shared.iter_update_chunks(apart=True):
         found |= {unit.of.name: unit.values.grad.clone().view(-1) for unit in shared.units}  # type: ignore[union-attr]
     return found
 

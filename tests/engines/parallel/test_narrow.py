@@ -13,7 +13,7 @@ from torch import nn
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.engines.parallel import engine
 from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters, sum_rows_in_fp32
-from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
+from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
 from rapidformer_templates.errors import RapidformerError
 from tests.support.jobs import CausalJob, _pad, _sequences
 from tests.support.parallel_jobs import begin, train_all
@@ -170,8 +170,8 @@ def _broken_off(workers: Any) -> list[list[torch.Tensor]]:
     for breaks in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-        trained = [Trained(name, parameter) for name, parameter in model.named_parameters()]
-        shards = DataShards(trained, workers, shards="gradients", tied={}, window=64)
+        trained = [TrainedParameter(name, parameter) for name, parameter in model.named_parameters()]
+        shards = ShardedGradients(trained, workers, shards="gradients", tied={}, window=64)
         if breaks:
             hook = model[0].weight.register_hook(lambda gradient: 1 / 0)
             shards.begin_backward(last=True)

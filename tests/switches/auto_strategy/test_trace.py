@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.stand_in_host import ROOM, StandInHost
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.parallel.narrowing import GradientTypes, narrowed_parameters
-from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
+from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
 from rapidformer_templates.engines.parallel.windows import window_for
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.models.blocks import find_blocks
@@ -79,12 +79,12 @@ def test_a_trace_has_weights_of_16_bits_as_the_engine_has_them(name: str, sums: 
     model = real_model(name, 5, variant)
     narrowed = narrowed_parameters(model)
     trained = [
-        Trained(name, parameter, narrow=torch.bfloat16 if id(parameter) in narrowed else None)
+        TrainedParameter(name, parameter, narrow=torch.bfloat16 if id(parameter) in narrowed else None)
         for name, parameter in model.named_parameters()
     ]
     alone = Workers(0, 0, 1, torch.device("cpu"))
     types, window = GradientTypes(accumulate=sums), window_for(width_of(model))
-    shards = DataShards(trained, alone, shards=None, tied={}, window=window, types=types)
+    shards = ShardedGradients(trained, alone, shards=None, tied={}, window=window, types=types)
     with LiveStorages([*model.parameters(), *model.buffers()]) as live:
         shards.begin_backward(last=True)
         real_step(model, variant)

@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.models.facts import OWN_EXPERTS
-from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import watch_own_experts
+from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import patch_native_experts
 from tests.support.mixtures import tiny
 from tests.support.worker_pool import alone
 
@@ -31,7 +31,7 @@ def test_function_and_losses_are_those_of_transformers(kind: str) -> None:
     balance = load_balancing_loss_func(outputs.router_logits, 4, 2)
     plain = model(input_ids=IDS, labels=IDS)
     expected = _gradients(model, plain.loss + 0.5 * balance)
-    losses = watch_own_experts(model, balance=2 * 0.5, z=0.0)  # theirs is top-k times ours
+    losses = patch_native_experts(model, balance=2 * 0.5, z=0.0)  # theirs is top-k times ours
     model.config.output_router_logits = False
     result = model(input_ids=IDS, labels=IDS)
     part = MicroBatch({"input_ids": IDS}, [0])
@@ -49,7 +49,7 @@ def test_mixed_precision_reaches_the_experts() -> None:
     model = tiny("mixtral")
     seen = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        watch_own_experts(model, balance=0.0, z=0.0)
+        patch_native_experts(model, balance=0.0, z=0.0)
         activation = model.model.layers[0].mlp.experts.act_fn
         activation.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
         model(input_ids=IDS)
@@ -59,5 +59,5 @@ def test_mixed_precision_reaches_the_experts() -> None:
 def test_the_models_own_coefficient_is_the_default() -> None:
     model = tiny("mixtral")
     model.config.router_aux_loss_coef = 0.07
-    assert watch_own_experts(model, balance=None, z=0.0).balance == 0.07
+    assert patch_native_experts(model, balance=None, z=0.0).balance == 0.07
     assert model.config.output_router_logits is False

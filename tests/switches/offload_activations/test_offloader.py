@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.stand_in_host import ROOM, StandInHost
-from rapidformer_templates.engines.traces import without_trace
+from rapidformer_templates.engines.traces import preserve_state
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
@@ -205,7 +205,7 @@ def test_forwards_without_a_backward_leave_nothing() -> None:
     blocks, offloader, memory = _chain(torch.tanh)
     with torch.no_grad():
         _through(blocks, _input())
-    with without_trace(blocks):
+    with preserve_state(blocks):
         _through(blocks, _input())
     assert memory.journal == []
     loss = _through(blocks, _input())

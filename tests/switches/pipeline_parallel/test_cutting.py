@@ -36,7 +36,7 @@ from rapidformer_templates.errors import ModelError, RapidformerError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.pipeline_parallel.stage_forward import Passage
+from rapidformer_templates.switches.pipeline_parallel.stage_forward import StageRunner
 from rapidformer_templates.switches.pipeline_parallel.transform import cut_into_stages
 from rapidformer_templates.system.workers import Workers
 
@@ -141,7 +141,7 @@ def test_the_stages_are_the_model(kind: str, options: dict[str, Any]) -> None:
     expected = _loss(whole)
     expected.backward()
 
-    passages = [Passage(stage, begins=rank == 0, ends=rank == 1) for rank, stage in enumerate(stages)]
+    passages = [StageRunner(stage, begins=rank == 0, ends=rank == 1) for rank, stage in enumerate(stages)]
     chain: list[tuple[torch.Tensor | None, torch.Tensor]] = []
     hidden = None
     for number in range(2 * options.get("virtual_pipeline_size", 1)):
@@ -206,8 +206,8 @@ def test_hidden_states_have_the_places_that_they_have_in_the_whole_model() -> No
 
     first, last = (_cut(copy.deepcopy(whole), rank, loss) for rank in range(2))
     seen.clear()
-    hidden = Passage(first, begins=True, ends=False).run(0, None, lambda: loss(first))
-    Passage(last, begins=False, ends=True).run(0, hidden, lambda: loss(last))
+    hidden = StageRunner(first, begins=True, ends=False).run(0, None, lambda: loss(first))
+    StageRunner(last, begins=False, ends=True).run(0, hidden, lambda: loss(last))
     assert [state is None for state in seen[0]] == [True, True, False, False, False]
     for mine, theirs in zip(seen[0][2:], expected[2:], strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -273,4 +273,4 @@ def test_a_hook_that_calls_the_model_twice_later_on() -> None:
     model = _cut(MODELS["gpt2"](), 1)
     hidden = torch.zeros(3, 7, 16)
     with pytest.raises(RapidformerError, match="called the model twice"):
-        Passage(model, begins=False, ends=True).run(0, hidden, lambda: _loss(model) + _loss(model))
+        StageRunner(model, begins=False, ends=True).run(0, hidden, lambda: _loss(model) + _loss(model))

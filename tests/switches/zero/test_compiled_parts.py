@@ -77,7 +77,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(build_tools, "missing_library", lambda part, device: None)
-    monkeypatch.setattr(parts, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(parts, "OWN_LOCK_TIMEOUT", 0.3)
     return parts.folder("cpu")
 
 
@@ -215,7 +215,7 @@ def test_lock_in_a_folder_of_the_user_is_refused_not_removed(
     assert parts.is_built("cpu_adam", own)
     lock = own / "cpu_adam" / "lock"
     lock.touch()
-    monkeypatch.setattr(parts, "DOUBT_SECONDS", 1.0)
+    monkeypatch.setattr(parts, "FOREIGN_LOCK_TIMEOUT", 1.0)
     said: list[str] = []
     with pytest.raises(parts.PartError) as error:
         parts.build(["cpu_adam"], "cpu", said.append)

@@ -16,10 +16,10 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidform
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_how_a_model_takes_labels_is_found_out_in_every_type(dtype: torch.dtype) -> None:
-    from rapidformer_templates.switches.zero.engine import _compute_in
+    from rapidformer_templates.switches.zero.engine import _autocast_forward
 
     model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make()
     takes = inspect.signature(model.forward)
-    _compute_in(model.to(dtype), dtype)
+    _autocast_forward(model.to(dtype), dtype)
     assert inspect.signature(model.forward) == takes
     assert label_use(model).shifts

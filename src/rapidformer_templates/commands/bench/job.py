@@ -40,7 +40,7 @@ def ours(job: Job, line: Line) -> None:
             return Data(train=RandomTokens(job))  # type: ignore[arg-type]
 
         def build_model(self) -> Any:
-            line.model_comes()
+            line.before_model()
             return build_model(job.sizes)
 
         def on_train_start(self) -> None:
@@ -84,7 +84,7 @@ def as_asked(job: Job, line: Line) -> None:
         flops: float | None = None
 
         def build_model(self) -> Any:
-            line.model_comes()
+            line.before_model()
             return super().build_model()
 
         def model_was_built(self, model: Any) -> None:

@@ -78,7 +78,7 @@ def _accelerate(job: Job, line: Line, accelerator: Any) -> None:
         raise Absent(f"accelerate runs {accelerator.num_processes} worker of {job.workers} on this device")
 
     torch.manual_seed(SEED)
-    line.model_comes()
+    line.before_model()
     model = build_model(job.sizes)
     model, optimizer, loader = accelerator.prepare(model, _adamw(model), _loader(job))
     model.train()
@@ -116,7 +116,7 @@ def torch_fully_shard(job: Job, line: Line) -> None:
         raise Absent("a plain loop has no loss scale for fp16")
     with join(job.device) as workers:
         torch.manual_seed(SEED)
-        line.model_comes()
+        line.before_model()
         model = build_model(job.sizes).to(workers.device)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if job.precision == "bf16" else None)
         for block in model.transformer.h:
@@ -151,7 +151,7 @@ def plain_pytorch(job: Job, line: Line, *, compiled: bool = False) -> None:
     if job.precision == "fp16" or job.workers > 1:
         raise Absent("the hand-written loop is for one worker, and has no loss scale for fp16")
     torch.manual_seed(SEED)
-    line.model_comes()
+    line.before_model()
     model = build_model(job.sizes).to(job.device).train()
     optimizer = _adamw(model)
     forward = torch.compile(model) if compiled else model
@@ -205,7 +205,7 @@ def transformers_trainer(job: Job, line: Line, *, compiled: bool = False) -> Non
             return part
 
     torch.manual_seed(SEED)
-    line.model_comes()
+    line.before_model()
     model = build_model(job.sizes)
     with tempfile.TemporaryDirectory(prefix="rapidformer-bench-") as folder:
         arguments = transformers.TrainingArguments(

@@ -95,7 +95,7 @@ class Line:
         self._left = job.total_steps
         self.before_mb = self.setup_mb = 0.0
 
-    def model_comes(self) -> None:
+    def before_model(self) -> None:
         """Record the memory without a model. Call it before the model is built."""
         from transformers import GPT2LMHeadModel  # noqa: F401  (a library, and not part of the model's memory)
 

@@ -104,7 +104,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Raw:
+class LoadedDataset:
     """A data set as read from its files.
 
     Attributes:
@@ -135,7 +135,7 @@ def part_name(evaluated: str) -> str:
     return {"": "valid", TEST: TEST}.get(evaluated, f"valid {evaluated}")
 
 
-def read_dataset(config: RunConfig) -> Raw:
+def read_dataset(config: RunConfig) -> LoadedDataset:
     """Read, check and split the data set that the flags name.
 
     Raises:
@@ -150,7 +150,7 @@ def read_dataset(config: RunConfig) -> Raw:
     held_out = valid is None and flags.validation_fraction > 0
     if held_out:
         train, valid = _hold_out(train, flags.validation_fraction, config.training.seed)
-    return Raw(
+    return LoadedDataset(
         train=_first(train, flags.max_train_samples),
         valid=valid and _first(valid, flags.max_eval_samples),
         test=parts.get(TEST),
@@ -160,7 +160,7 @@ def read_dataset(config: RunConfig) -> Raw:
     )
 
 
-def read_part(config: RunConfig, name: str | None) -> Raw:
+def read_part(config: RunConfig, name: str | None) -> LoadedDataset:
     """Read one part of a data set to evaluate. It is ``train``, too, because columns are searched there.
 
     Args:
@@ -172,7 +172,7 @@ def read_part(config: RunConfig, name: str | None) -> Raw:
     """
     bad = BadLines(skip=config.data.skip_bad_lines)
     part = _first(_read_part(*locate_part(config.data, name), bad), config.data.max_eval_samples)
-    return Raw(train=part, valid=part, skipped=bad.skipped)
+    return LoadedDataset(train=part, valid=part, skipped=bad.skipped)
 
 
 def streamed_files(flags: DataFlags) -> Mapping[str, list[Path]]:
@@ -188,7 +188,7 @@ def streamed_files(flags: DataFlags) -> Mapping[str, list[Path]]:
     return _with_training(located.parts, flags)
 
 
-def _streamed(config: RunConfig) -> Raw:
+def _streamed(config: RunConfig) -> LoadedDataset:
     """Read the training part as a stream, with its first rows to find columns. Read the other parts whole."""
     flags = config.data
     files, bad = streamed_files(flags), BadLines(skip=flags.skip_bad_lines)
@@ -201,7 +201,7 @@ def _streamed(config: RunConfig) -> Raw:
     if not rows:
         raise DataError(EMPTY, where=str(files["train"][0]), hint=FILL)
     stream.go_to(beginning)
-    return Raw(
+    return LoadedDataset(
         train=part_of_stream(rows),
         valid=valid and _first(valid, flags.max_eval_samples),
         test=whole.get(TEST),

@@ -109,7 +109,9 @@ class SentencePairs(Sequence[dict[str, Any]]):
         """First sentence, the one after the last, and target length of each chunk: int64, shape (chunks, 3)."""
 
         def make() -> Tables:
-            return {"chunks": lay_out(self.dataset, self.documents, self.content, self.short_probability, self.seed)}
+            return {
+                "chunks": build_chunks(self.dataset, self.documents, self.content, self.short_probability, self.seed)
+            }
 
         return self.cache(self._name("chunks"), make)["chunks"]
 
@@ -185,7 +187,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
         return {**{name: value for name, value in self.__dict__.items() if name != "chunks"}, "_orders": {}}
 
 
-def lay_out(
+def build_chunks(
     dataset: IndexedDataset, documents: tuple[int, int], content: int, short_probability: float, seed: int
 ) -> np.ndarray:
     """Build the chunks of sentences of some documents, in order.

@@ -12,7 +12,7 @@ import numpy as np
 from rapidformer_templates.data.streaming.rows import StreamedRow
 from rapidformer_templates.data.streaming.samples import Made
 from rapidformer_templates.data.text.encoding import Encoder, Job, Recipe
-from rapidformer_templates.data.text.fast_tokenizers import Differs
+from rapidformer_templates.data.text.fast_tokenizers import NotEquivalent
 from rapidformer_templates.data.types import Rows
 
 
@@ -71,7 +71,7 @@ class WindowsOfDocuments:
         try:
             encoder = Encoder(replace(self.recipe, way="pieces", skip=True))
             encoder(first)
-        except Differs:
+        except NotEquivalent:
             return Encoder(self.recipe)
         encoder.recipe = self.recipe
         return encoder

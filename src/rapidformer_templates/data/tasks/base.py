@@ -17,7 +17,7 @@ from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamp
 from rapidformer_templates.data.finetuning.heads import in_order_of_head
 from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, each_of, locate, locate_part
 from rapidformer_templates.data.finetuning.mixtures import mixed
-from rapidformer_templates.data.finetuning.tables import Part, Raw, read_dataset, read_part, streamed_files
+from rapidformer_templates.data.finetuning.tables import LoadedDataset, Part, read_dataset, read_part, streamed_files
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.indexed.blend import whole_weights
 from rapidformer_templates.data.loader import MicroBatch, to_device
@@ -73,7 +73,7 @@ class Task(ABC):
         auto_class: name of the transformers auto class of the model.
         best_metric: the metric that selects the best checkpoint. ``eval_loss`` comes from the training loop.
         generates: evaluation needs :meth:`generate`. Its texts replace ``outputs`` in :meth:`predict`.
-        looks_ahead: :meth:`look_ahead` must see all micro batches of a mean before the first loss of that mean.
+        needs_prepass: :meth:`prepass` must see all micro batches of a mean before the first loss of that mean.
         measures: :meth:`measured` returns values for each step.
         decided: names of the attributes that :meth:`build_data` sets and that a saved model needs later.
         columns: how the training part is read. It maps the flag that names a column (``text_column`` …) to that column,
@@ -84,7 +84,7 @@ class Task(ABC):
         skipped: ``file:line: reason`` of each line that ``--skip-bad-lines`` left out. Set by :meth:`build_data`.
         notes: remarks about the data for the user. Set by :meth:`build_data`.
         is_decided: the model is already trained, so the data of an evaluation must not change labels or columns. See
-            :meth:`take_decisions`.
+            :meth:`load_label_state`.
         part: the part of the data to read if ``is_decided``.
         label_use: how the model uses labels. The run sets it when it calls :meth:`use_labels`.
     """
@@ -93,7 +93,7 @@ class Task(ABC):
     auto_class: str
     best_metric: str
     generates: ClassVar[bool] = False
-    looks_ahead: bool = False
+    needs_prepass: bool = False
     measures: ClassVar[bool] = False
     problem: str | None = None
     needs_reference: bool = False
@@ -173,7 +173,7 @@ class Task(ABC):
         task = type(self)(config if is_first else config.replace("a mixture", eval_data_name=None))
         task.tokenizer = self.tokenizer
         if self.is_decided:
-            task.take_decisions(self.decisions(), self.part)
+            task.load_label_state(self.decisions(), self.part)
         return task
 
     def take_over(self, others: Sequence[Task]) -> None:
@@ -241,7 +241,7 @@ class Task(ABC):
         It keeps the decisions from the run's data, the model's use of labels, and the reference.
         """
         other = type(self)(config)
-        other.take_decisions(self.decisions())
+        other.load_label_state(self.decisions())
         if self.label_use is not None:
             other.label_use = self.label_use
             other.use_labels(self.label_use)
@@ -273,7 +273,7 @@ class Task(ABC):
     def begin_step(self, microbatches: Sequence[MicroBatch]) -> None:  # noqa: B027 - most tasks need not
         """Receive this rank's micro batches of a step, on their device. Called if the task ``measures``."""
 
-    def look_ahead(  # noqa: B027 - most losses are sums over samples
+    def prepass(  # noqa: B027 - most losses are sums over samples
         self, evaluate: EvalBatch, microbatches: Iterable[MicroBatch], workers: Workers
     ) -> None:
         """Compute what a loss needs from the whole global batch, or from the whole data set in an evaluation.
@@ -311,7 +311,7 @@ class Task(ABC):
 
     # Prediction: rows outside of any data set, for a trained model.
 
-    def take_decisions(self, decisions: Mapping[str, Any], part: str | None = None) -> None:
+    def load_label_state(self, decisions: Mapping[str, Any], part: str | None = None) -> None:
         """Use the decisions of the training data. Data that are read later decide nothing.
 
         Args:
@@ -320,14 +320,14 @@ class Task(ABC):
             part: the part of a data set to evaluate. None is its validation part, or its only part.
         """
         self.is_decided, self.part = True, part
-        for name, value in {**self.told_by_model(), **decisions}.items():
+        for name, value in {**self.label_state_of_config(), **decisions}.items():
             setattr(self, name, value)
 
-    def told_by_model(self) -> Record:
+    def label_state_of_config(self) -> Record:
         """Return the decisions that the model's configuration contains."""
         return {}
 
-    def read_rows(self) -> Raw:
+    def read_rows(self) -> LoadedDataset:
         """Read the rows of ``--data-dir`` and ``--data-name``: all parts for a run, or only the part to evaluate.
 
         Raises:

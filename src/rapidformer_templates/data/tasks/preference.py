@@ -128,7 +128,7 @@ class _Preferences(Task):
 
     def measured(self, workers: Workers) -> dict[str, torch.Tensor]:
         sums = torch.zeros(5, dtype=torch.float64, device=workers.device)
-        if self._sums is not None and workers.speaks:
+        if self._sums is not None and workers.is_replica_leader:
             sums = self._sums
         good, goods, bad, bads, right = workers.sum_tensor(sums.clone())
         chosen, rejected = good / goods, bad / bads
@@ -170,7 +170,7 @@ class Preference(_Preferences):
         self._loss = config.training.preference_loss
         self.judges = self._loss == "kto"
         self.needs_reference = self._loss in ("dpo", "ipo", "kto")
-        self.looks_ahead = self._loss in ("kto", "orpo")
+        self.needs_prepass = self._loss in ("kto", "orpo")
 
     def for_other_data(self, config: RunConfig) -> Task:
         other = super().for_other_data(config)
@@ -188,12 +188,12 @@ class Preference(_Preferences):
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
         return continued(self, model, rows, generation)
 
-    def look_ahead(self, evaluate: EvalBatch, microbatches: Iterable[MicroBatch], workers: Workers) -> None:
+    def prepass(self, evaluate: EvalBatch, microbatches: Iterable[MicroBatch], workers: Workers) -> None:
         """Compute KTO's drift, or ORPO's pairs per token, over the whole global batch."""
         total = count = 0.0
         for microbatch in microbatches:
             batch = microbatch.batch
-            here = not microbatch.idle and workers.speaks
+            here = not microbatch.idle and workers.is_replica_leader
             if self.judges:
                 apart, _ = evaluate(_of_drift(microbatch), self._drift_of)
                 total, count = total + here * apart, count + here * len(microbatch.samples)

@@ -150,7 +150,7 @@ class SequenceClassification(Task):
             "matthews": float(matthews_corrcoef(references, predictions)),
         }
 
-    def told_by_model(self) -> Record:
+    def label_state_of_config(self) -> Record:
         labels = labels_of_model(self.model_config)
         alone = "regression" if len(labels) == 1 else "single_label_classification"
         return {"labels": labels, "problem": self.config.data.problem_type or self.model_config.problem_type or alone}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rapidformer_templates.data.collate import TokenizedSamples
-from rapidformer_templates.data.finetuning.tables import Raw, part_of_stream
+from rapidformer_templates.data.finetuning.tables import LoadedDataset, part_of_stream
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
 from rapidformer_templates.data.streaming.samples import Made, StreamedSamples, buffer_of
 from rapidformer_templates.planning.config import RunConfig
@@ -31,7 +31,7 @@ class Block:
     skipped: list[str] = field(default_factory=list)
 
 
-def sets_of(raw: Raw, config: RunConfig, make: Make) -> dict[str, Any]:
+def sets_of(raw: LoadedDataset, config: RunConfig, make: Make) -> dict[str, Any]:
     """Return the samples of each existing part by name."""
     whole = {name: part for name, part in raw.parts().items() if name != "train" or raw.stream is None}
     sets: dict[str, Any] = {name: make(name, part, None) for name, part in whole.items()}

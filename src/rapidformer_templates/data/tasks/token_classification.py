@@ -130,7 +130,7 @@ class TokenClassification(Task):
             "accuracy": float(accuracy_score(references, predictions)),
         }
 
-    def told_by_model(self) -> Record:
+    def label_state_of_config(self) -> Record:
         return {"labels": labels_of_model(self.model_config)}
 
     def inputs(self, part: Part) -> Inputs:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rapidformer_templates.data.text.fast_tokenizers import Way, compare, proven
+from rapidformer_templates.data.text.fast_tokenizers import EncodingMethod, compare, verified
 from rapidformer_templates.data.text.files import BadLines, Row, Span, TextUnit, jsonl_rows, note_column, text_documents
 from rapidformer_templates.data.text.sentences import split_sentences
 
@@ -44,7 +44,7 @@ class Recipe:
     sentences: bool = False
     skip: bool = False
     vocabulary: str | None = None
-    way: Way = "whole"
+    way: EncodingMethod = "whole"
     keys_flag: str = "--json-keys"
     text_unit: TextUnit = "paragraph"
 
@@ -107,7 +107,7 @@ class Encoder:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.encode, self.reference = proven(recipe.way, recipe.tokenizer)
+        self.encode, self.reference = verified(recipe.way, recipe.tokenizer)
 
     def __call__(self, job: Job) -> Encoded:
         """Tokenize a job.

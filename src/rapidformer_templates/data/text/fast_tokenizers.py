@@ -23,7 +23,7 @@ COMPARED = 1 << 20
 """Number of characters, from the beginning of a text, on which two tokenizers are compared."""
 
 
-Way = Literal["gigatoken", "pieces", "whole"]
+EncodingMethod = Literal["gigatoken", "pieces", "whole"]
 
 
 class Encode(Protocol):
@@ -32,7 +32,7 @@ class Encode(Protocol):
         ...
 
 
-class Differs(Exception):
+class NotEquivalent(Exception):
     """A fast tokenizer does not equal the one of transformers and must not be used."""
 
 
@@ -40,7 +40,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec("gigatoken") is not None
 
 
-class Whole:
+class Reference:
     """The tokenizer of transformers, run by the tokenizers library.
 
     Args:
@@ -70,7 +70,7 @@ punctuation mark other than an apostrophe.
 """
 
 
-class Pieces:
+class CachedPieces:
     """The same tokenizer, applied once to each distinct piece of text.
 
     Args:
@@ -84,7 +84,7 @@ class Pieces:
     ROOM = 1 << 24
     """Maximum weight of the cached pieces, about 100,000 of them. Beyond it the cache is cleared."""
 
-    def __init__(self, whole: Whole) -> None:
+    def __init__(self, whole: Reference) -> None:
         self.whole = whole
         # A special token can mix letters and marks, and must not be split.
         self.added = re.compile("|".join(map(re.escape, whole.added))) if whole.added else None
@@ -124,7 +124,7 @@ class Gigatoken:
             self.backend = gigatoken.Tokenizer.from_json(description).backend
         except Exception as error:  # it raises many kinds of errors
             reason = str(error).partition("\n")[0]  # the rest are locations in its own source
-            raise Differs(f"it cannot read this tokenizer: {reason}") from error
+            raise NotEquivalent(f"it cannot read this tokenizer: {reason}") from error
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         return _joined([self.backend.encode(text.encode()) for text in texts])
@@ -154,7 +154,7 @@ def compare(fast: Encode, reference: Encode, texts: Sequence[str], where: str) -
     for number, text in enumerate(texts):
         own = ids[ends[number] - lengths[number] : ends[number]]
         if not np.array_equal(own, right[right_ends[number] - right_lengths[number] : right_ends[number]]):
-            raise Differs(f"it gives other tokens in {where}, text {number + 1}: {text[:60]!r}")
+            raise NotEquivalent(f"it gives other tokens in {where}, text {number + 1}: {text[:60]!r}")
     raise AssertionError("the same ids of each text, but not of all")
 
 
@@ -200,17 +200,17 @@ def hard_texts(added: Sequence[str], count: int = 3000) -> list[str]:
     return texts
 
 
-def proven(way: Way, description: str) -> tuple[Encode, Whole]:
+def verified(way: EncodingMethod, description: str) -> tuple[Encode, Reference]:
     """Return a tokenizer that gives the ids of the reference on :func:`hard_texts`, and the reference.
 
     Raises:
         Differs: the ids differ.
     """
-    whole = Whole(description)
+    whole = Reference(description)
     if way == "whole":
         return whole, whole
-    texts, fast = hard_texts(whole.added), Pieces(whole) if way == "pieces" else Gigatoken(description)
-    if isinstance(fast, Pieces):
+    texts, fast = hard_texts(whole.added), CachedPieces(whole) if way == "pieces" else Gigatoken(description)
+    if isinstance(fast, CachedPieces):
         texts += [around + text for text in fast.doubtful for around in ("", "a", " ")]
     compare(fast, whole, texts, "made-up hard texts")
     return fast, whole

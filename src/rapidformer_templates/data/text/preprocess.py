@@ -25,7 +25,7 @@ import numpy as np
 from rapidformer_templates.data.indexed.writer import IndexedWriter, disk_errors
 from rapidformer_templates.data.text import fast_tokenizers
 from rapidformer_templates.data.text.encoding import Encoded, Encoder, Job, Recipe, start_worker, work
-from rapidformer_templates.data.text.fast_tokenizers import Differs, Way
+from rapidformer_templates.data.text.fast_tokenizers import EncodingMethod, NotEquivalent
 from rapidformer_templates.data.text.files import Row, Span, TextUnit, parquet_row_count, parquet_rows
 from rapidformer_templates.errors import DataError, WorkerFailed
 from rapidformer_templates.system.progress_bar import ProgressBar
@@ -46,7 +46,7 @@ Backend = Literal["auto", "gigatoken", "transformers"]
 
 
 @dataclass
-class Made:
+class PreprocessResult:
     """The result of preprocessing a corpus.
 
     Attributes:
@@ -63,7 +63,7 @@ class Made:
     """
 
     dtype: str
-    way: Way
+    way: EncodingMethod
     prefix: dict[str, str] = field(default_factory=dict)
     documents: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def preprocess(
     backend: Backend = "auto",
     check_all: bool = False,
     overwrite: bool = False,
-) -> Made:
+) -> PreprocessResult:
     """Tokenize files of raw text into ``PREFIX_KEY_document`` (or ``_sentence``), one data set per key.
 
     Args:
@@ -110,7 +110,7 @@ def preprocess(
     for way in _ways(backend):
         try:
             made = run(replace(recipe, way=way))
-        except Differs as difference:
+        except NotEquivalent as difference:
             notes.append(f"{TITLES[way]} is not used: {difference}")
         else:
             made.notes = notes
@@ -119,20 +119,20 @@ def preprocess(
     raise AssertionError("the reference differs from itself")
 
 
-TITLES: dict[Way, str] = {
+TITLES: dict[EncodingMethod, str] = {
     "gigatoken": "gigatoken",
     "pieces": "transformers' tokenizer with a memory of pieces",
     "whole": "transformers' tokenizer",
 }
 
 
-def _ways(backend: Backend) -> tuple[Way, ...]:
+def _ways(backend: Backend) -> tuple[EncodingMethod, ...]:
     """Return the tokenizers to try, fastest first."""
     installed = fast_tokenizers.is_installed()
     if backend == "gigatoken" and not installed:
         hint = "pip install 'rapidformer_templates[fast-bpe]'"
         raise DataError("gigatoken is not installed", where="--tokenizer-backend gigatoken", hint=hint)
-    own: tuple[Way, ...] = ("pieces", "whole")
+    own: tuple[EncodingMethod, ...] = ("pieces", "whole")
     return ("gigatoken", *own) if installed and backend != "transformers" else own
 
 
@@ -147,9 +147,9 @@ class _Run:
     check_all: bool
     overwrite: bool
 
-    def __call__(self, recipe: Recipe) -> Made:
+    def __call__(self, recipe: Recipe) -> PreprocessResult:
         level = "sentence" if recipe.sentences else "document"
-        made = Made(recipe.dtype, recipe.way, {key: f"{self.prefix}_{key}_{level}" for key in recipe.keys})
+        made = PreprocessResult(recipe.dtype, recipe.way, {key: f"{self.prefix}_{key}_{level}" for key in recipe.keys})
         made.empty = dict.fromkeys(recipe.keys, 0)
         size, began = sum(file.stat().st_size for file in self.files), time.perf_counter()
         with ExitStack() as stack:
@@ -181,7 +181,7 @@ class _Run:
         made.skipped_file = skipped.path if skipped.count else None
         return made
 
-    def _refuse_empty(self, made: Made, writers: Sequence[IndexedWriter], skipped: _SkippedFile) -> None:
+    def _refuse_empty(self, made: PreprocessResult, writers: Sequence[IndexedWriter], skipped: _SkippedFile) -> None:
         for (key, prefix), writer in zip(made.prefix.items(), writers, strict=True):
             if not writer.documents:
                 left = f"{made.empty[key]} were empty, {skipped.count} lines were bad"

@@ -21,7 +21,7 @@ from rapidformer_templates.engines.parallel.narrowing import (
     narrowed_parameters,
     sum_rows_in_fp32,
 )
-from rapidformer_templates.engines.parallel.replicas import DataShards, Trained, Unit
+from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter, UpdateShard
 from rapidformer_templates.engines.parallel.windows import window_for
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.engines.recipe import OptimizerSpec
@@ -46,19 +46,19 @@ class ParallelEngine(SingleEngine):
         super().__init__(plan, workers, clip_grad=clip_grad)
         self._sharding: str | None = plan.engine_options.get("shard_over_data")
         self._gradient_types = _gradient_types(plan.engine_options.get("narrow_weights"))
-        self._shards: DataShards
+        self._shards: ShardedGradients
         self._last = False  # whether gradients are complete after this micro batch
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         self.model = accelerator.move(model, self.workers.device).train()
         tied = self._open_groups_of_copies()
-        self._agree_on_weights(tied)
+        self._sync_initial_weights(tied)
         persistent = model.state_dict(keep_vars=True)
         self._kept_buffers = [buffer for name, buffer in model.named_buffers() if name in persistent]
         trained = self._trained()
         types = self._gradient_types or IN_FP32
         window = window_for(max(self.workers.gather(width_of(self.model))))  # the same in all stages
-        self._shards = DataShards(
+        self._shards = ShardedGradients(
             trained,
             self.workers,
             shards=self._sharding,
@@ -73,16 +73,16 @@ class ParallelEngine(SingleEngine):
         if not named:  # only frozen blocks, or fewer elements than replicas: optimizers reject an empty list
             named, differing = [("", nn.Parameter(torch.empty(0, 0, device=self.workers.device)))], {"": {}}
         self._parameters = [values for _, values in named]
-        self._counted = self._counted_once()
+        self._counted = self._units_in_norm()
         self.optimizer = self._build_optimizer(recipe, named, differing)
         self._updates_apart = updates_apart(_path_of(type(self.optimizer)))
 
-    def _counted_once(self) -> list[Unit]:
+    def _units_in_norm(self) -> list[UpdateShard]:
         """Units that this worker adds to the global norm. Over all workers, each value counts once."""
         held = self._held_tensors()
         return [u for u in self._shards.units if held[u.of.name].counts and (u.is_run or u.of.copies.rank == 0)]
 
-    def _trained(self) -> list[Trained]:
+    def _trained(self) -> list[TrainedParameter]:
         placement, trained = placement_of(self.model), []
         narrowed = narrowed_parameters(self.model) if self._gradient_types else set()
         for name, parameter in self.model.named_parameters():
@@ -90,7 +90,9 @@ class ParallelEngine(SingleEngine):
                 whole = placement.whole_name(canonical_name(name))
                 stages, chunk = placement.stages.get(whole, ()), placement.chunks.get(whole)
                 narrow = self.compute_type if id(parameter) in narrowed else None
-                trained.append(Trained(whole, parameter, copies_of(parameter, self.workers), stages, chunk, narrow))
+                trained.append(
+                    TrainedParameter(whole, parameter, copies_of(parameter, self.workers), stages, chunk, narrow)
+                )
         return trained
 
     def _open_groups_of_copies(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -107,7 +109,7 @@ class ParallelEngine(SingleEngine):
                     groups[stages] = group
         return groups
 
-    def _agree_on_weights(self, tied: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
+    def _sync_initial_weights(self, tied: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
         """Broadcast initial weights from the first replica, and from the first stage for copies in several stages."""
         placement = placement_of(self.model)
         tensors = {
@@ -116,19 +118,19 @@ class ParallelEngine(SingleEngine):
         }
         for stages, name in sorted((stages, name) for name, stages in placement.stages.items() if name in tensors):
             dist.broadcast(local_part(tensors[name]), group=tied[stages], group_src=0)
-        self._follow_first_copy(tensors.values())
+        self._broadcast_from_first_replica(tensors.values())
 
-    def _follow_first_copy(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _broadcast_from_first_replica(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             copies = copies_of(tensor, self.workers)
             if copies.size > 1:
                 dist.broadcast(local_part(tensor), group=copies.group, group_src=0)
 
     @property
-    def _averages_over(self) -> float:
+    def _gradient_divisor(self) -> float:
         return 1 / self.workers.context  # the shards are sums
 
-    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
         self._last = last
         return nullcontext()
 
@@ -142,7 +144,9 @@ class ParallelEngine(SingleEngine):
         self._shards.reduce()
         if self.workers.copies > 1:
             self.receipts["gradient_exchange"] = self._shards.exchange()
-            self._follow_first_copy(self._kept_buffers)  # running statistics, for example, as DDP broadcasts them
+            self._broadcast_from_first_replica(
+                self._kept_buffers
+            )  # running statistics, for example, as DDP broadcasts them
 
     def _grad_norm(self) -> torch.Tensor:
         """Return the global norm of the summed gradients of all units, without the loss scale."""
@@ -153,8 +157,8 @@ class ParallelEngine(SingleEngine):
         norm = self.workers.sum_tensor(square).sqrt()
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
-    def _gradients_in_turn(self) -> Iterator[None]:
-        yield from self._shards.in_turn(apart=self._updates_apart)
+    def _iter_update_chunks(self) -> Iterator[None]:
+        yield from self._shards.iter_update_chunks(apart=self._updates_apart)
         self._shards.gather()
 
     def _weights_were_set(self) -> None:

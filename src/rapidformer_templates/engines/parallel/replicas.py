@@ -29,7 +29,7 @@ from rapidformer_templates.system.workers import Workers, all_gather, reduce_sca
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
+class TrainedParameter:
     """A parameter that this worker trains.
 
     Attributes:
@@ -60,7 +60,7 @@ class Trained:
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class UpdateShard:
     """The unit of an update: a run of a flattened parameter, or the whole parameter if replicas do not share it.
 
     Attributes:
@@ -71,17 +71,17 @@ class Unit:
         is_run: whether no other replica updates it.
     """
 
-    of: Trained
+    of: TrainedParameter
     start: int
     values: nn.Parameter
     is_run: bool
 
 
-class DataShards:
+class ShardedGradients:
     """Exchanges the gradients and updates of a worker's parameters among the replicas of the model.
 
     A step consists of backward passes (each between :meth:`begin_backward` and :meth:`end_backward`),
-    :meth:`reduce`, the optimizer's update of the ``units`` :meth:`in_turn`, :meth:`gather` and :meth:`drop`.
+    :meth:`reduce`, the optimizer's update of the ``units`` :meth:`iter_update_chunks`, :meth:`gather` and :meth:`drop`.
     Gradients are exchanged during the last backward. ZeRO-2 exchanges them in every backward, because no worker keeps
     them whole. A parameter is summed and sharded only among the workers that have copies of it.
 
@@ -101,7 +101,7 @@ class DataShards:
 
     def __init__(
         self,
-        trained: Sequence[Trained],
+        trained: Sequence[TrainedParameter],
         workers: Workers,
         *,
         shards: str | None,
@@ -120,14 +120,16 @@ class DataShards:
         self._window = window
         self._windows, self._kind = _windows(trained, window, whole=whole and sharded)
         # Only windows with several workers are sharded.
-        self._runs: dict[Window, list[tuple[Unit, int]]] = {w: [] for w in self._windows if sharded and w.ranks > 1}
+        self._runs: dict[Window, list[tuple[UpdateShard, int]]] = {
+            w: [] for w in self._windows if sharded and w.ranks > 1
+        }
         runs = self._divide()
         self._shared = {segment.parameter for window in self._runs for segment in window.segments}
         self._exchanged = {segment.parameter for window in self._windows for segment in window.segments}
         # Sending experts to other workers makes replicas wait for each other within a backward.
-        self._meet = any(entry.copies.size < self.replicas for entry in trained)
+        self._collectives_in_backward = any(entry.copies.size < self.replicas for entry in trained)
         self._whole = {
-            index: Unit(entry, 0, nn.Parameter(entry.local), False)
+            index: UpdateShard(entry, 0, nn.Parameter(entry.local), False)
             for index, entry in enumerate(trained)
             if index not in self._shared
         }
@@ -137,29 +139,31 @@ class DataShards:
             if entry.narrow:
                 narrow(entry.parameter, entry.narrow)
         self._sums: dict[Window, torch.Tensor] = {}  # this rank's share of the summed gradients
-        self._complete: dict[Unit, torch.Tensor] = {}  # the summed gradients of units
-        self._wide: dict[int, torch.Tensor] = {}  # gradients of 16-bit parameters accumulated so far
+        self._complete: dict[UpdateShard, torch.Tensor] = {}  # the summed gradients of units
+        self._fp32_accumulated: dict[int, torch.Tensor] = {}  # gradients of 16-bit parameters accumulated so far
         self._reached = [False] * len(trained)
         self._exchanging = False  # whether the current backward exchanges gradients
         self._ready: set[int] = set()
         self._left: set[int] = set()
         self._queue: deque[Window] = deque()
         self._sent: set[Window] = set()
-        self._pending: _Flight | None = None
+        self._pending: _PendingReduce | None = None
         self._starts = self._early_starts = 0
         self._waited = 0.0  # seconds that the host has waited in this step
         self._seen = self._versions()
         for index, entry in enumerate(trained):
             if entry.narrow or self.replicas > 1:
-                entry.parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._came(index))
+                entry.parameter.register_post_accumulate_grad_hook(
+                    lambda _, index=index: self._on_gradient_ready(index)
+                )
 
-    def _divide(self) -> list[Unit]:
+    def _divide(self) -> list[UpdateShard]:
         units = []
         for window in self._runs:
             for (index, start, count), offset in window.owned(self._kind[window].copies.rank):
                 entry = self.trained[index]
                 run = entry.local if window.owner is not None else entry.local.view(-1)[start : start + count]
-                unit = Unit(entry, start, nn.Parameter(run.clone() if entry.narrow else run), True)
+                unit = UpdateShard(entry, start, nn.Parameter(run.clone() if entry.narrow else run), True)
                 self._runs[window].append((unit, offset))
                 units.append(unit)
         return units
@@ -190,7 +194,7 @@ class DataShards:
         self._exchanging = False
         self._left.clear()
 
-    def _came(self, index: int) -> None:
+    def _on_gradient_ready(self, index: int) -> None:
         """Queue a gradient. All ranks send windows in the same order, each as soon as it is complete."""
         if index in self._left:
             raise RapidformerError(
@@ -199,7 +203,7 @@ class DataShards:
                 where="compute_loss()",
                 hint="checkpoint with use_reentrant=False, or with --checkpoint-activations",
             )
-        leaves_at_once = self._exchanging and index in self._shared and index not in self._wide
+        leaves_at_once = self._exchanging and index in self._shared and index not in self._fp32_accumulated
         if self.trained[index].narrow and not leaves_at_once:
             self._widen(index)
         if self._exchanging:
@@ -215,7 +219,7 @@ class DataShards:
         backward exchanges tokens between ranks, theirs ends only if this one continues, so it must not wait here for
         the previous window.
         """
-        if self._meet and self._pending is not None and not self._pending.has_come:
+        if self._collectives_in_backward and self._pending is not None and not self._pending.has_come:
             return False
         return all(segment.parameter in self._ready for segment in window.segments)
 
@@ -223,15 +227,15 @@ class DataShards:
         """Add a 16-bit gradient to the accumulated one, and free it."""
         gradient = self.trained[index].gradient
         assert gradient is not None
-        if index in self._wide:
-            self._wide[index] += gradient
+        if index in self._fp32_accumulated:
+            self._fp32_accumulated[index] += gradient
         else:
-            self._wide[index] = gradient.to(self._types.accumulate)
+            self._fp32_accumulated[index] = gradient.to(self._types.accumulate)
         self.trained[index].parameter.grad = None
 
     def _gradient(self, index: int) -> torch.Tensor | None:
         """Return the gradient that this worker's backward passes have accumulated for a parameter."""
-        return self._wide[index] if index in self._wide else self.trained[index].gradient
+        return self._fp32_accumulated[index] if index in self._fp32_accumulated else self.trained[index].gradient
 
     # Exchange.
 
@@ -249,7 +253,7 @@ class DataShards:
             reached = [self._gradient(index) is not None for index in range(len(self.trained))]
         self._complete = dict(self._gradients_of_units(reached))
 
-    def _gradients_of_units(self, reached: Sequence[bool]) -> Iterator[tuple[Unit, torch.Tensor]]:
+    def _gradients_of_units(self, reached: Sequence[bool]) -> Iterator[tuple[UpdateShard, torch.Tensor]]:
         for index, unit in self._whole.items():
             if reached[index]:
                 yield unit, self._summed(index)
@@ -274,7 +278,7 @@ class DataShards:
         elif copies.size > 1:
             work = dist.all_reduce(flat, group=copies.group, async_op=True)
         self._finish()
-        self._pending = _Flight(window, flat, received, work)
+        self._pending = _PendingReduce(window, flat, received, work)
 
     def _pack(self, window: Window) -> torch.Tensor:
         """Pack the gradients of a window end to end. Missing gradients are zeros."""
@@ -289,7 +293,7 @@ class DataShards:
                 self._left.add(index)
                 if window in self._runs and start + count == gradient.numel():
                     self.trained[index].parameter.grad = None
-                    self._wide.pop(index, None)
+                    self._fp32_accumulated.pop(index, None)
         return flat
 
     def _finish(self) -> None:
@@ -321,9 +325,9 @@ class DataShards:
         """Return the tensor for the summed gradient of a parameter."""
         entry = self.trained[index]
         if entry.narrow:
-            if index not in self._wide:
-                self._wide[index] = torch.zeros_like(entry.local, dtype=self._types.accumulate)
-            return self._wide[index]
+            if index not in self._fp32_accumulated:
+                self._fp32_accumulated[index] = torch.zeros_like(entry.local, dtype=self._types.accumulate)
+            return self._fp32_accumulated[index]
         if entry.parameter.grad is None:
             entry.parameter.grad = torch.zeros_like(entry.parameter)
         return local_part(entry.parameter.grad)
@@ -354,7 +358,7 @@ class DataShards:
 
     # Update.
 
-    def norms(self, units: Iterable[Unit]) -> list[torch.Tensor]:
+    def norms(self, units: Iterable[UpdateShard]) -> list[torch.Tensor]:
         """Return the gradient norm of each unit that has a gradient, in the unit's type."""
         by_types: dict[tuple[torch.dtype, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for unit in units:
@@ -364,7 +368,7 @@ class DataShards:
         groups = by_types.items()
         return [norm for (dtype, _), values in groups for norm in torch._foreach_norm(values, dtype=dtype)]
 
-    def in_turn(self, *, apart: bool) -> Iterator[None]:
+    def iter_update_chunks(self, *, apart: bool) -> Iterator[None]:
         """Yield while units have their gradients, in their own type. The caller then updates those units.
 
         Args:
@@ -380,7 +384,7 @@ class DataShards:
                 unit.values.grad = None
 
     @cached_property
-    def _turns(self) -> list[list[Unit]]:
+    def _turns(self) -> list[list[UpdateShard]]:
         """Groups of units that are updated together. A single group if no gradient is converted."""
         if self._types.accumulate == torch.float32 or not self.narrow:
             return [self.units]
@@ -407,20 +411,20 @@ class DataShards:
     @torch.no_grad()
     def gather(self) -> None:
         """Send this rank's updates to all replicas."""
-        self._send_updated()
+        self._all_gather_parameters()
         self._seen = self._versions()
 
-    def _send_updated(self) -> None:
+    def _all_gather_parameters(self) -> None:
         for unit in self._whole.values():
             if unit.of.narrow:
                 unit.of.local.copy_(unit.values)
         for window in self._runs:
             like = self.trained[window.segments[0].parameter].local
-            flat = self._all_of(window, like.dtype)
+            flat = self._gather_bucket(window, like.dtype)
             for (index, start, count), offset in window.with_offsets():
                 self.trained[index].local.view(-1)[start : start + count] = flat[offset : offset + count]
 
-    def _all_of(self, window: Window, dtype: torch.dtype) -> torch.Tensor:
+    def _gather_bucket(self, window: Window, dtype: torch.dtype) -> torch.Tensor:
         """Gather a window's units from all replicas, packed end to end."""
         share = self.trained[window.segments[0].parameter].local.new_zeros(window.share, dtype=dtype)
         for unit, offset in self._runs[window]:
@@ -438,7 +442,7 @@ class DataShards:
         """Return the local part of each 16-bit parameter in fp32 on its first copy. Call it on every worker."""
         whole = {unit.of.name: unit.values.detach() for unit in self._whole.values() if unit.of.narrow}
         for window in (window for window in self._runs if self._kind[window].narrow):
-            flat = self._all_of(window, torch.float32)
+            flat = self._gather_bucket(window, torch.float32)
             is_first = self._kind[window].copies.rank == 0
             for (index, start, count), offset in window.with_offsets() if is_first else ():
                 entry = self.trained[index]
@@ -452,7 +456,7 @@ class DataShards:
         self._queue.clear()
         self._sums.clear()
         self._complete.clear()
-        self._wide.clear()
+        self._fp32_accumulated.clear()
         self._sent.clear()
         self._starts = self._early_starts = 0
         self._waited = 0.0
@@ -478,10 +482,14 @@ class DataShards:
         """Return the gradients on this rank, after pending windows have arrived."""
         self._finish()
         whole = [entry.gradient for entry in self.trained]
-        return [*(gradient for gradient in whole if gradient is not None), *self._wide.values(), *self._sums.values()]
+        return [
+            *(gradient for gradient in whole if gradient is not None),
+            *self._fp32_accumulated.values(),
+            *self._sums.values(),
+        ]
 
 
-class _Flight(NamedTuple):
+class _PendingReduce(NamedTuple):
     """A window that is being reduced.
 
     Attributes:
@@ -511,7 +519,9 @@ class _Kind:
     chunk: int | None
 
 
-def _windows(trained: Sequence[Trained], limit: int, *, whole: bool) -> tuple[list[Window], dict[Window, _Kind]]:
+def _windows(
+    trained: Sequence[TrainedParameter], limit: int, *, whole: bool
+) -> tuple[list[Window], dict[Window, _Kind]]:
     """Build the windows in the order in which a backward completes them, about the reverse order of the model.
 
     Parameters without copies on other workers are in no window.

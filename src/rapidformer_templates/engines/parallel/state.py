@@ -16,7 +16,7 @@ from rapidformer_templates.engines import group_values
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.parallel.boxes import Box, divided_over, local_boxes, whole_shape
 from rapidformer_templates.engines.parallel.copies import NONE, Copies, copies_of
-from rapidformer_templates.engines.parallel.replicas import Unit
+from rapidformer_templates.engines.parallel.replicas import UpdateShard
 from rapidformer_templates.engines.pieces import check_optimizer, check_weights, local_part, named_tensors
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.system.workers import Workers
@@ -59,14 +59,14 @@ def held_tensors(model: nn.Module, workers: Workers) -> dict[str, Held]:
     for name, tensor in named_tensors(model).items():
         whole = placement.whole_name(name)
         first = placement.stages.get(whole, (workers.pipeline_rank,))[0]
-        speaks = first == workers.pipeline_rank and (divided_over(tensor, "tensor") > 1 or workers.tensor_rank == 0)
-        held[whole] = Held(tensor, speaks, copies_of(tensor, workers))
+        counts = first == workers.pipeline_rank and (divided_over(tensor, "tensor") > 1 or workers.tensor_rank == 0)
+        held[whole] = Held(tensor, counts, copies_of(tensor, workers))
     return held
 
 
 def pieces(
     held: Mapping[str, Held],
-    units: Sequence[Unit],
+    units: Sequence[UpdateShard],
     optimizer: torch.optim.Optimizer,
     kind: str,
     *,
@@ -98,7 +98,7 @@ def pieces(
         yield from _state_pieces(held[unit.of.name], unit, kept.get(id(unit.values), {}))
 
 
-def _state_pieces(entry: Held, unit: Unit, state: Mapping[str, Any]) -> Iterator[Piece]:
+def _state_pieces(entry: Held, unit: UpdateShard, state: Mapping[str, Any]) -> Iterator[Piece]:
     for key, value in sorted(state.items()):
         if value is None:
             continue
@@ -149,7 +149,7 @@ def _in_whole(
 
 def load(
     held: Mapping[str, Held],
-    units: Sequence[Unit],
+    units: Sequence[UpdateShard],
     optimizer: torch.optim.Optimizer,
     reader: StateReader,
     workers: Workers,
@@ -177,7 +177,7 @@ def load(
 
 
 def _load_optimizer(
-    held: Mapping[str, Held], units: Sequence[Unit], optimizer: torch.optim.Optimizer, reader: StateReader
+    held: Mapping[str, Held], units: Sequence[UpdateShard], optimizer: torch.optim.Optimizer, reader: StateReader
 ) -> None:
     saved: dict[str, dict[str, tuple[int, ...]]] = {}
     for entry, shape in reader.names("optimizer").items():
@@ -203,7 +203,7 @@ def _load_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _read_state(reader: StateReader, name: str, shape: tuple[int, ...], entry: Held, unit: Unit) -> torch.Tensor:
+def _read_state(reader: StateReader, name: str, shape: tuple[int, ...], entry: Held, unit: UpdateShard) -> torch.Tensor:
     """Read an entry of optimizer state: the run of this unit, or the whole entry if its shape differs (a count)."""
     if shape != entry.shape:
         return reader.read("optimizer", name, (0,) * len(shape), shape)

@@ -11,7 +11,7 @@ _NUMBER = torch.ops.aten._local_scalar_dense.default
 _POSITIONS = torch.ops.aten.nonzero.default
 _COUNTS = torch.ops.aten.bincount.default
 _GROUPED = torch.ops.aten._grouped_mm.default
-ASKS = frozenset({_NUMBER, _POSITIONS, _COUNTS, _GROUPED})
+DATA_DEPENDENT_OPS = frozenset({_NUMBER, _POSITIONS, _COUNTS, _GROUPED})
 """Operations whose result or shape depends on data, and grouped products, which torch fakes only in 16 bits."""
 
 
@@ -19,7 +19,7 @@ def answer(question: Any, args: Any, *, dense: bool) -> Any:
     """Return a fake answer. A mask hides nothing or something, documents are not packed, and all rows count.
 
     Args:
-        question: one of ``ASKS``.
+        question: one of ``DATA_DEPENDENT_OPS``.
         args: arguments of the operation. The first is the tensor.
         dense: whether a mask hides nothing.
     """
@@ -39,7 +39,7 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
 
 
-class AnswersAboutData(TorchDispatchMode):
+class FakeDataReads(TorchDispatchMode):
     """Answers a model's questions about data in code that is not traced."""
 
     def __init__(self, *, dense: bool) -> None:
@@ -47,4 +47,4 @@ class AnswersAboutData(TorchDispatchMode):
         self._dense = dense
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return answer(func, args, dense=self._dense) if func in ASKS else func(*args, **(kwargs or {}))
+        return answer(func, args, dense=self._dense) if func in DATA_DEPENDENT_OPS else func(*args, **(kwargs or {}))

@@ -10,7 +10,7 @@ from rapidformer_templates.switches.auto_strategy.fsdp_memory import Sharded
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.setting import Setting
-from rapidformer_templates.switches.auto_strategy.stage_memory import Moment, Stage, telling_stages
+from rapidformer_templates.switches.auto_strategy.stage_memory import Moment, Stage, peak_stage_candidates
 from rapidformer_templates.switches.auto_strategy.state_bytes import (
     FP32,
     Formula,
@@ -87,7 +87,7 @@ def predict(model: ModelShapes, layout: Layout, setting: Setting = PLAIN, *, exa
     """
     variant = variant_of(layout, setting)
     if setting.by_parallel_engine(layout):
-        stages = telling_stages(model, layout, setting)
+        stages = peak_stage_candidates(model, layout, setting)
         return max((of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
     held = max(held_by_worker(model, layout, setting), key=_sum_of_states)
     trace = model.trace(variant, exact=exact)
@@ -126,7 +126,7 @@ def _beside_experts(layout: Layout) -> Formula:
 def states_alone(model: ModelShapes, layout: Layout, setting: Setting) -> Memory:
     """Return only the states of the worker that holds most of them. It is a lower bound that costs nothing."""
     if setting.by_parallel_engine(layout):
-        held = [stage.held() for stage in telling_stages(model, layout, setting)]
+        held = [stage.held() for stage in peak_stage_candidates(model, layout, setting)]
     else:
         held = held_by_worker(model, layout, setting)
     most = max(held, key=_sum_of_states)

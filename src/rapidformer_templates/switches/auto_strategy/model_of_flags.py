@@ -27,7 +27,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.preference_rules import has_frozen_copy, rows_per_sample
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import TASKS
-from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
+from rapidformer_templates.switches.auto_strategy.answers import FakeDataReads
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
 from rapidformer_templates.switches.auto_strategy.timing import Facts
@@ -130,7 +130,7 @@ def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> nn.Module:
         if switch.predicts.traced and switch.transform:
             options = config.switches[switch.name]
             building = Building(find_blocks(model), options, plan, alone, no_loss, has_values=False)
-            with AnswersAboutData(dense=True):
+            with FakeDataReads(dense=True):
                 model = load_object(switch.transform)(model, building)
     return model
 

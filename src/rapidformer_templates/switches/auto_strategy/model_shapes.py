@@ -13,10 +13,10 @@ from torch import nn
 from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
 from rapidformer_templates.engines.parallel.narrowing import narrow, narrowed_parameters
 from rapidformer_templates.engines.parallel.windows import Window, window_for, windows_of_kinds
-from rapidformer_templates.models.blocks import bytes_of, canonical_name, lies_in_codes, shape_of
+from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of
 from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.balance import balanced_cut
-from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
+from rapidformer_templates.switches.auto_strategy.answers import FakeDataReads
 from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
 from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
@@ -178,7 +178,7 @@ class ModelShapes:
                 is_expert=id(p) in experts,
                 is_trained=p.requires_grad,
                 width=p.element_size(),
-                code_bytes=bytes_of(p) if lies_in_codes(p) else 0,
+                code_bytes=bytes_of(p) if is_quantized(p) else 0,
                 depth=depth_of(name, depths),
                 narrows=id(p) in narrowed,
             )
@@ -296,7 +296,7 @@ class ModelShapes:
             traced = self._traced(variant) if exact else self._between(variant)
             if self.repeats or blocks:
                 depths = self.depths if blocks is None else dict.fromkeys(self.depths, blocks)
-                traced = traced.deepened(depths, self._gradients[_of_model(variant)])
+                traced = traced.with_depths(depths, self._gradients[_of_model(variant)])
             self._whole_traces[key] = traced
         return self._whole_traces[key]
 
@@ -506,7 +506,7 @@ class ModelShapes:
         """
         with fake_tensors(), without_warnings():
             model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).train()
-            with AnswersAboutData(dense=True):
+            with FakeDataReads(dense=True):
                 return ends_of(model, lambda model: model(**self.batch(1)).loss)
 
 

@@ -32,7 +32,7 @@ class Moment:
         return self.activations + self.gradients + self.buffers
 
 
-def telling_stages(model: ModelShapes, layout: Layout, setting: Setting) -> list[Stage]:
+def peak_stage_candidates(model: ModelShapes, layout: Layout, setting: Setting) -> list[Stage]:
     """Return the stages that can have the highest peak. Among equal stages, the first holds most micro batches.
 
     Raises:

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.switches.auto_strategy.answers import ASKS, answer
+from rapidformer_templates.switches.auto_strategy.answers import DATA_DEPENDENT_OPS, answer
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.switches.fused_loss.memory import CHUNK_BYTES
@@ -157,7 +157,7 @@ class Trace:
         phases = [replace(a, **between(a, b, amounts)) for a, b in zip(self.phases, other.phases, strict=True)]
         return replace(self, phases=tuple(phases), **between(self, other, ("hidden", "kept_output")))
 
-    def deepened(self, depths: Mapping[str, int], gradients: Mapping[str, int]) -> Trace:
+    def with_depths(self, depths: Mapping[str, int], gradients: Mapping[str, int]) -> Trace:
         """Return this trace with more blocks: ``depths`` gives the number of blocks in each stack.
 
         The added blocks are equal to the middle one of the three traced blocks. From their forward to
@@ -249,7 +249,7 @@ class _Watch(LiveStorages):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in ASKS:
+        if func in DATA_DEPENDENT_OPS:
             result = answer(func, args, dense=self._dense)
             if not isinstance(result, torch.Tensor):
                 return result

@@ -13,7 +13,7 @@ from rapidformer_templates.data.collate import check_pads_to_shape
 from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import Request
 from rapidformer_templates.data.random_streams import Stream
-from rapidformer_templates.data.shapes import Shape, choose_shapes, share_out
+from rapidformer_templates.data.shapes import Shape, choose_shapes, count_batches
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes, multiple
 
@@ -50,7 +50,7 @@ class DynamicOrder:
         self.by_epochs = by_epochs
         kinds = np.searchsorted([shape.length for shape in shapes], lengths)
         self._kinds = kinds.astype(np.min_scalar_type(len(shapes)))  # up to 16 bits are sorted in linear time
-        shares = share_out(shapes, np.bincount(kinds, minlength=len(shapes)).tolist())
+        shares = count_batches(shapes, np.bincount(kinds, minlength=len(shapes)).tolist())
         # Each shape has full batches and perhaps one partial batch. All are slices of the sorted samples.
         samples = [n for shape, share in zip(shapes, shares, strict=True) for n in (shape.rows, share.rest)]
         times = [n for share in shares for n in (share.full, share.batches - share.full)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rapidformer_templates.planning.acted import all_of, divides_parameters, shared_out, shown
+from rapidformer_templates.planning.acted import all_of, check_even_shards, divides_parameters, shown
 from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import PARTITIONING, idle_alone
 from rapidformer_templates.planning.config import spelling
@@ -92,7 +92,8 @@ def _options(request: Request) -> Mapping[str, Any]:
 
 
 _SHARES = all_of(
-    shared_out(among=shares, updated_elements="optimizer state", gradient_elements="gradients"), divides_parameters
+    check_even_shards(among=shares, updated_elements="optimizer state", gradient_elements="gradients"),
+    divides_parameters,
 )
 
 

@@ -21,7 +21,7 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.pieces import by_mesh, bytes_held, local_part
-from rapidformer_templates.engines.reached import Route
+from rapidformer_templates.engines.reached import ForwardSequenceCheck
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts, widthwise
@@ -72,13 +72,13 @@ class FSDPEngine(SingleEngine):
             # type.
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
         for stack in _divided_already(model):
-            self._divide_further(stack, policy, reshard)
+            self._shard_expert_stacks(stack, policy, reshard)
         blocks = list(find_blocks(model).values())
         for unit in (*_of_several(blocks), *blocks):
             fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(model, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
 
-    def _divide_further(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
+    def _shard_expert_stacks(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
         """Shard this worker's experts over the workers of its group that have the same experts."""
         mesh = self._mesh_of_experts
         over = mesh[(COPIES, SHARDS) if mesh.size(0) > 1 else SHARDS]
@@ -129,7 +129,7 @@ class FSDPEngine(SingleEngine):
             trained[name] = [names[id(p.sharded_param)] for g in groups for p in g.fsdp_params if _is_trained(p)]
             for group in groups:
                 self._reduce_all_of(group)
-        self._route = Route(units, trained, self.workers, "FSDP") if self.workers.world > 1 else None
+        self._route = ForwardSequenceCheck(units, trained, self.workers, "FSDP") if self.workers.world > 1 else None
         return self.model
 
     def _reduce_all_of(self, group: Any) -> None:
@@ -159,10 +159,10 @@ class FSDPEngine(SingleEngine):
         self._reached: set[int] = set()
         return super()._schedule(microbatches, weight)
 
-    def _missed(self) -> Sequence[int]:
+    def _unused_here(self) -> Sequence[int]:
         return [index for index, p in enumerate(self._parameters) if id(p) not in self._reached]
 
-    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
         if not self.reshards:
             # Parameters stay whole from the first micro batch to the last: without resharding there is memory for them.
@@ -173,7 +173,7 @@ class FSDPEngine(SingleEngine):
         if not self.receipts:
             held = bytes_held({"parameters": list(self.model.parameters())})
             self.receipts["parameter_bytes_in_backward"] = held["parameters"]
-            self.receipts["whole_in_backward"] = self._whole_now()
+            self.receipts["whole_in_backward"] = self._unsharded_fraction()
             self.receipts["gradients_summed_in"] = self._summed_in()
         if self._route:
             self._route.forward_done()
@@ -200,7 +200,7 @@ class FSDPEngine(SingleEngine):
         norm = self.workers.sum_tensor(square).sqrt().to(kind)  # on a single worker this is the usual norm
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
-    def _whole_now(self) -> float:
+    def _unsharded_fraction(self) -> float:
         """Return the fraction of the parameters' elements that are whole on this rank."""
         sizes = [(p.numel(), _lies_in(p, SHARDS)) for p in self.model.parameters()]
         return sum(count for count, divided in sizes if not divided) / sum(count for count, _ in sizes)

@@ -231,7 +231,7 @@ def quantize_stack(experts: Any, name: str, coding: str, *, has_values: bool = T
     set_stack_reader(experts, name, read)
 
 
-def lies_in_codes(layer: Any) -> bool:
+def is_quantized(layer: Any) -> bool:
     """Return whether the weight under an adapter is quantized."""
     name = getattr(layer, "parameter_name", None)
     base = layer.get_base_layer()

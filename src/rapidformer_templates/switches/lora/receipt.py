@@ -8,7 +8,7 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.trained_parameters import TrainedAndFrozen, of_whole_model
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.switches.lora.matrices import MatrixAdapter
-from rapidformer_templates.switches.lora.quantized import lies_in_codes
+from rapidformer_templates.switches.lora.quantized import is_quantized
 from rapidformer_templates.switches.lora.transform import adapted_layers
 
 
@@ -17,7 +17,7 @@ class TrainedBesideFrozen(TrainedAndFrozen):
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
         mine = {
-            canonical_name(name): (isinstance(layer, MatrixAdapter), lies_in_codes(layer))
+            canonical_name(name): (isinstance(layer, MatrixAdapter), is_quantized(layer))
             for name, layer in adapted_layers(engine.model)
         }
         layers = of_whole_model(engine, mine).values()

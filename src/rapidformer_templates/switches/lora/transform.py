@@ -26,7 +26,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import FrozenBase, fingerprint, identity_of, set_frozen_base
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import placement_of, whole
-from rapidformer_templates.models.stand_ins import Elsewhere, SkippedBlock
+from rapidformer_templates.models.stand_ins import AbsentModule, SkippedBlock
 from rapidformer_templates.switches.lora import matrices
 from rapidformer_templates.switches.lora.exported import ADAPTER, CONFIG
 from rapidformer_templates.switches.lora.quantized import QuantizedLinear, quantize_stack
@@ -192,7 +192,7 @@ def _all_linear(model: nn.Module, trained_whole: list[str]) -> list[str]:
     try:
         head = find()
     except AttributeError:
-        if not any(isinstance(module, Elsewhere) for module in model.modules()):
+        if not any(isinstance(module, AbsentModule) for module in model.modules()):
             raise
         head = None  # another pipeline stage has it
     return [
@@ -291,7 +291,7 @@ def _names(asked: str) -> list[str]:
 
 def _ending_with(model: nn.Module, end: str) -> list[str]:
     """Return the modules with that name, except those on other pipeline stages."""
-    there = (name for name, module in model.named_modules() if not isinstance(module, (Elsewhere, SkippedBlock)))
+    there = (name for name, module in model.named_modules() if not isinstance(module, (AbsentModule, SkippedBlock)))
     return [name for name in there if name == end or name.endswith(f".{end}")]
 
 

@@ -179,7 +179,9 @@ class BalanceLosses:
 
     def begin_step(self, microbatches: Sequence[MicroBatch], workers: Workers) -> None:
         here = sum(_tokens_in(microbatch) for microbatch in microbatches if not microbatch.idle)
-        (tokens,) = workers.sum(here if workers.speaks else 0)  # all workers of a replica have the same batches
+        (tokens,) = workers.sum(
+            here if workers.is_replica_leader else 0
+        )  # all workers of a replica have the same batches
         if not tokens:
             raise RapidformerError(
                 "the balance loss is a mean over tokens, and there are no input_ids in the batches to count them",

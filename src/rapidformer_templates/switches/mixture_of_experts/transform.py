@@ -11,7 +11,10 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse, sparse_layers
 from rapidformer_templates.switches.mixture_of_experts.exported import describe
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
-from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import has_own_experts, watch_own_experts
+from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import (
+    has_own_experts,
+    patch_native_experts,
+)
 
 BALANCE, Z = 0.01, 0.001
 """Coefficients of Fedus et al. (2021) and of Zoph et al. (2022)."""
@@ -26,7 +29,7 @@ def mixture_of_experts(model: nn.Module, building: Building) -> nn.Module:
     options = building.options
     balance, z = options.moe_loss_coeff, options.moe_z_loss_coeff
     if has_own_experts(model):
-        watch_own_experts(model, balance=balance, z=0.0 if z is None else z)
+        patch_native_experts(model, balance=balance, z=0.0 if z is None else z)
         return model
     balance, z = BALANCE if balance is None else balance, Z if z is None else z
     if any(sparse_layers(model)):  # a model that was exported by this library

@@ -31,7 +31,7 @@ def has_own_experts(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "model_type", None) in OWN_EXPERTS
 
 
-def watch_own_experts(model: Any, *, balance: float | None, z: float) -> BalanceLosses:
+def patch_native_experts(model: Any, *, balance: float | None, z: float) -> BalanceLosses:
     """Compute the experts with grouped products, and add the losses to the gradient.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rapidformer_templates.engines.kept_products import KeepsProducts
+from rapidformer_templates.engines.kept_products import SavesMatmuls
 from rapidformer_templates.switches.checkpoint_activations.transform import PRODUCTS
 from rapidformer_templates.switches.offload_activations.offloader import Offloader
 
@@ -26,7 +26,7 @@ def offloaded_products(offloader: Offloader) -> Callable[[], tuple[TorchDispatch
     return contexts
 
 
-class _Keeping(TorchDispatchMode, KeepsProducts):
+class _Keeping(TorchDispatchMode, SavesMatmuls):
     def __init__(self, offloader: Offloader, kept: deque[Any]) -> None:
         super().__init__()
         self._offloader, self._kept = offloader, kept

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.traces import leaves_trace
+from rapidformer_templates.engines.traces import backward_may_follow
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.switches.offload_activations.host import PinnedMemory
@@ -56,7 +56,7 @@ class Offloaded:
         self._block, self._number, self._offloader = block, number, offloader
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not leaves_trace():
+        if not torch.is_grad_enabled() or not backward_may_follow():
             return self.forward(*args, **kwargs)
         with self._offloader.around(self._number, self._block, args, kwargs):
             return self.forward(*args, **kwargs)

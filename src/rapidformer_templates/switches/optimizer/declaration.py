@@ -8,7 +8,13 @@ from typing import Literal
 
 from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS, on_host_by_deepspeed, refusal, why_stand_in
+from rapidformer_templates.planning.optimizers import (
+    CPU_ADAM,
+    OPTIMIZERS,
+    fallback_reason,
+    on_host_by_deepspeed,
+    refusal,
+)
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE
 from rapidformer_templates.planning.switch import (
     Example,
@@ -46,7 +52,7 @@ def _notes(request: Request) -> Sequence[str]:
     name = request.config.get("optimizer")
     if on_host_by_deepspeed(request):
         return (f"{name}: its state is offloaded, and {CPU_ADAM} updates it on the host",)
-    stand_in, why = OPTIMIZERS[name].stand_in, why_stand_in(request)
+    stand_in, why = OPTIMIZERS[name].stand_in, fallback_reason(request)
     return (f"{name}: {why}; {stand_in} is used instead",) if stand_in and why else ()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.acted import shared_out
+from rapidformer_templates.planning.acted import check_even_shards
 from rapidformer_templates.planning.checks import PARTITIONING, idle_alone
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import Precedence, Prediction, Resource, Switch
@@ -43,7 +43,7 @@ SWITCHES = (
         notes=idle_alone("oss: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.oss.engine:OSSEngine",
         receipt=("optimizer_state_bytes",),
-        acted=shared_out(updated_elements="optimizer state"),
+        acted=check_even_shards(updated_elements="optimizer state"),
     ),
     Switch(
         name="oss-sdp",
@@ -66,6 +66,6 @@ SWITCHES = (
         notes=idle_alone("oss-sdp: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.oss.engine:SDPEngine",
         receipt=("optimizer_state_bytes", "gradient_bytes"),
-        acted=shared_out(updated_elements="optimizer state", gradient_elements="gradients"),
+        acted=check_even_shards(updated_elements="optimizer state", gradient_elements="gradients"),
     ),
 )

@@ -80,8 +80,8 @@ class OSSEngine(_ShardedState, DDPEngine):
     def _distribute(self) -> nn.Module:
         return super()._distribute() if self._shards else self.model
 
-    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
-        return super()._synchronise(last=last) if self._shards else nullcontext()
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
+        return super()._accumulation_context(last=last) if self._shards else nullcontext()
 
 
 class SDPEngine(_ShardedState):
@@ -95,10 +95,10 @@ class SDPEngine(_ShardedState):
         self._sdp = SequencedSDP(self.model, self._oss)
         return self._sdp
 
-    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or not self._shards else self._sdp.no_sync()
 
-    def _missed(self) -> Sequence[int]:
+    def _unused_here(self) -> Sequence[int]:
         if not self._shards or not self._sdp.unreached:
             return ()
         return [position for position, p in enumerate(self._parameters) if id(p) in self._sdp.unreached]

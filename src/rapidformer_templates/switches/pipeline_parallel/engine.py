@@ -21,8 +21,8 @@ from rapidformer_templates.engines.traces import kept_buffers
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
 from rapidformer_templates.switches.pipeline_parallel.schedule import LEAVING, Action, Kind, with_transfers
-from rapidformer_templates.switches.pipeline_parallel.stage_forward import Passage
-from rapidformer_templates.switches.pipeline_parallel.stage_links import Links, Parcel
+from rapidformer_templates.switches.pipeline_parallel.stage_forward import StageRunner
+from rapidformer_templates.switches.pipeline_parallel.stage_links import Links, PendingRecv
 
 
 class PipelineEngine(ParallelEngine):
@@ -39,20 +39,20 @@ class PipelineEngine(ParallelEngine):
         parts = placement_of(model).parts
         assert parts is not None, "the pipeline switch cuts the model"
         self._parts = len(parts)
-        self._passage = Passage(model, begins=self.workers.pipeline_rank == 0, ends=self.workers.ends_pipeline)
+        self._passage = StageRunner(model, begins=self.workers.pipeline_rank == 0, ends=self.workers.ends_pipeline)
         self._links = Links(self.workers, leaving=LEAVING * self._parts)
         self._keeps_casts = not _computed_again(placement_of(model).blocks.values())
 
     def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
         step = _Step(self, microbatches, weight)
-        with self._one_cast():
+        with self._shared_autocast_cache():
             schedules = with_transfers(self.workers.pipeline, self._parts, len(microbatches))
             for action in schedules[self.workers.pipeline_rank]:
                 step.do(action)
         self._links.flush()
         return step.total
 
-    def _one_cast(self) -> AbstractContextManager[Any]:
+    def _shared_autocast_cache(self) -> AbstractContextManager[Any]:
         """Share autocast's copies of the weights between all micro batches of a step.
 
         Autocast drops its copies when its outermost context ends, and each graph would keep separate copies. This
@@ -82,7 +82,7 @@ class PipelineEngine(ParallelEngine):
         """Run the user's hook in a part that does not end with the loss."""
         batch = to_device(microbatch.batch, self.workers.device)
         kept = kept_buffers(self.model) if microbatch.idle else nullcontext()
-        with self.precision(), self._ahead_of(microbatch, batch), kept:
+        with self.precision(), self._async_forward_context(microbatch, batch), kept:
             return self.compute_loss(self.model, batch)
 
     def stage_of(self, part: int) -> int:
@@ -129,7 +129,7 @@ class _Step:
         self.links = engine._links
         self.total = torch.zeros((), dtype=torch.float64, device=engine.workers.device)
         self._keys = [_shapes(microbatch.batch) for microbatch in microbatches]
-        self._coming: dict[Action, Parcel] = {}
+        self._coming: dict[Action, PendingRecv] = {}
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}  # until they are sent
         self._losses: dict[int, torch.Tensor] = {}
@@ -197,7 +197,7 @@ class _Step:
             engine._auxiliary.recall(self._seen.pop((stage, number)))
             if stage != engine.last_stage:
                 scale = engine.loss_scale.scale if engine.loss_scale else torch.ones((), device=engine.workers.device)
-                engine._auxiliary.follow_without_loss(self.microbatches[number], scale * engine._averages_over)
+                engine._auxiliary.follow_without_loss(self.microbatches[number], scale * engine._gradient_divisor)
 
 
 def _computed_again(blocks: Iterable[nn.Module]) -> bool:

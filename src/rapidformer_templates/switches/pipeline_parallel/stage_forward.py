@@ -26,7 +26,7 @@ class LeaveStage(BaseException):
         self.hidden = hidden
 
 
-class Passage:
+class StageRunner:
     """Runs the user's loss function through one local part of the model at a time.
 
     The first block of the part gets the hidden state of the previous stage. After the last block, the forward ends,

@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HEADER = 10  # numbers: type, dimensions, and up to eight lengths
 
 
-class Parcel(NamedTuple):
+class PendingRecv(NamedTuple):
     """A tensor that is being received or sent."""
 
     tensor: torch.Tensor
@@ -50,7 +50,7 @@ class Links:
         self.leaving = leaving
         self.group = workers.mesh.get_group("pipeline")
         self._known: dict[tuple[int, Hashable], tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._on_their_way: dict[int, deque[Parcel]] = {1: deque(), -1: deque()}
+        self._on_their_way: dict[int, deque[PendingRecv]] = {1: deque(), -1: deque()}
 
     def _rank_of(self, stage: int) -> int:
         workers = self.workers
@@ -62,10 +62,10 @@ class Links:
         if len(before) == self.leaving:
             before.popleft().unpack()
         to = self._rank_of(stage + direction)
-        before.append(Parcel(tensor, dist.isend(tensor, dst=to, group=self.group)))
+        before.append(PendingRecv(tensor, dist.isend(tensor, dst=to, group=self.group)))
 
-    def _receive(self, tensor: torch.Tensor, stage: int) -> Parcel:
-        return Parcel(tensor, dist.irecv(tensor, src=self._rank_of(stage), group=self.group))
+    def _receive(self, tensor: torch.Tensor, stage: int) -> PendingRecv:
+        return PendingRecv(tensor, dist.irecv(tensor, src=self._rank_of(stage), group=self.group))
 
     def send_forward(self, stage: int, key: Hashable, hidden: torch.Tensor) -> None:
         """Send the output of ``stage`` to the next stage.
@@ -92,7 +92,7 @@ class Links:
             )
         self._send(hidden, stage, 1)
 
-    def receive_forward(self, stage: int, key: Hashable) -> Parcel:
+    def receive_forward(self, stage: int, key: Hashable) -> PendingRecv:
         """Receive the hidden state that ``stage`` needs as its input."""
         if (stage - 1, key) not in self._known:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.workers.device)
@@ -104,7 +104,7 @@ class Links:
         """Send the gradient of the input of ``stage`` to the previous stage."""
         self._send(gradient.contiguous(), stage, -1)
 
-    def receive_backward(self, stage: int, key: Hashable) -> Parcel:
+    def receive_backward(self, stage: int, key: Hashable) -> PendingRecv:
         """Receive the gradient of the output of ``stage`` for a batch of these shapes."""
         return self._receive(self._empty(stage, key), stage + 1)
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.reached import reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
-from rapidformer_templates.models.stand_ins import Absent, Placeholder, facts_of, replaced
+from rapidformer_templates.models.stand_ins import OutputShape, Placeholder, facts_of, replaced
 
 BEFORE, WITHIN, AFTER = "before", "within", "after"
 
@@ -37,7 +37,7 @@ class Flow:
     """
 
     called: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    absent: dict[str, Absent] = field(default_factory=dict)
+    absent: dict[str, OutputShape] = field(default_factory=dict)
     beside: set[int] = field(default_factory=set)
     beyond: set[int] = field(default_factory=set)
     form: int | None = None
@@ -141,9 +141,9 @@ class _Watch:
     def outside(self, name: str) -> Callable[..., None]:
         def called(module: nn.Module, args: Any, output: Any) -> None:
             self.flow.called[name].add(self.phase)
-            seen = Absent.like(args, output)
+            seen = OutputShape.like(args, output)
             if name in self.flow.absent and self.flow.absent[name] != seen:
-                seen = Absent()
+                seen = OutputShape()
             self.flow.absent[name] = seen
 
         return called

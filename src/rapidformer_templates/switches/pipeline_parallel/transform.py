@@ -14,7 +14,7 @@ from rapidformer_templates.engines.pieces import named_tensors
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import Placement, set_placement
-from rapidformer_templates.models.stand_ins import Absent, Elsewhere, SkippedBlock, put
+from rapidformer_templates.models.stand_ins import AbsentModule, OutputShape, SkippedBlock, put
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.pipeline_parallel.tracing import AFTER, BEFORE, WITHIN, holders, trace
 
@@ -152,7 +152,7 @@ class PipelineCut:
     def _stand_in(self, name: str) -> nn.Module:
         if name in self.blocks:
             return SkippedBlock(self.flow.form, self.blocks[name])
-        return Elsewhere(self.flow.absent.get(name, Absent()))
+        return AbsentModule(self.flow.absent.get(name, OutputShape()))
 
     def _ranks_of(self, name: str, stage_of: dict[str, int]) -> frozenset[int]:
         """Return the pipeline ranks that have a module or tensor."""

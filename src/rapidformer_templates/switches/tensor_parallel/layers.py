@@ -57,14 +57,14 @@ class Regions:
     def begin(self, x: torch.Tensor) -> torch.Tensor:
         """Return the whole input of divided layers."""
         if self.length is None:
-            self.streams.diverge()
+            self.streams.enter_local_rng()
             return enter(x, self.peers)
         return gather(x, self.peers, DIM, self.length, partial=True)
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
         """Combine the partial results of divided layers for the layers that follow."""
         if self.length is None:
-            self.streams.rejoin()
+            self.streams.leave_local_rng()
             return sum_partial(x, self.peers)
         return sum_share(x, self.peers, DIM)
 
@@ -167,7 +167,7 @@ class EnteringColumn(Divided):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.regions.streams.apart:
-            self.regions.streams.diverge()
+            self.regions.streams.enter_local_rng()
         return self.forward(enter(x, self.regions.peers))
 
 

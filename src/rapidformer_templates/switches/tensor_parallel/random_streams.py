@@ -43,7 +43,7 @@ class Streams:
         self.active = active
         self._shared: tuple[torch.Tensor, tuple[torch.device, torch.Tensor] | None] | None = None
 
-    def diverge(self) -> None:
+    def enter_local_rng(self) -> None:
         """Switch to this worker's separate stream.
 
         It may be called again without :meth:`rejoin`. A forward that is recomputed for the backward pass stops as soon
@@ -68,7 +68,7 @@ class Streams:
         """Use the current generators as the shared stream, even if an interrupted forward has not rejoined it."""
         self._shared = None
 
-    def rejoin(self) -> None:
+    def leave_local_rng(self) -> None:
         """Return to the shared stream, in the state where :meth:`diverge` left it."""
         if self.active:
             self._return()

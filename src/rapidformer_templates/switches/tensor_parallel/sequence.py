@@ -120,12 +120,12 @@ class _OnShard:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.shards.length = kwargs.pop(self.shards.key)
-        self.shards.streams.diverge()  # each part of the sequence has different masks
+        self.shards.streams.enter_local_rng()  # each part of the sequence has different masks
         try:
             return self.forward(*args, **kwargs)
         finally:
             self.shards.length = None
-            self.shards.streams.rejoin()
+            self.shards.streams.leave_local_rng()
 
 
 class OnWholeSequence:
@@ -144,12 +144,12 @@ class OnWholeSequence:
         hidden = args[0] if args else kwargs.pop(self.first)
         whole = gather(hidden, shards.peers, DIM, length, partial=False)
         shards.length = None
-        shards.streams.rejoin()
+        shards.streams.leave_local_rng()
         try:
             output = self.forward(whole, *args[1:], **kwargs)
         finally:
             shards.length = length
-            shards.streams.diverge()
+            shards.streams.enter_local_rng()
         if isinstance(output, tuple):
             return (own_share(output[0], shards.peers, DIM, even=True), *output[1:])
         return own_share(output, shards.peers, DIM, even=True)

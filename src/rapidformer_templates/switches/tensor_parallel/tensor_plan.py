@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import adapter_parts, plain_name, trained_whole
-from rapidformer_templates.models.stand_ins import Elsewhere
+from rapidformer_templates.models.stand_ins import AbsentModule
 from rapidformer_templates.models.vocabulary_loss import LossHead
 from rapidformer_templates.switches.tensor_parallel.styles import (
     COLUMN,
@@ -175,7 +175,7 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
         )
     expressions = [(re.compile(_expression(pattern)), style) for pattern, style in patterns.items()]
     # Modules of other pipeline stages are not divided here, nor layers that a mixture has replaced.
-    names = {name for name, module in model.named_modules() if not isinstance(module, (Elsewhere, nn.Identity))}
+    names = {name for name, module in model.named_modules() if not isinstance(module, (AbsentModule, nn.Identity))}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     styles: dict[str, str] = {}
     copies = trained_whole(model)
@@ -188,7 +188,7 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
             styles[name] = style
     if not any(style in COLUMN | ROW | {GATHERED_COLUMN, SPLIT_ROW} for style in styles.values()):
         raise _no_tensor_plan(model)
-    return styles | _brought(model) | _vocabulary(model)
+    return styles | _module_styles(model) | _vocabulary(model)
 
 
 def _beside_adapters(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -244,7 +244,7 @@ def _expression(pattern: str) -> str:
     return r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+")
 
 
-def _brought(model: nn.Module) -> dict[str, str]:
+def _module_styles(model: nn.Module) -> dict[str, str]:
     """Return the styles that modules define as ``tensor_styles``. These modules have replaced planned ones."""
     return {
         f"{name}.{key}" if key else name: style

@@ -40,9 +40,9 @@ ACCELERATOR = "DS_ACCELERATOR"  # DeepSpeed's device, which also decides how a p
 
 BUILD_SECONDS = 1800
 """The time limit of a build in seconds. Nothing in this module waits longer for another process."""
-GRACE_SECONDS = 3.0
+OWN_LOCK_TIMEOUT = 3.0
 """How many seconds a lock in our folder may have no visible owner. Loading a part takes less than one second."""
-DOUBT_SECONDS = 900.0
+FOREIGN_LOCK_TIMEOUT = 900.0
 """The same limit for a user's folder, where the builder may run on another machine. A build takes less than this."""
 
 Say = Callable[[str], None]
@@ -350,14 +350,14 @@ def _clear(lock: Path, ours: bool, say: Say) -> None:
         builder, now = holder(lock), time.monotonic()
         held = now if builder is not None else held
         # Do not remove it at once: a builder closes the file a moment before it removes it.
-        if ours and now - held > GRACE_SECONDS:
+        if ours and now - held > OWN_LOCK_TIMEOUT:
             say(f"removed a lock that a killed build of DeepSpeed's {lock.parent.name} left: {lock}")
             lock.unlink(missing_ok=True)
-        elif now - began > BUILD_SECONDS or (now - held > GRACE_SECONDS and _age(lock) > DOUBT_SECONDS):
+        elif now - began > BUILD_SECONDS or (now - held > OWN_LOCK_TIMEOUT and _age(lock) > FOREIGN_LOCK_TIMEOUT):
             who = f"process {builder} does not end" if builder else "no process on this machine is building it"
             hint = "delete this file if no other machine or container is building there"
             raise PartError(f"DeepSpeed's {lock.parent.name} is locked, and {who}", where=str(lock), hint=hint)
-        elif not told and now - began > GRACE_SECONDS:
+        elif not told and now - began > OWN_LOCK_TIMEOUT:
             say(f"waiting for {lock} ({f'process {builder}' if builder else 'delete it if nothing is building there'})")
             told = True
         time.sleep(0.1)

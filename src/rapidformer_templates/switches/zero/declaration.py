@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rapidformer_templates.planning.acted import all_of, divides_parameters, shared_out
+from rapidformer_templates.planning.acted import all_of, check_even_shards, divides_parameters
 from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, needs_template
 from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
 from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, MOST
@@ -149,7 +149,7 @@ def _partitioned(measured: Measured) -> str | None:
     return divides_parameters(measured) if (measured["largest_parameter"] or 0) > threshold else None
 
 
-_STATES = shared_out(updated_elements="optimizer state")
+_STATES = check_even_shards(updated_elements="optimizer state")
 
 
 def _gradients(measured: Measured) -> str | None:
@@ -160,7 +160,7 @@ def _gradients(measured: Measured) -> str | None:
     if {"cpu-offload", "nvme-offload"} & set(measured.plan.switches):
         return None
     # ZeRO-3 partitions each parameter. ZeRO-2 partitions all of them as one row.
-    shares = shared_out(whole_at_borders="zero-2" in measured.plan.switches, gradient_elements="gradients")
+    shares = check_even_shards(whole_at_borders="zero-2" in measured.plan.switches, gradient_elements="gradients")
     return shares(measured)
 
 

@@ -20,10 +20,10 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.reached import GradientSequence, come_by_all, reached_parameters
+from rapidformer_templates.engines.reached import GradientSequence, reached_parameters, with_unused_parameters
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from rapidformer_templates.models.blocks import canonical_name, lies_in_codes
+from rapidformer_templates.models.blocks import canonical_name, is_quantized
 from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.deepspeed_file.buckets import filled
 from rapidformer_templates.planning.deepspeed_file.file import LOUD
@@ -73,7 +73,7 @@ class DeepSpeedEngine(SingleEngine):
         if self.compute_type is not None:
             if any(p.dtype != self.compute_type for _, p in named):  # parameters on a disk already have this type
                 masters = Masters(model, self.compute_type, self.workers)
-            _compute_in(model, self.compute_type)
+            _autocast_forward(model, self.compute_type)
         for buffer in model.buffers():
             if self.workers.world > 1:
                 dist.broadcast(buffer, src=0)
@@ -88,8 +88,10 @@ class DeepSpeedEngine(SingleEngine):
         if masters is not None:
             masters.restore(self._state)
         self._route = self._state.route()
-        self._waits_for_gradients = self.zero_stage == 3
-        self._sequence = GradientSequence(len(self._parameters), self._state.sequenced(self._parameters, self._came))
+        self._needs_zero_gradients = self.zero_stage == 3
+        self._sequence = GradientSequence(
+            len(self._parameters), self._state.sequenced(self._parameters, self._on_gradient_ready)
+        )
         self.receipts["zero_optimization"] = _numbers(self._deepspeed._config.zero_config.model_dump())
 
     def frozen(self, model: nn.Module) -> nn.Module:
@@ -102,7 +104,7 @@ class DeepSpeedEngine(SingleEngine):
                 if hasattr(parameter, "ds_tensor"):  # partitioned while it was built
                     parameter.ds_tensor.data = parameter.ds_tensor.data.to(self.compute_type)
                 parameter.data = parameter.data.to(self.compute_type)
-            _compute_in(model, self.compute_type)
+            _autocast_forward(model, self.compute_type)
         if self.zero_stage < 3:
             return accelerator.move(model, self.workers.device)
         config = self._config_for(width_of(model))
@@ -116,7 +118,7 @@ class DeepSpeedEngine(SingleEngine):
         wrapped: nn.Module = self._deepspeed
         return wrapped
 
-    def _runs_ahead(self) -> bool:
+    def _supports_async_step(self) -> bool:
         return False  # DeepSpeed reads the norm on the host
 
     def _finish_step(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool | torch.Tensor]:
@@ -133,7 +135,7 @@ class DeepSpeedEngine(SingleEngine):
     def _drop_gradients(self) -> None:
         """Do nothing: DeepSpeed frees the gradients in its step."""
 
-    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
         self._deepspeed.set_gradient_accumulation_boundary(last)
         return self._route.followed() if self._route else contextlib.nullcontext()
 
@@ -146,25 +148,25 @@ class DeepSpeedEngine(SingleEngine):
             reached = set(map(id, reached_parameters(loss)))
             self._route.forward_done(self._names(p for p in self._parameters if id(p) not in reached))
         self._sequence.begin()
-        self._deepspeed.backward(come_by_all(loss, (), then=self._sequence.finish), scale_wrt_gas=False)
+        self._deepspeed.backward(with_unused_parameters(loss, (), then=self._sequence.finish), scale_wrt_gas=False)
 
-    def _came(self, index: int) -> None:
+    def _on_gradient_ready(self, index: int) -> None:
         if self._parameters[index].grad is not None:
             self._reached.add(index)
         self._sequence.take(index)
 
-    def _count_as_reached(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _fill_zero_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         those = set(map(id, parameters))
         self._reached |= {index for index, parameter in enumerate(self._parameters) if id(parameter) in those}
 
-    def _missed(self) -> Sequence[int]:
+    def _unused_here(self) -> Sequence[int]:
         return [index for index in range(len(self._parameters)) if index not in self._reached]
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
         return [names[id(parameter)] for parameter in parameters]
 
-    def _missed_everywhere(self, indices: Sequence[int]) -> None:
+    def _drop_unused(self, indices: Sequence[int]) -> None:
         """Refuse parameters without a gradient on any worker, because ZeRO would still apply weight decay to them.
 
         Raises:
@@ -262,7 +264,7 @@ class Masters:
         self._values: dict[str, torch.Tensor] = {}
         self._partitioned: set[str] = set()
         for name, parameter in model.named_parameters():
-            if lies_in_codes(parameter):
+            if is_quantized(parameter):
                 continue  # codes have no compute type
             here = canonical_name(name)
             if hasattr(parameter, "ds_tensor"):  # partitioned while it was built
@@ -284,7 +286,7 @@ class Masters:
                     fragment.of(flat).copy_(values[begin : begin + fragment.count])
 
 
-def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+def _autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
     """Run the forward under autocast, also inside DeepSpeed, which disables autocast there.
 
     The parameters already have the 16-bit type. Norms, softmax and losses are still computed in fp32, as in all other

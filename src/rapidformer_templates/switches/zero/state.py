@@ -16,7 +16,7 @@ from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines import pieces as engine_state
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.flat_runs import pieces_of, read_into
-from rapidformer_templates.engines.reached import Route
+from rapidformer_templates.engines.reached import ForwardSequenceCheck
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.system.workers import Workers
@@ -95,7 +95,7 @@ class ZeroState(ABC):
             A function that runs DeepSpeed's original hook for an index, with a zero gradient if there is none.
         """
 
-    def route(self) -> Route | None:
+    def route(self) -> ForwardSequenceCheck | None:
         """Return the module sequence that every micro batch must follow, or None if no parameters are gathered."""
         return None
 
@@ -378,7 +378,7 @@ class PartitionedParameters(ZeroState):
 
         return send
 
-    def route(self) -> Route | None:
+    def route(self) -> ForwardSequenceCheck | None:
         if self.workers.world == 1:
             return None
         from deepspeed.utils import z3_leaf_module
@@ -390,7 +390,7 @@ class PartitionedParameters(ZeroState):
             if own and module not in within:
                 modules[name] = module
                 trained[name] = [canonical_name(f"{name}.{n}") for n, p in own.items() if p.requires_grad]
-        return Route(modules, trained, self.workers, "ZeRO-3")
+        return ForwardSequenceCheck(modules, trained, self.workers, "ZeRO-3")
 
     def _whole(self, parameter: Any) -> torch.Tensor:
         whole: torch.Tensor = self.optimizer.get_full_hp_param(parameter)
