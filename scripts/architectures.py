@@ -55,7 +55,7 @@ def reason(text: str) -> str:
     line = text.strip().splitlines()[0].removeprefix("error: ")
     line = re.sub(r"\s*\(.*\)", "", line)
     line = re.sub(r"\b\w+(?:For[A-Z]\w+|Model|Decoder)\b", "the model", line)
-    return re.sub(r"\w+(?:\.\w+)*\.\d+(?:\.\w+)*(?:, \S+)*", "…", line)
+    return re.sub(r"(?:\w+(?:\.\w+)*\.\d+(?:\.\w+)*(?:, \S+)* ?)+", "… ", line).strip()
 
 
 def page(rows: dict[tuple[str, str], Row]) -> str:
