@@ -78,7 +78,7 @@ LINES = {
     ),
     "gradients on the host are waited for": Line(
         "engines.host_optimizer",
-        "torch.accelerator.synchronize()  # the copies to the host run behind",
+        "torch.accelerator.synchronize()  # the copies to the host are asynchronous",
         run="offloaded state",
         main=0.002,
     ),
@@ -162,7 +162,7 @@ def _drawn_again() -> Any:
     return torch.equal(first.cpu(), torch.rand(4, device=stand_in.NAME).cpu())
 
 
-HELD = "leaf.record_stream(computes)  # its memory is the side stream's, which must not take it back too early"
+HELD = "leaf.record_stream(computes)  # the side stream owns its memory and must not reuse it too early"
 HEARD = "self._event.synchronize()"
 RESTORED = "accelerator.set_random_state(device, tensors[device.type])"
 SUMS = [2000.0 * i for i in range(4)]

@@ -240,7 +240,7 @@ def _mpt() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "Sequential is no model of transformers"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "Sequential is not a transformers model"),
         (_mpt(), r"the attention of MptForCausalLM cannot be divided"),
     ],
     ids=["own", "mpt"],
