@@ -15,7 +15,6 @@ pytest.importorskip("onnxscript")
 
 
 @pytest.mark.longer
-@pytest.mark.slow
 def test_the_command_writes_what_it_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,6 @@ class Lazy(Contender):
             step_done()
 
 
-@pytest.mark.slow
 @pytest.mark.longer
 @pytest.mark.parametrize("kind", CONTENDERS)
 def test_a_loop_does_the_work_of_the_plain_one(kind: type[Contender]) -> None:

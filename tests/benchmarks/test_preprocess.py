@@ -19,7 +19,6 @@ absent = [name for name in ("megatron", "gigatoken") if importlib.util.find_spec
 
 
 @pytest.mark.longer
-@pytest.mark.slow
 @pytest.mark.skipif(bool(absent), reason=f"not installed: {', '.join(absent)}")
 def test_the_command_writes_what_it_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

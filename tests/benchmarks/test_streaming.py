@@ -12,7 +12,6 @@ from benchmarks.streaming import STREAMED, TASKS, WHOLE, WINDOWS, make_text
 
 
 @pytest.mark.longer
-@pytest.mark.slow
 def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["streaming", "--megabytes", "0.2", "--folder", str(tmp_path), "--json", str(tmp_path / "f.json")]) == 0
     result = json.loads((tmp_path / "f.json").read_text())

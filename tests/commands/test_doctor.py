@@ -176,7 +176,7 @@ def test_build(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert capsys.readouterr().err == f"error: DeepSpeed's parts cannot be built here: {reasons['cpu_adam']}\n"
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_no_torch_is_imported_here(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import subprocess
 

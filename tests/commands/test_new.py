@@ -36,7 +36,7 @@ def test_a_new_script_is_planned_and_trains(
     assert Path("runs/reviews/export").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_new_script_learns_what_it_says(tmp_path: Path) -> None:
     assert main(["new", "finetuner", str(tmp_path / "task.py")]) == 0
     words = [sys.executable, "task.py", "--device", "cpu"]

@@ -68,7 +68,7 @@ def test_what_was_computed_once_is_there_again(way: str, is_kept: bool, gpt_fold
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", by_default(["pipeline"], LAYOUTS))
+@pytest.mark.parametrize("layout", by_default([], LAYOUTS))
 def test_a_model_that_workers_have_divided_is_whole_afterwards(layout: str, gpt_folder: Path, tmp_path: Path) -> None:
     rows = pairs()
     flags = make(tmp_path, gpt_folder, rows, layers=4)

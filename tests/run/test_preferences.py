@@ -94,14 +94,13 @@ def test_every_engine_holds_the_copy_and_every_reference_is_the_same(
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 @pytest.mark.longer
 def test_groups_of_workers_hold_copies_of_the_copy(flags: Mapping[str, list[str]], whole: Mapping[str, Curve]) -> None:
     groups = ("--micro-batch-size", "1", "--fsdp-memory-optimization", "--fsdp-shard-size", "2")
     check_alike(in_workers(4, {"groups": [*flags["dpo"], *groups]}), whole["dpo"])
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_model_without_its_adapters_is_the_reference(flags: Mapping[str, list[str]]) -> None:
     given = [*flags["dpo"], *LORA, "--micro-batch-size", "2"]
     whole = run(given)

@@ -24,7 +24,7 @@ def check() -> Any:
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_part_that_takes_too_long_is_ended_and_keeps_what_it_wrote(check: Any, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     code = f"import time; open({str(result)!r}, 'w').write('[1]'); print('begun', flush=True); time.sleep(60)"

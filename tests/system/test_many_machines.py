@@ -33,7 +33,7 @@ def node(port: int, save: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_two_nodes_train_as_one_process(tmp_path: Path) -> None:
     """Killing a worker is only tested by hand (docs/many-machines.md), because torchrun waits 30 s for the others."""

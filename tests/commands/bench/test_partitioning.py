@@ -148,7 +148,6 @@ def _result(folder: Path, *words: str) -> Any:
 
 
 @pytest.mark.longer
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_solutions_and_a_peer_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["none", "oss-sdp"] if has_fairscale else ["none", "fsdp"]

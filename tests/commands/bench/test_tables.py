@@ -138,7 +138,6 @@ def test_the_benchmark_starts_the_workers_itself() -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.slow
 def test_utilisation_is_measured_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--table", "mfu", "--scale", "tiny", "--device", "cpu", "--repeats", "1", "--steps", "2"]
     assert main([*words, "--output", str(tmp_path)]) == 0

@@ -83,12 +83,12 @@ def test_judged_answers_are_paired_with_the_prompt_before(load: Load) -> None:
     assert {"input_ids", "labels", "kl_input_ids", "kl_labels", "is_good", "counted"} < batch.keys()
 
 
-@pytest.mark.parametrize("speaks", [False, True])
-def test_drift_is_measured_with_the_answer_to_another_prompt(is_replica_leader: bool, load: Load) -> None:
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_drift_is_measured_with_the_answer_to_another_prompt(is_chat: bool, load: Load) -> None:
     """Several answers to one prompt follow each other, as usual."""
 
     def row(prompt: str, word: str) -> dict[str, Any]:
-        if is_replica_leader:
+        if is_chat:
             return {"prompt": [user(f"say {prompt}")], "completion": [answer(word)], "label": True}
         return {"prompt": f"say {prompt}", "completion": f" {word}", "label": True}
 

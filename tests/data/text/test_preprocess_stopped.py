@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
@@ -48,7 +47,7 @@ def test_a_worker_that_is_killed(
 
     def add(self: IndexedWriter, *arguments: Any) -> None:
         for worker in multiprocessing.active_children():
-            os.kill(worker.pid or 0, signal.SIGKILL)
+            worker.kill()
         real(self, *arguments)
 
     monkeypatch.setattr(IndexedWriter, "add", add)

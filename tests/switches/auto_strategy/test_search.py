@@ -375,7 +375,6 @@ def test_nothing_fits_is_said_with_its_reason(
         command.best_layout(config, place)
 
 
-@pytest.mark.slow
 @pytest.mark.longer
 def test_the_doubt_covers_what_two_traces_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Near the limit the exact trace decides, so an approximation must not be further off than that margin."""
@@ -403,7 +402,6 @@ def told_of(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.mark.longer
-@pytest.mark.slow
 def test_memory_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def memory(flags: str) -> dict[str, float]:
         best: dict[str, float] = told_of(flags, monkeypatch, capsys)["layouts"][0]["memory_gb"]

@@ -133,7 +133,6 @@ def test_live_storages_are_what_the_allocator_gave(name: str) -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.slow
 def test_a_resized_storage_counts_with_its_new_size() -> None:
     """FSDP frees and allocates whole parameters in this way."""
     with LiveStorages() as live:

@@ -88,7 +88,6 @@ def test_it_follows_one_eager_process_without_a_break(name: str) -> None:
     _assert_documented(job, layout, workers, report)
 
 
-@pytest.mark.slow
 @pytest.mark.longer
 def test_inductor_computes_divided_layers() -> None:
     flags = f"{BASE} --micro-batch-size 4 --torch-compile {TENSOR} --sequence-parallel {AGAIN}"
