@@ -18,6 +18,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from rapidformer_templates.planning.registry import REGISTRY
 
 ROOT = Path(__file__).parents[1]
@@ -105,10 +107,13 @@ LINES = {
 
 ELSEWHERE = {
     "auto-strategy": ("tests/switches/auto_strategy/test_auto_strategy.py", RECEIPTS),
-    "tf32": (RECEIPTS,),
+    "tf32": ("tests/test_gpu.py", "tests/switches/test_on_a_gpu.py"),
     "offload-activations": ("tests/switches/offload_activations",),
 }
 """Tests of switches that have no row in the covering table on a machine without a GPU."""
+
+NEEDS_GPU = {"tf32"}
+"""Switches that have no effect without a GPU, so that no test can notice their absence."""
 
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
@@ -133,6 +138,8 @@ def first_failure(tests: tuple[str, ...], environment: dict[str, str], *more: st
 
 def without_switch(name: str) -> str | None:
     """Omit a switch. Returns the first test that fails, or None."""
+    if name in NEEDS_GPU and not torch.cuda.is_available():
+        return "not tried: it needs a GPU"
     tests = ELSEWHERE.get(name, (PAIRS,))
     return first_failure(tests, {"RAPIDFORMER_LEFT_OUT": name}, "-p", "tests.support.left_out")
 
