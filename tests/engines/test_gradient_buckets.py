@@ -8,11 +8,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from rapidformer_templates import Data
+from rapidformer_templates.engines import local
 from rapidformer_templates.engines.local import DDPEngine
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from tests.support.jobs import OTHERS
+from tests.support.parity import train
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.distributed
@@ -77,3 +80,20 @@ def test_accumulated_gradients_lie_in_the_buckets_alone() -> None:
         assert len(places[1]) > 1
         assert set(thrice["sent"]) == places[1]
         assert max(thrice["peaks"][2:]) < max(once["peaks"][2:]) + whole / 10
+
+
+def _exchanges(workers: Any) -> int:
+    calls: list[Any] = []
+
+    def counted(group: Any, bucket: Any) -> Any:
+        calls.append(bucket)
+        return allreduce_hook(group, bucket)
+
+    with mock.patch.object(local, "allreduce_hook", counted):
+        train("causal", False, "--train-iters 4 --global-batch-size 16 --micro-batch-size 2")
+    return len(calls)
+
+
+def test_gradients_are_exchanged_once_per_step() -> None:
+    """Averaging them in each of the four micro batches would give the same numbers and cost four times as much."""
+    assert run_in_workers(2, _exchanges) == [4, 4]
