@@ -71,7 +71,7 @@ LINES = {
         ("tests/engines/parallel/test_engine.py",),
     ),
     "a reached parameter of another stage counts as unreached": Line(
-        "engines/parallel/replicas.py", "flags[offsets] = part", "pass", ("tests/engines",)
+        "engines/parallel/replicas.py", "flags[offsets] = part", "pass", ("tests/engines/parallel",)
     ),
     "updated shares are not sent": Line(
         "engines/parallel/replicas.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,3 +72,27 @@ def test_nobody_waits_for_ever_where_one_worker_alone_reaches_a_parameter(shards
             wanted = parameter.grad.view(-1)
             own = wanted.chunk(2)[rank] if shards and name != "expert" else wanted
             torch.testing.assert_close(found[name], own, rtol=1e-12, atol=1e-12)
+
+
+def _in_two_stages(workers: Any) -> list[torch.Tensor]:
+    """Return the gradients of a tied parameter on this stage. Only the first stage uses it."""
+    parameter = nn.Parameter(torch.arange(4.0).view(2, 2))
+    stage: Any = SimpleNamespace(copies=1, mesh=None)
+    trained = [TrainedParameter("tied", parameter, Copies(), (0, 1))]
+    shared = ShardedGradients(trained, stage, shards=None, tied={(0, 1): dist.new_group()}, window=4)
+    shared.begin_backward(last=True)
+    if workers.rank == 0:
+        parameter.square().sum().backward()
+    shared.end_backward()
+    shared.reduce()
+    found: list[torch.Tensor] = []
+    for _ in shared.iter_update_chunks(apart=True):
+        found += [unit.values.grad.clone().view(-1) for unit in shared.units if unit.values.grad is not None]
+    return found
+
+
+@pytest.mark.distributed
+def test_a_tied_parameter_that_one_stage_uses_is_updated_in_both() -> None:
+    """Otherwise the copies would differ after the step."""
+    for found in run_in_workers(2, _in_two_stages):
+        torch.testing.assert_close(found, [2 * torch.arange(4.0)])
