@@ -28,7 +28,7 @@ QUESTIONS = {
     "context": "the same of long sequences that several workers share",
     "layouts": "losses of eighteen layouts of up to eight workers, beside one process",
     "longest": "a sequence that several workers share, in memory in which one cannot hold it",
-    "states": "bytes a parameter that each way to share them out holds",
+    "states": "bytes per parameter that each way to shard them takes",
     "moe": "a mixture of experts beside the dense model",
     "adapters": "LoRA, DoRA and QLoRA beside the whole model",
     "precision": "loss and bytes of 16-bit weights with fp32 masters",

@@ -350,7 +350,7 @@ def notes(results: Sequence[Result]) -> list[str]:
         f"would not fit although the plan says so, with its allowance of {ALLOWANCE:.0%}: {len(beyond)}"
         + _named(beyond),
         "DeepSpeed: its estimators of model states, on ZeRO rows; Megatron: sbh(34 + 5as/h) a block in 16 bits, and "
-        "16 bytes a parameter (Korthikanti et al., 2022); neither counts what is outside of the blocks",
+        "16 bytes per parameter (Korthikanti et al., 2022); neither counts what is outside of the blocks",
     ]
 
 

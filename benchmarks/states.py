@@ -135,5 +135,7 @@ def answer(options: argparse.Namespace) -> Answer:
     replicas = [count for count in WORLDS if count <= options.workers]
     with progress("states", len(replicas)) as advance:
         rows = measure(options.workers, advance)
-    title = f"bytes a parameter that a worker holds in {PRECISION}, for d replicas: parameters + gradients + optimizer"
+    title = (
+        f"bytes per parameter that a worker holds in {PRECISION}, for d replicas: parameters + gradients + optimizer"
+    )
     return Answer({"model": MODEL, "rows": rows}, table(title, rows, _columns(replicas), left=2), notes(rows))

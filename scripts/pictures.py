@@ -52,12 +52,12 @@ class Chart:
 CHARTS = (
     Chart("overhead", "extra ms", "What the loop costs over a plain PyTorch loop, ms a step (less is better)"),
     Chart("peers", "training samples/s", "The demo's job, training samples a second (more is better)"),
-    Chart("faults", "went on by itself", "Runs that went on by themselves after kill -9, of 200 (more is better)"),
+    Chart("faults", "continued by itself", "Runs that continued by themselves after kill -9, of 200 (more is better)"),
     Chart("saving", "GB/s", "A state durably on the disk, GB/s (more is better)"),
     Chart("padding", "useful tokens/s", "Useful tokens a second by batches (more is better)", "dynamic|most|cap"),
     Chart("mfu", "samples/s", "Training of one model by three loops, samples a second (more is better)"),
     Chart("adapters", "together", "Weights, gradients and optimizer state, MB (less is better)", "LoRA|DoRA"),
-    Chart("optimizers", "state, bytes per parameter", "State, bytes a parameter (less is better)", "bit|any|muon"),
+    Chart("optimizers", "state, bytes per parameter", "State, bytes per parameter (less is better)", "bit|any|muon"),
     Chart("fused-loss", "peak of tensors, MB", "Peak of tensors, MB (less is better)", "fused"),
 )
 

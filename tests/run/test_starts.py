@@ -87,7 +87,9 @@ SHORT = [
 ]
 
 LONGER = [
-    (task, "pretrained", engine) for task in ROWS for engine in ("pipeline-parallel", "tensor-parallel", "zero-3")
+    *((task, "pretrained", engine) for task in ROWS for engine in ("pipeline-parallel", "tensor-parallel", "zero-3")),
+    *((task, "new head", "zero-3") for task in HEADS),
+    ("causal_lm", "scratch", "zero-3"),
 ]
 PARAMETERS = [
     *by_default([case for case in SHORT if case in CASES], [case for case in CASES if case in (*SHORT, *LONGER)]),

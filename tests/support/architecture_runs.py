@@ -58,7 +58,7 @@ LAYOUTS = {
 ROUNDING = 5e-5
 """The largest relative difference that sums in another order explain in fp32."""
 
-REFUSALS = {"ModelError", "Refused", "ConfigError", "RapidformerError", "SwitchDidNothing", "AbsentAttribute"}
+REFUSALS = {"ModelError", "Refused", "ConfigError", "RapidformerError", "AbsentAttribute"}
 """Errors that say what a switch does not support."""
 
 

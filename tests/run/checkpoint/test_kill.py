@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tests.support.engine_runs import ENGINES, SAVED, STEPS, WholeRuns, run
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers, start_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed, pytest.mark.slow, pytest.mark.durable]
 
-KILLED = ("fsdp", "zero-2")
-"""An engine of torch and one of DeepSpeed."""
+KILLED = ("fsdp", "sdp", "zero-2", "zero-3")
 
 
 def _hang_in_second_save(workers: Any, folder: str, engine: str) -> None:
@@ -50,22 +50,20 @@ def _begin_and_kill(folder: str, engine: str, work: str) -> None:
         process.join()
 
 
-def _go_on(workers: Any, root: str) -> tuple[dict[str, Any], str]:
-    """Return the curves by engine, and the output of this worker."""
-    curves: dict[str, Any] = {}
+def _resume(workers: Any, folder: str, engine: str) -> tuple[Any, str]:
+    """Return the curve, and the messages of this worker."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        for name in KILLED:
-            curves[name] = run(f"{root}/{name}", name, 2, "--resume")
-    return curves, said.getvalue()
+        curve = run(folder, engine, 2, "--resume")
+    return curve, said.getvalue()
 
 
-def test_the_earlier_checkpoint_is_whole_and_taken(tmp_path: Path, whole_runs: WholeRuns) -> None:
-    for name in KILLED:
-        _begin_and_kill(str(tmp_path / name), name, str(tmp_path))
-        left = {path.name for path in (tmp_path / name / "checkpoints").iterdir()}
-        assert left == {"latest", f"step-{SAVED}", f"step-{STEPS}.tmp"}, name
-        assert ENGINES[name]
-    curves, said = run_in_workers(2, _go_on, str(tmp_path))[0]
-    for name in KILLED:
-        assert f"resuming from {tmp_path / name}/checkpoints/step-{SAVED}" in said
-        assert curves[name] == whole_runs.curves[name][SAVED:], name
+@pytest.mark.parametrize("engine", by_default(("fsdp", "zero-2"), KILLED))
+def test_the_earlier_checkpoint_is_whole_and_taken(engine: str, tmp_path: Path, whole_runs: WholeRuns) -> None:
+    folder = tmp_path / engine
+    _begin_and_kill(str(folder), engine, str(tmp_path))
+    left = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert left == {"latest", f"step-{SAVED}", f"step-{STEPS}.tmp"}
+    assert ENGINES[engine]
+    curve, said = run_in_workers(2, _resume, str(folder), engine)[0]
+    assert f"resuming from {folder}/checkpoints/step-{SAVED}" in said
+    assert curve == whole_runs.curves[engine][SAVED:]

@@ -132,7 +132,6 @@ def test_live_storages_are_what_the_allocator_gave(name: str) -> None:
     assert live.peak == pytest.approx(peak, abs=4096)
 
 
-@pytest.mark.longer
 def test_a_resized_storage_counts_with_its_new_size() -> None:
     """FSDP frees and allocates whole parameters in this way."""
     with LiveStorages() as live:
@@ -145,6 +144,7 @@ def test_a_resized_storage_counts_with_its_new_size() -> None:
     assert live.peak == before + 400
 
 
+@pytest.mark.longer
 def test_every_micro_batch_follows_from_two() -> None:
     model = shapes("gpt2")
     for recompute in RECOMPUTED:

@@ -257,7 +257,7 @@ def not_called() -> RapidformerError:
 def twice() -> RapidformerError:
     """Return the error for a hook that calls the model again."""
     return RapidformerError(
-        "compute_loss called the model twice",
+        "compute_loss called the model twice, or the model called its blocks twice",
         where="compute_loss(model, batch)",
         hint="under a pipeline the model runs once per micro batch: put both inputs into one batch, or leave "
         "--pipeline-model-parallel-size out",
