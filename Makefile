@@ -41,8 +41,8 @@ test-longer: $(VENV)/.installed-dev  ## further cases of these tests, and the co
 docs-test: $(VENV)/.installed-dev  ## the tests of the site, the notebook and the examples alone
 	$(PYTEST) -m docs
 
-docs: $(VENV)/.installed  ## write docs/switches.md, a table of docs/parallelism.md and the schema of YAML files anew
-	$(BIN)/python -m rapidformer_templates.commands.catalogue docs/switches.md docs/parallelism.md
+docs: $(VENV)/.installed  ## write the pages about switches and rules, a table of docs/parallelism.md and the schema of YAML files anew
+	$(BIN)/python -m rapidformer_templates.commands.catalogue docs
 	$(BIN)/rapidformer schema > examples/rapidformer.schema.json
 
 site: $(VENV)/.installed-dev  ## build the manual as a site into build/site

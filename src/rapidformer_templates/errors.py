@@ -194,7 +194,7 @@ class Diagnostic:
         rule: code of the rule, such as ``RF002``.
         message: what is wrong.
         why: the fact behind the rule.
-        source: where the rule is documented, such as ``[R]``.
+        source: where the rule comes from, in words.
         asked: the conflicting values, each with its origin.
         works: the closest combinations that are accepted, closest first.
     """
@@ -207,7 +207,7 @@ class Diagnostic:
     works: tuple[Suggestion, ...] = ()
 
     def render(self) -> str:
-        lines = [f"error[{self.rule}]: {self.message}", f"  why    {self.why}  {self.source}".rstrip()]
+        lines = [f"error[{self.rule}]: {self.message}", f"  why    {self.why} ({self.source})"]
         if self.asked:
             lines.append(f"  asked  {', '.join(self.asked)}")
         width = max((len(s.change) for s in self.works), default=0)

@@ -9,9 +9,11 @@ import pytest
 
 from rapidformer_templates.commands import catalogue as document
 from rapidformer_templates.commands.compatibility import CompatibilityTable, compatibility, refused_pairs, whose
+from rapidformer_templates.commands.explain import explain
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
+from rapidformer_templates.planning.sources import DOCUMENTS, in_words, sources_of
 from rapidformer_templates.planning.switch import Rule
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +126,7 @@ def pairs() -> list[list[CompatibilityTable]]:
 def test_generated_documents_are_up_to_date(pairs: list[list[CompatibilityTable]]) -> None:
     page = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
     for name, made in (
-        ("switches.md", document.markdown(REGISTRY, pairs)),
+        *document.pages(REGISTRY, pairs).items(),
         ("parallelism.md", document.filled(page, REGISTRY, pairs)),
     ):
         assert (ROOT / "docs" / name).read_text(encoding="utf-8") == made, f"docs/{name}: run make docs"
@@ -152,9 +154,24 @@ def test_every_pair_that_is_refused_has_a_rule_and_whose_it_is(pairs: list[list[
 
 
 @pytest.mark.parametrize("rule", REGISTRY.all_rules, ids=lambda rule: rule.code)
-def test_explain_shows_an_example_and_its_answer(rule: Rule) -> None:
-    text = document.explain(rule.code, REGISTRY)
-    assert text.startswith(f"{rule.code}: {rule.title}")
-    assert rule.why in text
-    assert rule.example.flags in text
-    assert ("works" if rule.refuses else "note:") in text
+def test_explain_shows_an_example_its_answer_and_what_to_do_instead(rule: Rule) -> None:
+    text = explain(rule.code, REGISTRY)
+    title, *sections = text.split("\n\n")
+    assert title == f"{rule.code}: {rule.title}"
+    found = {head: body for head, _, body in (section.partition("\n") for section in sections)}
+    assert list(found) == ["What it refuses", "Why", "Example", "What to do instead"]
+    assert rule.refusal
+    assert found["What it refuses"].strip() == rule.refusal
+    assert rule.why[1:] in found["Why"]
+    assert "[" not in found["Why"]
+    assert rule.example.flags in found["Example"]
+    assert (f"error[{rule.code}]" if rule.refuses else "note:") in found["Example"]
+    assert ("Nothing" in found["What to do instead"]) is not rule.refuses
+
+
+def test_sources_are_words() -> None:
+    known = {part for rule in REGISTRY.all_rules for part in sources_of(rule.source)}
+    assert known >= DOCUMENTS.keys() - {"B"}
+    for part in known:
+        assert len(in_words(f"[{part}]")) > 3
+    assert in_words("[R, torch]") == "Rapidformer parameter reference, torch"

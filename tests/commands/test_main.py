@@ -105,8 +105,9 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], words: str, message: str,
     assert hint in text
 
 
-def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "rf002"]) == 0
+@pytest.mark.parametrize("code", ["rf002", "RF2", "2", "rf02"])
+def test_explain(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", code]) == 0
     text = capsys.readouterr().out
     assert text.startswith("RF002: ZeRO needs the Trainer template.")
     assert "rapidformer plan --template Finetuner --zero-3-memory-optimization --world-size 2" in text

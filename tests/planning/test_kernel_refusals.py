@@ -19,7 +19,7 @@ def test_an_unknown_backend_names_those_that_there_are() -> None:
     assert refusal("--torch-compile inductr", CPU) == exactly(
         f"""
         error[RF082]: torch has no compiler backend 'inductr'; it has: {BACKENDS}
-          why    torch looks backends up by name, and would fail in the first step  [torch]
+          why    torch looks backends up by name, and would fail in the first step (torch)
           asked  --torch-compile inductr (command line)
           works  --torch-compile inductor
           more   rapidformer explain RF082
@@ -32,7 +32,7 @@ def test_inductor_without_a_compiler_says_what_to_install() -> None:
         """
         error[RF083]: the backend inductor needs a C++ compiler, and there is none: apt install g++, \
 or name yours in CXX
-          why    a graph that cannot be compiled would end the run in its first step  [torch]
+          why    a graph that cannot be compiled would end the run in its first step (torch)
           asked  --torch-compile inductor (command line)
           works  --torch-compile aot_eager  whole graphs, but nothing in them is made faster
           more   rapidformer explain RF083
@@ -59,7 +59,7 @@ def test_flash_attention_on_a_cpu_has_no_dropout() -> None:
         """
         error[RF081]: flash-attention on a CPU cannot be combined with --dropout 0.1
           why    torch's flash kernel for CPUs has none, and falls back to the matrix of scores if there is \
-dropout  [torch]
+dropout (torch)
           asked  --use-flash-attn (command line), --dropout 0.1 (command line)
           works  --dropout 0
           more   rapidformer explain RF081

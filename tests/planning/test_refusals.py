@@ -14,7 +14,7 @@ def test_a_script_is_told_to_change_its_base_class(tmp_path: Path) -> None:
     assert refusal(f"--config {tmp_path / 'run.yaml'}", place, REGISTRY) == exactly(
         """
         error[RF002]: zero-3 needs the Trainer template
-          why    ZeRO partitions through DeepSpeed, which owns the optimizer step  [R]
+          why    ZeRO partitions through DeepSpeed, which owns the optimizer step (Rapidformer parameter reference)
           asked  --zero-3-memory-optimization (run.yaml:3), template Finetuner (train.py:8)
           works  class MyTask(Trainer)       your hooks stay as they are
             or   --fsdp-memory-optimization  shards the same three states
@@ -28,7 +28,7 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do() -> None:
         """
         error[RF030]: global batch size 20 is not divisible by micro batch 4 × data-parallel size 2; \
 the nearest that work: 16 and 24
-          why    an optimizer step is a whole number of micro batches on every worker  [R]
+          why    an optimizer step is a whole number of micro batches on every worker (Rapidformer parameter reference)
           asked  --global-batch-size 20 (command line), --micro-batch-size 4 (command line), data-parallel size 2
           works  --global-batch-size 16  2 × 8 samples per step
             or   --global-batch-size 24  3 × 8 samples per step
@@ -41,7 +41,7 @@ def test_a_missing_package_is_told_with_what_to_install() -> None:
     assert refusal("--optimizer adamw_torch_8bit", on(GPUS, packages={})) == exactly(
         """
         error[RF023]: adamw_torch_8bit needs torchao, which is not installed: pip install torchao
-          why    nothing else is used instead, and a switch that cannot act is refused  [environment]
+          why    nothing else is used instead, and a switch that cannot act is refused (this library)
           asked  --optimizer adamw_torch_8bit (command line)
           works  --optimizer apex_adam
           more   rapidformer explain RF023
@@ -54,7 +54,7 @@ def test_groups_that_do_not_divide_the_workers_name_the_nearest_that_do() -> Non
         """
         error[RF225]: 8 workers cannot be divided into groups of 6
           why    every group shares one copy of the states, and all groups are alike; if each worker had its own \
-copy, it would be plain data parallelism  [torch]
+copy, it would be plain data parallelism (torch)
           asked  --fsdp-shard-size 6 (command line), 8 workers in all
           works  --fsdp-shard-size 4
           more   rapidformer explain RF225
@@ -67,7 +67,7 @@ def test_accumulation_by_epochs() -> None:
     assert refusal(flags, CPU, training=True) == exactly(
         """
         error[RF006]: gradient accumulation (2 micro batches per step) needs --train-iters, not --epochs
-          why    an epoch need not hold a whole number of accumulated steps  [R]
+          why    an epoch need not hold a whole number of accumulated steps (Rapidformer parameter reference)
           asked  --micro-batch-size 4 (command line), --global-batch-size 16 (command line), --epochs 3 (command line)
           works  --train-iters N        in place of --epochs; N = 3 × the training samples / 16
             or   --micro-batch-size 8   the same global batch in one forward
@@ -81,7 +81,7 @@ def test_two_partitionings_and_a_switch_that_needs_another() -> None:
     assert refusal("--nvme-path /d --oss-memory-optimization", GPUS, REGISTRY) == exactly(
         """
         error[RF011]: nvme-offload needs zero-3
-          why    DeepSpeed swaps to disk only what ZeRO-3 has partitioned  [D]
+          why    DeepSpeed swaps to disk only what ZeRO-3 has partitioned (DeepSpeed guide of Transformers)
           asked  --nvme-path /d (command line)
           works  without --nvme-path
             or   --zero-3-memory-optimization without --oss-memory-optimization

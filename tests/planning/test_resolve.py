@@ -97,7 +97,9 @@ def test_stand_ins_are_noted(flags: str, place: Environment, implementation: str
 def test_notes_for_sizes_that_act_as_none_or_badly() -> None:
     plan = resolve(config_of("--fsdp-memory-optimization --micro-batch-size 12"), Environment())
     assert "fsdp: one worker, so there is nothing to shard" in plan.notes
-    assert "micro batch 12: multiples of 8 suit the matrix units better [S]" in plan.notes
+    assert (
+        "micro batch 12: multiples of 8 suit the matrix units better (single-GPU guide of Transformers)" in plan.notes
+    )
     assert resolve(config_of("--micro-batch-size 16"), GPUS).notes == ()
 
 

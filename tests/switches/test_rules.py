@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.commands.catalogue import example_request
+from rapidformer_templates.commands.explain import example_request
 from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve

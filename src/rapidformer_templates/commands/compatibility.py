@@ -13,6 +13,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Environment
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.sources import DOCUMENTS, OWN, sources_of
 from rapidformer_templates.planning.suggest import apply
 from rapidformer_templates.planning.switch import TEMPLATES, Change, Request, Rule, Switch
 
@@ -24,10 +25,6 @@ MATRIX_MACHINE = Environment(
     compute_capability=(8, 0),
     packages=dict.fromkeys(OPTIONAL_PACKAGES, "any"),
 )
-
-DOCUMENTED = ("R", "B", "M", "S", "D")
-"""Sources that are documents listed in switches.md. Other sources are names of packages."""
-OWN = "rapidformer_templates"
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,8 @@ def compatibility(registry: Registry) -> Iterator[list[CompatibilityTable]]:
 
 def whose(rule: Rule) -> str:
     """Return the origin of a rule: the documents, a package that the library uses, or the library itself."""
-    sources = rule.source.strip("[]").split(", ")
-    if any(source in DOCUMENTED for source in sources):
+    sources = sources_of(rule.source)
+    if any(source in DOCUMENTS for source in sources):
         return "documented"
     return "own" if sources == [OWN] else "of a package"
 

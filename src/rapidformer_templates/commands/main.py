@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -42,7 +43,7 @@ commands:
                                 with --auto-strategy: list the layouts that fit, best first;
                                 with --user-script: plan what the script would run
   rapidformer switches          catalogue of the switches and their compatibility
-  rapidformer explain RF002     a rule, its reason, and an example that breaks it
+  rapidformer explain RF002     a rule, its reason, an example that breaks it, and what to do instead
   rapidformer doctor            what this machine has, what does not work, and what to do about it
   rapidformer data …            make, join and check data sets for pretraining
   rapidformer export RUN        the model of a run that was interrupted, or of any of its checkpoints;
@@ -348,14 +349,21 @@ def _switches(words: list[str]) -> int:
 
 
 def _explain(words: list[str]) -> int:
-    from rapidformer_templates.commands import catalogue as _document
+    from rapidformer_templates.commands.explain import explain
 
     codes = [rule.code for rule in REGISTRY.all_rules]
-    if len(words) != 1 or words[0].upper() not in codes:
+    code = _rule_code(words[0]) if len(words) == 1 else ""
+    if code not in codes:
         asked = f"there is no rule {words[0]}" if words else "which rule?"
         raise ConfigError(asked, hint=f"rapidformer explain CODE, one of {', '.join(codes)}")
-    print(_document.explain(words[0].upper(), REGISTRY))
+    print(explain(code, REGISTRY))
     return 0
+
+
+def _rule_code(word: str) -> str:
+    """Return the code of a rule as it is declared: ``6``, ``rf6`` and ``RF06`` are ``RF006``."""
+    parts = re.fullmatch(r"([A-Za-z]*)(\d+)", word)
+    return f"{parts[1].upper() or 'RF'}{int(parts[2]):03}" if parts else word.upper()
 
 
 def _doctor(words: list[str]) -> int:

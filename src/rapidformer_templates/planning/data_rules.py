@@ -101,6 +101,7 @@ DATA_RULES = (
         "[rapidformer_templates]",
         _by_iterations,
         Example("--task causal_lm --streaming --epochs 3"),
+        refusal="A stream in a run that is measured in epochs.",
     ),
     Rule(
         "RF152",
@@ -109,6 +110,7 @@ DATA_RULES = (
         "[rapidformer_templates]",
         _row_by_row,
         Example("--task sequence_classification --streaming"),
+        refusal="A stream for a task that needs all rows in advance.",
     ),
     Rule(
         "RF153",
@@ -117,6 +119,7 @@ DATA_RULES = (
         "[rapidformer_templates]",
         _asks_nothing_of_the_whole,
         Example("--task causal_lm --streaming --group-by-length"),
+        refusal="A stream together with a flag that needs all samples at once.",
     ),
     Rule(
         "RF154",
@@ -126,5 +129,6 @@ DATA_RULES = (
         "[rapidformer_templates]",
         _mixes_whole_sets,
         Example("--task causal_lm --data-dir DIR --data-name '0.7 a 0.3 b' --group-by-length"),
+        refusal="Mixtures of data sets with streams, batches by length, question answering or a precomputed reference.",
     ),
 )

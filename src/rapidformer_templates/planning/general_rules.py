@@ -169,6 +169,7 @@ RULES = (
         "[R]",
         one_claim(Resource.OPTIMIZER_STATE, Resource.GRADIENTS, Resource.PARAMETERS),
         Example("--fsdp-memory-optimization --oss-memory-optimization --world-size 2"),
+        refusal="Two switches that divide the same states, such as FSDP and ZeRO-3.",
     ),
     Rule(
         "RF015",
@@ -177,6 +178,7 @@ RULES = (
         "[R]",
         _epochs_or_iterations,
         Example("--epochs 3 --train-iters 1000"),
+        refusal="A training command with both --epochs and --train-iters, or with neither.",
     ),
     Rule(
         "RF016",
@@ -185,6 +187,7 @@ RULES = (
         "[torch, onnxruntime]",
         one_claim(Resource.GRAPH),
         Example("--onnx-runtime-training --torch-compile"),
+        refusal="Two switches that capture the graph of the model: torch.compile and ONNX Runtime.",
     ),
     Rule(
         "RF023",
@@ -193,6 +196,7 @@ RULES = (
         "[environment]",
         _package_installed,
         Example("--optimizer adamw_apex_fused", machine={"device": "cuda", "compute_capability": (8, 0)}),
+        refusal="A switch whose package is not installed.",
     ),
     Rule(
         "RF024",
@@ -201,6 +205,7 @@ RULES = (
         "[torch]",
         _gpu_present,
         Example("--device cuda --lr 5e-5 --epochs 3 --save run", machine={"device": "cuda"}, training=True),
+        refusal="Training on a GPU, or with a switch that needs one, on a machine without a GPU.",
     ),
     Rule(
         "RF026",
@@ -209,6 +214,7 @@ RULES = (
         "[D]",
         one_claim(Resource.OFFLOAD),
         Example("--cpu-offload --nvme-path /local_nvme --zero-3-memory-optimization --world-size 2"),
+        refusal="Two places for the optimizer state: host memory and a disk.",
     ),
     Rule(
         "RF030",
@@ -217,6 +223,7 @@ RULES = (
         "[R]",
         _batch_divides,
         Example("--micro-batch-size 4 --global-batch-size 10 --world-size 2"),
+        refusal="A global batch that the workers cannot divide into whole micro batches.",
     ),
     Rule(
         "RF031",
@@ -225,6 +232,7 @@ RULES = (
         "[R]",
         _learning_rate,
         Example("--epochs 3 --save run", training=True),
+        refusal="A training command without --lr.",
     ),
     Rule(
         "RF032",
@@ -233,6 +241,7 @@ RULES = (
         "[R]",
         _one_warmup,
         Example("--lr-warmup-iters 10 --lr-warmup-fraction 0.1"),
+        refusal="A warmup that is given twice, such as in steps and as a share.",
     ),
     Rule(
         "RF150",
@@ -242,6 +251,7 @@ RULES = (
         "[M]",
         _data_size_is_so,
         Example("--data-parallel-size 4 --tensor-model-parallel-size 2 --world-size 4"),
+        refusal="A --data-parallel-size that contradicts the number of workers.",
     ),
     Rule(
         "RF033",
@@ -250,6 +260,7 @@ RULES = (
         "[transformers]",
         _sequence_fits,
         Example("--seq-length 1024 --max-position-embeddings 512"),
+        refusal="Sequences that are longer than the positions of the model.",
     ),
     Rule(
         "RF034",
@@ -258,6 +269,7 @@ RULES = (
         "[rapidformer_templates]",
         _has_companion,
         Example("--moe-top-k 2"),
+        refusal="A flag that has an effect only together with another flag, which is missing.",
     ),
     Rule(
         "RF050",
@@ -267,6 +279,7 @@ RULES = (
         "[rapidformer_templates]",
         _packs_samples,
         Example("--task sequence_classification --pack-sequences"),
+        refusal="Sequence packing in a task other than causal_lm.",
     ),
     Rule(
         "RF051",
@@ -275,6 +288,7 @@ RULES = (
         "[rapidformer_templates]",
         _groups_packed_rows,
         Example("--task causal_lm --pack-sequences --group-by-length"),
+        refusal="Packed rows together with --group-by-length.",
     ),
     Rule(
         "RF052",
@@ -283,5 +297,6 @@ RULES = (
         "[rapidformer_templates]",
         _learns_answers,
         Example("--task masked_lm --loss-on answers"),
+        refusal="--loss-on in a task other than causal_lm.",
     ),
 )

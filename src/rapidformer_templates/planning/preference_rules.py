@@ -140,6 +140,7 @@ PREFERENCE_RULES = (
         "[rapidformer_templates]",
         _one_row_a_sample,
         Example("--task preference --neftune-alpha 5"),
+        refusal="Noise on the embeddings in preference training.",
     ),
     Rule(
         "RF131",
@@ -148,6 +149,7 @@ PREFERENCE_RULES = (
         "[rapidformer_templates]",
         _one_loss,
         Example("--task preference --onnx-runtime-training"),
+        refusal="Preferences or rewards together with a switch that replaces the logits or adds to the loss.",
     ),
     Rule(
         "RF132",
@@ -156,6 +158,7 @@ PREFERENCE_RULES = (
         "[rapidformer_templates]",
         _forward_of_reference,
         Example("--task preference --pipeline-model-parallel-size 2 --num-layers 4 --world-size 2"),
+        refusal="A second forward for the reference under an engine that cannot run one, such as a pipeline.",
     ),
     Rule(
         "RF133",
@@ -164,6 +167,7 @@ PREFERENCE_RULES = (
         "[Rafailov et al., 2023]",
         _copy_is_the_start,
         Example("--task preference --load run --weights-only"),
+        refusal="Preference training that continues from a model which its reference would not be.",
     ),
     Rule(
         "RF134",
@@ -172,6 +176,7 @@ PREFERENCE_RULES = (
         "[Hong et al., 2024; Meng et al., 2024]",
         _reference_is_used,
         Example("--task preference --preference-loss orpo --precompute-reference"),
+        refusal="--precompute-reference for a loss without a reference.",
     ),
     Rule(
         "RF135",
@@ -180,6 +185,7 @@ PREFERENCE_RULES = (
         "[rapidformer_templates]",
         _bet_on_something,
         Example("--task preference --preference-beta 0"),
+        refusal="A --preference-beta of 0 or less.",
     ),
     Rule(
         "RF136",
@@ -188,5 +194,6 @@ PREFERENCE_RULES = (
         "[rapidformer_templates]",
         _of_this_loss,
         Example("--task preference --simpo-gamma 1"),
+        refusal="A flag of one preference loss together with another loss.",
     ),
 )

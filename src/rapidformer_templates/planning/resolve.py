@@ -13,6 +13,7 @@ from rapidformer_templates.planning.optimizers import implementation, optimizer_
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request, engine_owner, precision, wide_weights
+from rapidformer_templates.planning.sources import in_words
 from rapidformer_templates.planning.suggest import nearest, to_suggestion
 from rapidformer_templates.planning.switch import Request
 from rapidformer_templates.planning.worker_groups import groups_of
@@ -43,7 +44,7 @@ def resolve(
         works = tuple(to_suggestion(path) for path in nearest(request, registry))
         raise Refused(
             [
-                Diagnostic(rule.code, finding.message, rule.why, rule.source, finding.asked, works)
+                Diagnostic(rule.code, finding.message, rule.why, in_words(rule.source), finding.asked, works)
                 for rule, finding in refusals
             ]
         )
@@ -89,7 +90,7 @@ def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
     notes += [finding.message for finding in registry.noted(request)]
     micro = request.sizes.micro_batch
     if micro > 8 and micro % 8:
-        notes.append(f"micro batch {micro}: multiples of 8 suit the matrix units better [S]")
+        notes.append(f"micro batch {micro}: multiples of 8 suit the matrix units better ({in_words('[S]')})")
     if not request.environment.has_device:
         what = "GPU" if request.environment.device == "cuda" else request.environment.device
         later = "what depends on its kind is checked again when training starts"

@@ -163,10 +163,11 @@ class Rule:
         code: such as ``RF002``.
         title: the rule in one sentence.
         why: the fact behind it.
-        source: ``[R]``, ``[M]``, ``[S]``, ``[D]`` (see docs/switches.md) or the name of the engine.
+        source: letters of ``planning/sources.py``, such as ``[R]``, or the name of a package.
         check: returns a finding for each way in which the request breaks the rule.
         example: a command that breaks it.
         refuses: whether a finding refuses the request. If False, the plan only contains a note.
+        refusal: what it refuses, in one sentence. ``rapidformer explain`` begins with it.
     """
 
     code: str
@@ -176,6 +177,7 @@ class Rule:
     check: Callable[[Request], list[Finding]]
     example: Example
     refuses: bool = True
+    refusal: str = ""
 
 
 FORECAST = ("parameters", "gradients", "optimizer", "activations", "time")

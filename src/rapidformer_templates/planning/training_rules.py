@@ -206,6 +206,7 @@ TRAINING_RULES = (
         "[rapidformer_templates]",
         _best_is_known,
         Example("--metric-for-best utility"),
+        refusal="A metric for the best checkpoint of which it is not known whether higher or lower is better.",
     ),
     Rule(
         "RF099",
@@ -214,6 +215,7 @@ TRAINING_RULES = (
         "[rapidformer_templates]",
         _schedule_fits,
         Example("--lr 1e-4 --min-lr 1e-3"),
+        refusal="A learning rate schedule that does not fit into the run, or flags that its style does not use.",
     ),
     Rule(
         "RF100",
@@ -222,6 +224,7 @@ TRAINING_RULES = (
         "[rapidformer_templates]",
         _leaves_something,
         Example("--lr 5e-5 --epochs 3", training=True),
+        refusal="A training command with neither --save nor --no-save.",
     ),
     Rule(
         "RF111",
@@ -230,6 +233,7 @@ TRAINING_RULES = (
         "[rapidformer_templates]",
         _stops_early,
         Example("--early-stopping-patience 3 --no-keep-best --epochs 20"),
+        refusal="Early stopping in a run that is not evaluated during training or does not keep its best checkpoint.",
     ),
     Rule(
         "RF114",
@@ -238,6 +242,7 @@ TRAINING_RULES = (
         "[torch]",
         _averages,
         Example("--ema-decay 1"),
+        refusal="A moving average of the weights with a decay of 1 or more.",
     ),
     Rule(
         "RF112",
@@ -246,6 +251,7 @@ TRAINING_RULES = (
         "[torch, transformers]",
         _smooths,
         Example("--task question_answering --label-smoothing 0.1"),
+        refusal="Label smoothing for a loss that is not one cross-entropy over classes or words.",
     ),
     Rule(
         "RF113",
@@ -254,6 +260,7 @@ TRAINING_RULES = (
         "[transformers]",
         _one_sequence,
         Example("--task seq2seq_lm --neftune-alpha 5"),
+        refusal="Noise on the embeddings of an encoder-decoder model.",
     ),
     Rule(
         "RF110",
@@ -262,6 +269,7 @@ TRAINING_RULES = (
         "[torch]",
         _adam_fits,
         Example("--optimizer adafactor --adam-beta2 0.99"),
+        refusal="Settings of Adam that are out of range, or that the optimizer does not have.",
     ),
     Rule(
         "RF160",
@@ -270,5 +278,6 @@ TRAINING_RULES = (
         "[accelerate]",
         _trackers_are_there,
         Example("--report-to wandb"),
+        refusal="A tracker that is not installed.",
     ),
 )

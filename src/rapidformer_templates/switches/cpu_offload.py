@@ -72,6 +72,7 @@ OPTIMIZER_HAS_CPU_FORM = Rule(
     "[D]",
     _optimizer_on_cpu,
     Example("--cpu-offload --optimizer lamb"),
+    refusal="Offload of an optimizer that has no CPU implementation, such as LAMB.",
 )
 
 SWITCHES = (
@@ -106,6 +107,7 @@ SWITCHES = (
                 "[R]",
                 excludes("cpu-offload", partitions_without_zero),
                 Example("--cpu-offload --fsdp-memory-optimization --world-size 2"),
+                refusal="CPU offload together with OSS, SDP, FSDP or the distributed optimizer.",
             ),
             OPTIMIZER_HAS_CPU_FORM,
         ),

@@ -54,6 +54,7 @@ SWITCHES = (
                 "[R, M]",
                 needs_template("distributed-optimizer"),
                 Example("--template Pretrainer --use-distributed-optimizer --world-size 2"),
+                refusal="The distributed optimizer in a Finetuner or a Pretrainer.",
             ),
         ),
     ),

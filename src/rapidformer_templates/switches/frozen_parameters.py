@@ -136,6 +136,7 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _one_of_two,
                 Example("--freeze wte --train-only head"),
+                refusal="--freeze and --train-only in one command.",
             ),
             Rule(
                 "RF124",
@@ -144,6 +145,7 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _regular,
                 Example("--freeze ["),
+                refusal="A pattern for parameter names that is not a regular expression.",
             ),
             Rule(
                 "RF125",
@@ -152,6 +154,7 @@ SWITCHES = (
                 "[peft]",
                 _adapters_decide,
                 Example("--freeze wte --lora-rank 8", {"packages": {"peft": "0.17"}}),
+                refusal="--freeze or --train-only together with adapters.",
             ),
         ),
     ),

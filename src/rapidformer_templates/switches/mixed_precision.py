@@ -138,6 +138,7 @@ SWITCHES = (
                 "[R]",
                 needs_template("mixed-precision"),
                 Example("--mixed-precision bf16", machine={"template": None}),
+                refusal="Mixed precision in a program that uses none of the three templates.",
             ),
             Rule(
                 "RF201",
@@ -146,6 +147,7 @@ SWITCHES = (
                 "[M]",
                 _gradients_of_wide_weights,
                 Example("--mixed-precision bf16 --keep-fp32-parameters --grad-accum-dtype bf16"),
+                refusal="A type for gradients under an engine that chooses it itself, or without 16-bit weights.",
             ),
             Rule(
                 "RF019",
@@ -154,6 +156,7 @@ SWITCHES = (
                 "[torch, S]",
                 _bf16_before_ampere,
                 Example("--mixed-precision bf16", machine={"device": "cuda", "compute_capability": (7, 0)}),
+                refusal="bf16 on a GPU that is older than Ampere.",
             ),
         ),
     ),

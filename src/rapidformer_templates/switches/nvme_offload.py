@@ -98,6 +98,7 @@ SWITCHES = (
                 "[D]",
                 _needs_zero_3,
                 Example("--nvme-path /local_nvme --zero-2-memory-optimization --world-size 2"),
+                refusal="Offload to NVMe without ZeRO-3.",
             ),
             Rule(
                 "RF115",
@@ -106,6 +107,7 @@ SWITCHES = (
                 "[deepspeed]",
                 _moves_moments_alone,
                 Example("--ema-decay 0.999 --nvme-path /local_nvme --zero-3-memory-optimization --world-size 2"),
+                refusal="A moving average of the weights together with NVMe offload.",
             ),
             OPTIMIZER_HAS_CPU_FORM,
         ),

@@ -76,6 +76,7 @@ SWITCHES = (
                 "[S, torch]",
                 _needs_ampere,
                 Example("--tf32"),
+                refusal="tf32 on a GPU that is older than Ampere, or without a GPU.",
             ),
         ),
     ),

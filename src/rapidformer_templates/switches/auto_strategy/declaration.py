@@ -74,6 +74,7 @@ SWITCHES = (
                 "[M]",
                 needs_template("auto-strategy"),
                 Example("--template Pretrainer --auto-strategy --world-size 2"),
+                refusal="The automatic strategy in a Finetuner or a Pretrainer.",
             ),
             Rule(
                 "RF061",
@@ -82,6 +83,7 @@ SWITCHES = (
                 "[M]",
                 _bounds_the_search,
                 Example("--max-global-batch-size 32"),
+                refusal="--max-global-batch-size without a search, or next to --global-batch-size.",
             ),
         ),
     ),

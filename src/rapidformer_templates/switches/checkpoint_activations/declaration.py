@@ -108,6 +108,7 @@ SWITCHES = (
                 "[M]",
                 _one_piece,
                 Example("--checkpoint-activations --recompute-granularity selective --onnx-runtime-training"),
+                refusal="Selective recomputation of blocks that ONNX Runtime captures.",
             ),
         ),
     ),

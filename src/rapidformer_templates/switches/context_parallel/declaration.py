@@ -118,6 +118,7 @@ SWITCHES = (
                     "--context-parallel-size 3 --context-parallel-kind all-to-all --model-type gpt2 "
                     "--num-attention-heads 4 --world-size 3"
                 ),
+                refusal="All-to-all context parallelism with a size that does not divide the attention heads.",
             ),
             Rule(
                 "RF231",
@@ -126,6 +127,7 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _one_sequence,
                 Example("--context-parallel-size 2 --task seq2seq_lm --world-size 2"),
+                refusal="Context parallelism for an encoder-decoder model.",
             ),
         ),
     ),

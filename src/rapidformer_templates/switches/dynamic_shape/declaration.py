@@ -135,6 +135,7 @@ SWITCHES = (
                 "[R]",
                 needs_template("dynamic-shape"),
                 Example("--template Finetuner --data-iterator dynamic-shape"),
+                refusal="Batches of dynamic shapes in a Finetuner or a Trainer.",
             ),
             Rule(
                 "RF039",
@@ -144,6 +145,7 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _one_length,
                 Example("--template Pretrainer --task seq2seq_lm --data-iterator dynamic-shape"),
+                refusal="Dynamic shapes for samples with two lengths, or with flags that order or group the samples.",
             ),
         ),
     ),

@@ -121,6 +121,7 @@ SWITCHES = (
                 _padded_batches,
                 Example("--use-flash-attn --task sequence_classification"),
                 refuses=False,
+                refusal="Nothing. The plan notes that flash attention uses another kernel for batches with padding.",
             ),
             Rule(
                 "RF081",
@@ -129,6 +130,7 @@ SWITCHES = (
                 "[torch]",
                 _no_dropout,
                 Example("--use-flash-attn --dropout 0.1"),
+                refusal="Flash attention with dropout on a CPU.",
             ),
         ),
     ),

@@ -155,6 +155,7 @@ SWITCHES = (
                 "[torch]",
                 _only_with_fsdp,
                 Example("--no-fsdp-reshard-after-forward --world-size 2"),
+                refusal="Options of FSDP without FSDP, or a type of gradient sums that needs mixed precision.",
             ),
         ),
     ),

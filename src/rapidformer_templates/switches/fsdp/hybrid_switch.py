@@ -128,6 +128,7 @@ HYBRID_SHARDING = Switch(
             "[torch]",
             _groups_fit,
             Example("--fsdp-memory-optimization --fsdp-shard-size 3 --world-size 4"),
+            refusal="A size of FSDP groups that is one or does not divide the workers.",
         ),
     ),
 )

@@ -71,6 +71,7 @@ SWITCHES = (
                 "[Liger]",
                 _scores_words,
                 Example("--fused-linear-cross-entropy --task sequence_classification"),
+                refusal="The fused loss in a task that does not predict words.",
             ),
         ),
     ),

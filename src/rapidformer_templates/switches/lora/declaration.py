@@ -219,6 +219,7 @@ SWITCHES = (
                 "[peft]",
                 _pretrained,
                 Example("--lora-rank 8 --model-type gpt2", {"packages": {"peft": "0.17"}}),
+                refusal="Adapters on a model without pretrained weights.",
             ),
             Rule(
                 "RF142",
@@ -228,6 +229,7 @@ SWITCHES = (
                 "[peft]",
                 _beside_matrices,
                 Example("--lora-rank 8 --lora-target-modules all-linear,experts --lora-dropout 0.1"),
+                refusal="DoRA or dropout of adapters, if experts have adapters.",
             ),
             Rule(
                 "RF122",
@@ -240,6 +242,7 @@ SWITCHES = (
                     *("lora_variant", ("dora",), "lora"),
                 ),
                 Example("--lora-rank 8 --lora-variant dora --zero-3-memory-optimization"),
+                refusal="DoRA together with a switch that divides the weights.",
             ),
             Rule(
                 "RF126",
@@ -248,6 +251,7 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _half_of_what,
                 Example("--lora-rank 8 --quantize-base half", {"packages": {"peft": "0.17"}}),
+                refusal="A 16-bit base of adapters without mixed precision.",
             ),
             Rule(
                 "RF127",
@@ -263,6 +267,7 @@ SWITCHES = (
                     "--lora-rank 8 --quantize-base half --mixed-precision bf16 --fsdp-memory-optimization",
                     {"packages": {"peft": "0.17"}},
                 ),
+                refusal="A base in fewer bits together with an engine that converts weights, such as FSDP or ZeRO.",
             ),
             Rule(
                 "RF140",
@@ -273,6 +278,7 @@ SWITCHES = (
                 Example(
                     "--lora-rank 8 --quantize-base int8 --fsdp-memory-optimization", {"packages": {"peft": "0.17"}}
                 ),
+                refusal="A base in 8 or 4 bits under an engine that divides its weights.",
             ),
             Rule(
                 "RF143",
@@ -289,6 +295,7 @@ SWITCHES = (
                     "--lora-rank 8 --quantize-base int8 --onnx-runtime-training",
                     {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
                 ),
+                refusal="A base in 8 or 4 bits in ONNX Runtime.",
             ),
             Rule(
                 "RF144",
@@ -304,6 +311,7 @@ SWITCHES = (
                     "--lora-rank 8 --lora-variant dora --onnx-runtime-training",
                     {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
                 ),
+                refusal="DoRA in ONNX Runtime.",
             ),
             Rule(
                 "RF141",
@@ -312,6 +320,7 @@ SWITCHES = (
                 "[bitsandbytes]",
                 _reads_nf4,
                 Example("--lora-rank 8 --quantize-base nf4", {"packages": {"peft": "0.17"}}),
+                refusal="An nf4 base without a bitsandbytes that supports the device.",
             ),
             Rule(
                 "RF128",
@@ -323,6 +332,7 @@ SWITCHES = (
                     "--lora-rank 8 --lora-variant dora --quantize-base half --mixed-precision bf16",
                     {"packages": {"peft": "0.17"}},
                 ),
+                refusal="DoRA on a base in fewer bits.",
             ),
         ),
     ),

@@ -261,6 +261,7 @@ HAS_EXPERTS = Rule(
     "[rapidformer_templates]",
     _weights_have_experts,
     Example("--moe-loss-coeff 0.01 --model-type gpt2"),
+    refusal="New experts in a pretrained model whose weights have no experts.",
 )
 
 SWITCHES = (
@@ -294,6 +295,7 @@ SWITCHES = (
                 "[deepspeed]",
                 _top_k_exists,
                 Example("--num-experts 2 --moe-top-k 4"),
+                refusal="A mixture in which a token visits more experts than there are.",
             ),
             HAS_EXPERTS,
             Rule(
@@ -304,6 +306,7 @@ SWITCHES = (
                 "[transformers]",
                 _own_experts_as_they_are,
                 Example("--model-type mixtral --num-experts 4 --moe-capacity-factor 1.25"),
+                refusal="Flags that would change the experts of an architecture or a pretrained model.",
             ),
             Rule(
                 "RF073",
@@ -312,6 +315,7 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _room_for_a_token,
                 Example("--num-experts 4 --moe-capacity-factor 0"),
+                refusal="A capacity factor of zero or less.",
             ),
         ),
     ),
@@ -348,6 +352,7 @@ SWITCHES = (
                 "[deepspeed]",
                 _experts_divide,
                 Example("--num-experts 3 --expert-parallel --world-size 2"),
+                refusal="A number of experts that the workers cannot share evenly.",
             ),
             Rule(
                 "RF277",
@@ -357,6 +362,7 @@ SWITCHES = (
                 "[M]",
                 _groups_fit,
                 Example("--num-experts 6 --expert-model-parallel-size 3 --world-size 4"),
+                refusal="A size of expert groups that does not divide the workers that have copies of everything else.",
             ),
             Rule(
                 "RF074",
@@ -367,6 +373,7 @@ SWITCHES = (
                 "[fairscale, deepspeed]",
                 excludes("expert-parallel", _partitions_all_alike, TOGETHER_REVERSED),
                 Example("--num-experts 4 --expert-parallel --zero-3-memory-optimization --world-size 2"),
+                refusal="Experts that are divided over workers, together with OSS, SDP, ZeRO-3 or NVMe offload.",
             ),
         ),
     ),

@@ -91,6 +91,7 @@ SWITCHES = (
                 "[torch]",
                 _has_no_memory_of_its_own,
                 Example("--offload-activations"),
+                refusal="Activation offload on a CPU.",
             ),
             Rule(
                 "RF216",
@@ -99,6 +100,7 @@ SWITCHES = (
                 "[torch]",
                 _static_memory,
                 Example("--offload-activations --torch-compile cudagraphs", machine={"device": "cuda"}),
+                refusal="Activation offload from CUDA graphs.",
             ),
         ),
     ),

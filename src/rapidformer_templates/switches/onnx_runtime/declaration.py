@@ -129,6 +129,7 @@ SWITCHES = (
                 "[onnxruntime, torch]",
                 excludes("onnx-runtime", Resource.PARAMETERS),
                 Example("--onnx-runtime-training --fsdp-memory-optimization --world-size 2"),
+                refusal="ONNX Runtime together with FSDP or ZeRO-3.",
             ),
             Rule(
                 "RF085",
@@ -137,6 +138,7 @@ SWITCHES = (
                 "[onnxruntime, torch]",
                 excludes("onnx-runtime", OTHERS_BLOCKS),
                 Example("--onnx-runtime-training --tensor-model-parallel-size 2 --world-size 2"),
+                refusal="ONNX Runtime for blocks that are divided, use flash attention or have experts.",
             ),
             Rule(
                 "RF086",
@@ -145,6 +147,7 @@ SWITCHES = (
                 "[onnxruntime]",
                 _sixteen_bits_on_cpu,
                 Example("--onnx-runtime-training --mixed-precision bf16"),
+                refusal="ONNX Runtime in 16 bits on a CPU.",
             ),
             Rule(
                 "RF087",
@@ -153,6 +156,7 @@ SWITCHES = (
                 "[torch, onnxruntime]",
                 _complete,
                 Example("--onnx-runtime-training", machine={"packages": {"onnxruntime": "1.31.1+cpu"}}),
+                refusal="ONNX Runtime without the packages that export its graphs, or without CUDA on a GPU.",
             ),
             Rule(
                 "RF088",
@@ -161,6 +165,7 @@ SWITCHES = (
                 "[torch]",
                 _generates,
                 Example("--onnx-runtime-training --task seq2seq_lm"),
+                refusal="ONNX Runtime in a task that generates texts.",
             ),
         ),
     ),

@@ -120,6 +120,7 @@ SWITCHES = (
                 "[S, bitsandbytes, apex]",
                 _needs_gpu,
                 Example("--optimizer adamw_bnb_8bit", machine={"packages": {"bitsandbytes": "0.45"}}),
+                refusal="An optimizer of apex, or of an old bitsandbytes, without a GPU.",
             ),
             Rule(
                 "RF025",
@@ -129,6 +130,7 @@ SWITCHES = (
                 "[torch, apex, bitsandbytes, torchao]",
                 _works_on_shards,
                 Example("--optimizer adafactor --fsdp-memory-optimization --world-size 2"),
+                refusal="An optimizer that needs whole parameters, together with a switch that divides them.",
             ),
         ),
     ),

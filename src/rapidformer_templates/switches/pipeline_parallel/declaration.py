@@ -152,6 +152,7 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _stages_fit,
                 Example("--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2"),
+                refusal="A list of pipeline stages that does not cover the blocks of the model.",
             ),
             Rule(
                 "RF220",
@@ -164,6 +165,7 @@ SWITCHES = (
                     "--pipeline-model-parallel-size 2 --virtual-pipeline-size 2 --pipeline-stages auto-memory "
                     "--num-layers 8 --world-size 2"
                 ),
+                refusal="--pipeline-stages auto-memory with several stages per worker.",
             ),
             Rule(
                 "RF076",
@@ -172,6 +174,7 @@ SWITCHES = (
                 "[M]",
                 _enough_blocks,
                 Example("--pipeline-model-parallel-size 2 --virtual-pipeline-size 3 --num-layers 4 --world-size 2"),
+                refusal="More interleaved stages than the model has blocks.",
             ),
             Rule(
                 "RF077",
@@ -181,6 +184,7 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _one_run_of_blocks,
                 Example("--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2"),
+                refusal="A pipeline for an encoder-decoder model.",
             ),
         ),
     ),

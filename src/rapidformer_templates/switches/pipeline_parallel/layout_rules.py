@@ -126,6 +126,7 @@ LAYOUT_RULES = (
         "[R]",
         needs_template(*PARALLEL),
         Example("--template Pretrainer --tensor-model-parallel-size 2 --world-size 2"),
+        refusal="Tensor, context or pipeline parallelism in a Finetuner or a Pretrainer.",
     ),
     Rule(
         "RF004",
@@ -135,6 +136,7 @@ LAYOUT_RULES = (
         "[R, M]",
         _few_partitions,
         Example("--tensor-model-parallel-size 2 --fsdp-memory-optimization --world-size 4"),
+        refusal="FSDP, ZeRO-3, OSS or SDP together with tensor, context or pipeline parallelism.",
     ),
     Rule(
         "RF009",
@@ -143,6 +145,7 @@ LAYOUT_RULES = (
         "[M]",
         _workers_divide,
         Example("--tensor-model-parallel-size 3 --world-size 4"),
+        refusal="Sizes of tensor, context and pipeline parallelism whose product does not divide the workers.",
     ),
     Rule(
         "RF010",
@@ -153,5 +156,6 @@ LAYOUT_RULES = (
         "[M]",
         _model_divides,
         Example("--pipeline-model-parallel-size 4 --num-layers 6 --world-size 4"),
+        refusal="A pipeline size or a tensor size that does not divide the model.",
     ),
 )

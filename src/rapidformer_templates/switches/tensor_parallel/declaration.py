@@ -94,6 +94,7 @@ TENSOR_PARALLEL = Switch(
             "[transformers]",
             _has_tensor_plan,
             Example("--tensor-model-parallel-size 2 --model-type bloom --world-size 2"),
+            refusal="Tensor parallelism for an architecture without a tensor plan, or with a plan of unknown styles.",
         ),
     ),
 )

@@ -66,6 +66,7 @@ SEQUENCE_PARALLEL = Switch(
             "[M]",
             _needs_tensor_parallel,
             Example("--sequence-parallel --world-size 2"),
+            refusal="Sequence parallelism without tensor parallelism.",
         ),
     ),
 )

@@ -153,6 +153,7 @@ SWITCHES = (
                 "[torch]",
                 _known_backend,
                 Example("--torch-compile nosuch"),
+                refusal="A --torch-compile backend that torch does not know.",
             ),
             Rule(
                 "RF083",
@@ -161,6 +162,7 @@ SWITCHES = (
                 "[torch]",
                 _can_compile,
                 Example("--torch-compile", machine={"cxx": None}),
+                refusal="A --torch-compile backend whose compiler, package or GPU is missing.",
             ),
             Rule(
                 "RF084",
@@ -169,6 +171,7 @@ SWITCHES = (
                 "[deepspeed, torch]",
                 _frozen_in_shards,
                 Example("--torch-compile aot_eager --zero-3-memory-optimization --lora-rank 8 --world-size 2"),
+                refusal="torch.compile under ZeRO-3 for a model with frozen parameters.",
             ),
             Rule(
                 "RF106",
@@ -181,6 +184,7 @@ SWITCHES = (
                     "--torch-compile aot_eager --num-experts 8 --checkpoint-activations "
                     "--recompute-granularity selective"
                 ),
+                refusal="Selective recomputation of compiled blocks that have experts.",
             ),
         ),
     ),

@@ -74,6 +74,7 @@ ONLY_IN_TRAINER = Rule(
     "[R]",
     needs_template("zero-1", "zero-2", "zero-3"),
     Example("--template Finetuner --zero-3-memory-optimization --world-size 2"),
+    refusal="ZeRO in a Finetuner or a Pretrainer.",
 )
 
 
@@ -97,6 +98,7 @@ KNOWN_DEVICE = Rule(
     "[D]",
     _knows_device,
     Example("--zero-1-memory-optimization --world-size 2", machine={"device": "maia"}),
+    refusal="ZeRO on a device that DeepSpeed has no class for.",
 )
 
 

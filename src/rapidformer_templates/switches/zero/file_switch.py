@@ -173,6 +173,7 @@ DEEPSPEED_CONFIG = Switch(
                 "--deepspeed-config ds.json --zero-2-memory-optimization "
                 " --pipeline-model-parallel-size 2 --world-size 2"
             ),
+            refusal="ZeRO-2 or ZeRO-3 with a pipeline and a DeepSpeed file.",
         ),
         Rule(
             "RF028",
@@ -182,6 +183,7 @@ DEEPSPEED_CONFIG = Switch(
             "[D]",
             _needs_deepspeed_engine,
             Example("--deepspeed-config ds.json --fsdp-memory-optimization --world-size 2"),
+            refusal="A DeepSpeed file in another template than Trainer, or next to a partitioning other than ZeRO.",
         ),
         Rule(
             "RF037",
@@ -190,6 +192,7 @@ DEEPSPEED_CONFIG = Switch(
             "[D]",
             _needs_a_zero_stage,
             Example("--deepspeed-config ds.json"),
+            refusal="A DeepSpeed file without a ZeRO stage, if no flag sets one either.",
         ),
         Rule(
             "RF036",
@@ -202,6 +205,7 @@ DEEPSPEED_CONFIG = Switch(
                 "--zero-2-memory-optimization --world-size 2",
                 machine={"packages": {"deepspeed": "0.19"}},
             ),
+            refusal="A value in a DeepSpeed file that contradicts a flag.",
         ),
         Rule(
             "RF102",
@@ -214,6 +218,7 @@ DEEPSPEED_CONFIG = Switch(
                 "--zero-2-memory-optimization --world-size 2",
                 machine={"packages": {"deepspeed": "0.19"}},
             ),
+            refusal="A key of a DeepSpeed file that DeepSpeed does not read.",
         ),
         Rule(
             "RF103",
@@ -226,6 +231,7 @@ DEEPSPEED_CONFIG = Switch(
                 "--zero-2-memory-optimization --world-size 2",
                 machine={"packages": {"deepspeed": "0.19"}},
             ),
+            refusal="A setting of a DeepSpeed file that would have no effect here.",
         ),
         Rule(
             "RF104",
@@ -237,6 +243,7 @@ DEEPSPEED_CONFIG = Switch(
                 '--deepspeed-config \'{"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}\' '
                 "--zero-1-memory-optimization --pipeline-model-parallel-size 2 --world-size 2",
             ),
+            refusal="Keys that only DeepSpeed knows, in a file for a run with 3D parallelism.",
         ),
         Rule(
             "RF105",
@@ -250,6 +257,7 @@ DEEPSPEED_CONFIG = Switch(
                 "--zero-2-memory-optimization --lr-decay-style cosine --world-size 2",
                 machine={"packages": {"deepspeed": "0.19"}},
             ),
+            refusal="A scheduler in a DeepSpeed file next to flags of a schedule.",
         ),
     ),
 )
