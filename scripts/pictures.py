@@ -1,6 +1,7 @@
 """Pictures of README and manual: ``python scripts/pictures.py`` writes docs/pictures/ from real output and figures.
 
-``--run FOLDER`` also draws the curves of a run. The existing curves are from ``rapidformer demo``.
+``--train`` first trains the runs of the picture about parity anew, and stores their losses in ``parity.json``. It takes
+about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -8,10 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
+import os
 import re
 import shlex
-import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +47,7 @@ TERMINAL = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A bar chart of a table in docs/benchmarks.md: the section, the heading of the column, and the picture's texts."""
+    """A bar chart of a table in docs/benchmarks*.md: its section, its column, and the texts of the picture."""
 
     section: str
     column: str
@@ -198,25 +204,140 @@ def _place(rank: int, at: Mapping[str, int]) -> tuple[float, float]:
     return at["pipeline"] * 4.4 + at["tensor"] * 1.2, 4.0 - at["data"] * 3.0 - at["context"] * 1.0
 
 
+JOB = (
+    "--task pretraining --device cpu --dropout 0 --train-iters 300 --global-batch-size 16 "
+    "--log-interval 1 --eval-interval 25 --save-interval 50"
+)
+"""The job of the picture about parity: ``examples/pretrain_gpt.py`` as a Trainer, without dropout."""
+LAYOUTS = {
+    "one process": "--micro-batch-size 16",
+    "2 workers, DDP": "--micro-batch-size 8 --nproc-per-node 2",
+    "2 workers, FSDP": "--micro-batch-size 8 --nproc-per-node 2 --fsdp-memory-optimization",
+    "2 workers, tensor parallel": "--micro-batch-size 16 --nproc-per-node 2 --tensor-model-parallel-size 2",
+    "2 workers, pipeline": "--micro-batch-size 4 --nproc-per-node 2 --pipeline-model-parallel-size 2",
+}
+KILLED = "killed at step 150, resumed"
+STYLES = {
+    "one process": ("#1f2328", "-"),
+    "2 workers, DDP": ("#3f51b5", "--"),
+    "2 workers, FSDP": ("#00897b", "-."),
+    "2 workers, tensor parallel": ("#c77700", ":"),
+    "2 workers, pipeline": ("#ad1457", (0, (5, 1))),
+    KILLED: ("#57606a", (0, (1, 3))),
+}
+STORED = FOLDER / "parity.json"
+WINDOW = 15
+"""Number of steps over which curves are smoothed."""
+FLOOR = 1e-9
+"""Smaller differences are drawn here."""
+
+
+def train() -> None:
+    """Train the job in each layout, and once with ``kill -9`` and ``--resume``. Store the losses of all steps."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        source = (ROOT / "examples" / "pretrain_gpt.py").read_text(encoding="utf-8")
+        script = folder / "pretrain_gpt.py"
+        script.write_text(source.replace("Pretrainer", "Trainer"), encoding="utf-8")
+        runs = {}
+        for name, flags in LAYOUTS.items():
+            _start(script, flags, folder / name).wait()
+            runs[name] = _losses(folder / name)
+        first = LAYOUTS["one process"]
+        process = _start(script, first, folder / KILLED)
+        while len(_losses(folder / KILLED)["loss"]) < 150:
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        _start(script, f"{first} --resume", folder / KILLED).wait()
+        runs[KILLED] = _losses(folder / KILLED)
+    lines = (f"{json.dumps(name)}: {json.dumps(losses)}" for name, losses in runs.items())
+    STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _start(script: Path, flags: str, run: Path) -> subprocess.Popen[bytes]:
+    words = [sys.executable, str(script), *shlex.split(f"{JOB} {flags}"), "--save", str(run)]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.Popen(words, env=settings, start_new_session=True)
+
+
+def _losses(run: Path) -> Mapping[str, Any]:
+    """Return the training losses of all steps, and (step, loss) of the evaluations."""
+    file = run / "metrics.jsonl"
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return {
+        "loss": [round(row["loss"], 9) for row in rows if "loss" in row],
+        "eval_loss": [(row["step"], round(row["eval_loss"], 9)) for row in rows if "eval_loss" in row],
+    }
+
+
+def parity() -> str:
+    """Draw the losses of the runs in :data:`STORED`, and their distance from those of one process."""
+    import numpy as np
+
+    runs = json.loads(STORED.read_text(encoding="utf-8"))
+    one = np.array(runs["one process"]["loss"])
+    steps = np.arange(1, len(one) + 1)
+    with drawn(8.6, 5.6) as (figure, out):
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 3))
+        upper.plot(steps, one, color="#d0d7de", linewidth=0.8, label="loss of each step")
+        for name, run in runs.items():
+            colour, dashes = STYLES[name]
+            loss = np.array(run["loss"])
+            upper.plot(steps, _smoothed(loss), color=colour, linestyle=dashes, linewidth=2.2, label=f"{name}")
+            if name != "one process":
+                apart = np.abs(loss - one) / one
+                largest = np.array([apart[max(0, end - WINDOW) : end].max() for end in steps])
+                lower.semilogy(steps, np.maximum(largest, FLOOR), color=colour, linestyle=dashes, linewidth=1.8)
+        at, evaluated = zip(*runs["one process"]["eval_loss"], strict=True)
+        upper.plot(at, evaluated, "o", color="#cf222e", markersize=4.5, label="validation", zorder=3)
+        upper.legend(loc="upper right", ncols=2, frameon=False, fontsize=9.5)
+        upper.set_ylabel("loss")
+        upper.set_title(
+            "A small GPT learns Python's library: six runs, one curve", loc="left", fontweight="bold", fontsize=11.5
+        )
+        lower.set(ylim=(FLOOR / 3, 1e-3), xlabel="step", yticks=[1e-8, 1e-6, 1e-4])
+        title = f"relative difference from one process, the largest of {WINDOW} steps"
+        lower.set_title(title, loc="left", fontsize=10)
+        lower.text(len(one) - 2, FLOOR * 1.7, f"{KILLED}: 0", ha="right", fontsize=9.5, color=STYLES[KILLED][0])
+        for axes in (upper, lower):
+            axes.set_facecolor("none")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_xlim(0, len(one))
+            axes.grid(axis="y", color="#d0d7de", linewidth=0.6)
+    return out.getvalue()
+
+
+def _smoothed(losses: Any) -> Any:
+    """Return the mean over :data:`WINDOW` steps, up to each step."""
+    import numpy as np
+
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    ends = np.arange(1, len(losses) + 1)
+    begins = np.maximum(ends - WINDOW, 0)
+    return (sums[ends] - sums[begins]) / (ends - begins)
+
+
 def pictures() -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each picture that is made from output and figures."""
     for name, command in TERMINAL.items():
         yield f"{name}.svg", terminal(command)
     yield "workers.svg", workers()
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    yield "parity.svg", parity()
+    page = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("benchmarks*.md")))
     for chart in CHARTS:
         yield f"{chart.section}.svg", bars(chart, page)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, help="folder of a run whose curves are taken")
-    run = parser.parse_args(argv).run
+    parser.add_argument("--train", action="store_true", help="train the runs of the picture about parity anew")
     FOLDER.mkdir(exist_ok=True)
+    if parser.parse_args(argv).train:
+        train()
     for name, text in pictures():
         (FOLDER / name).write_text(text, encoding="utf-8")
-    if run:
-        shutil.copyfile(run / "curves.png", FOLDER / "curves.png")
 
 
 if __name__ == "__main__":
