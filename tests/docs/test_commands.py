@@ -23,9 +23,9 @@ from rapidformer_templates.planning.resolve import resolve
 from tests.support.manual import PAGES, ROOT, commands, name
 
 ELSEWHERE = {
-    r"pip install": "needs a package index; tests/docs/test_docs.py holds the extras",
+    r"pip install|hf download": "needs the network; tests/docs/test_docs.py holds the extras",
     r"(\.venv/bin/)?python -m pytest": "the tests themselves",
-    r"cat |head |python3 -m venv|\. \.venv/bin/activate|case \$\?": "the shell's",
+    r"cat |head |python3 -m venv|\. \.venv/bin/activate|case \$\?|eval ": "the shell's",
     r"make |\.ci/run": "what runs the tests; tests/docs/test_docs.py holds the targets",
     r"python -m benchmarks": "tests/benchmarks",
     r"(\.venv/bin/)?python -m tests\.support\.covering": "tests/switches/test_pairs.py reads what it writes",
@@ -33,6 +33,7 @@ ELSEWHERE = {
     r"python scripts/promises": "tests/scripts/test_promises.py",
     r"(torchrun --nproc-per-node 2 |python )examples/": "tests/docs/test_examples.py",
     r"python smoothed.py": "the flags of the black box, tests/docs/test_examples.py",
+    r"python (focal|slow_embeddings|odd_ones).py": "tests/docs/test_examples.py",
     r"python my_task.py": "tests/commands/test_new.py",
     r"rapidformer evaluate ": "tests/commands/test_evaluate.py",
     r"rapidformer predict ": "tests/commands/test_predict.py",

@@ -23,7 +23,7 @@ START = ROOT / "docs/index.md"
 MADE = ("reference/", "switches/")  # generated with the site. tests/docs/test_site.py follows every link there
 OTHERS = {  # flags of other programs, and flags that examples declare
     "mlflow": ["--backend-store-uri"],
-    "pip": ["--constraint", "--editable", "--no-deps"],
+    "pip": ["--constraint", "--editable", "--index-url", "--no-deps"],
     "rapidformer": ["--help", "--version"],
     "ruff": ["--check"],
     "tensorboard": ["--logdir"],
@@ -118,6 +118,12 @@ def test_python_blocks_are_python() -> None:
     assert len(all_blocks) > 20
     for page, block in all_blocks:
         ast.parse(block, filename=name(page))
+
+
+def test_pages_are_short() -> None:
+    lines = {name(page): len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES}
+    assert lines["README.md"] <= 120
+    assert {page: n for page, n in lines.items() if page.startswith("docs/") and n > 400} == {}
 
 
 def test_readme_shows_plans_and_an_answer() -> None:

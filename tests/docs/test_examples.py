@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from rapidformer_templates.commands.main import main
+from tests.support.manual import PAGES, blocks, commands, name
 from tests.support.programs import one_thread, run_script
 
 pytestmark = pytest.mark.docs
@@ -75,9 +78,33 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in RATES} for line in lines]
 
 
-@pytest.mark.parametrize("name", ["sentiment.py", "pretrain_gpt.py"])
-def test_under_sixty_lines(name: str) -> None:
-    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < 60
+@pytest.mark.parametrize("script", ["sentiment.py", "pretrain_gpt.py"])
+def test_under_sixty_lines(script: str) -> None:
+    assert len((EXAMPLES / script).read_text(encoding="utf-8").splitlines()) < 60
+
+
+SCRIPTS = [(page, block) for page in PAGES for block in blocks(page, "python") if re.match(r"# \w+\.py\n", block)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "script"), SCRIPTS, ids=[name(page) for page, _ in SCRIPTS])
+def test_scripts_of_the_manual_train(
+    page: Path, script: str, tweets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of Python that begins with the name of a file is a complete script. The page has the command for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    file = script.partition("\n")[0].removeprefix("# ")
+    (tmp_path / file).write_text(script, encoding="utf-8")
+    command = next(command for command in commands(page) if command.startswith(f"python {file}"))
+    words = shlex.split(command.replace("$MODEL", str(tweets / "model")).replace("runs/demo-data", str(tweets)))[2:]
+    with one_thread():
+        assert run_script(tmp_path / file, *words, "--epochs", "1", "--device", "cpu", "--seq-length", "32") == 0
+    assert list(tmp_path.glob("runs/*/summary.json"))
+
+
+def test_the_manual_has_scripts() -> None:
+    assert len(SCRIPTS) >= 3
 
 
 @pytest.mark.slow
