@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import html
-import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import rapidformer_templates
-from rapidformer_templates.commands import catalogue
-from rapidformer_templates.commands.catalogue import explain, table
+from rapidformer_templates.commands.catalogue import table
 from rapidformer_templates.commands.compatibility import MATRIX_MACHINE, compatibility, with_additions
+from rapidformer_templates.commands.explain import explanation
 from rapidformer_templates.commands.main import PlanFlags
 from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import RunConfig, build_parser, spelling
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.sources import DOCUMENTS, in_words, sources_of
 from rapidformer_templates.planning.suggest import apply
 from rapidformer_templates.planning.switch import FORECAST, TEMPLATES, Request, Rule, Switch
 from rapidformer_templates.planning.templates import choose_template
@@ -32,7 +33,6 @@ JOBS: Sequence[Mapping[str, str]] = (
     {"task": "causal_lm", "device": "cuda"},
 )
 ORDER = "[order of application](../switches.md#catalogue-in-the-order-of-application)"
-SOURCES = dict(re.findall(r"\*\*\[(\w)\]\*\* (.*)", catalogue.SOURCES))
 KINDS = dict(zip(FORECAST, ("parameters", "gradients", "optimizer state", "activations", "time"), strict=True))
 
 
@@ -49,7 +49,7 @@ def switch_page(switch: Switch) -> str:
         *([("needs", " and ".join(needs))] if needs else []),
         *([("takes over", ", ".join(sorted(claim.value for claim in switch.claims)))] if switch.claims else []),
         ("applied", f"{switch.precedence.name.lower()}, {place} of {len(REGISTRY.switches)} in the {ORDER}"),
-        ("documented in", ", ".join(SOURCES.get(name, name) for name in switch.source.strip("[]").split(", "))),
+        ("documented in", _sources(switch.source)),
     ]  # fmt: skip
     parts = [
         f"# {switch.name}",
@@ -68,7 +68,7 @@ def switch_page(switch: Switch) -> str:
         _prediction(switch),
     ]
     if switch.rules:
-        parts += ["## Rules", *(_rule(rule, f"../reference/rules.md#{rule.code.lower()}") for rule in switch.rules)]
+        parts += ["## Rules", *(_rule(rule) for rule in switch.rules)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -171,43 +171,47 @@ def _prediction(switch: Switch) -> str:
     return f"What the [planner](../planner.md) counts. {rest}\n\n" + table(("of a worker", ""), rows)
 
 
-def _rule(rule: Rule, link: str) -> str:
-    return f"**[{rule.code}]({link})** {_text(rule.title.rstrip('.'))}: {_text(rule.why)} [{rule.source.strip('[]')}]"
+def _sources(source: str) -> str:
+    """Return the sources of a declaration, with links."""
+    links = {letter: document.link for letter, document in DOCUMENTS.items()}
+    words = [(in_words(f"[{part}]"), links.get(part)) for part in sources_of(source)]
+    return ", ".join(f"[{name}]({link})" if link else name for name, link in words)
 
 
-def rules_page() -> str:
-    """Return the page with every rule, its reason, and a command that breaks it with its output."""
+def _rule(rule: Rule) -> str:
+    title, why = _text(rule.title.rstrip(".")), _text(rule.why)
+    return f"**[{rule.code}](../rules/{rule.code}.md)** {title}: {why} ({in_words(rule.source)})"
+
+
+def rule_page(rule: Rule, switches: Sequence[str]) -> str:
+    """Return the page of a rule: what it refuses, why, an example, and what to do instead."""
+    found = explanation(rule, REGISTRY)
+    machine = f"\n\nOn a machine with {_text(found.machine)}." if found.machine else ""
+    instead = [(f"`{suggestion.change}`", _text(suggestion.note)) for suggestion in found.instead]
+    links = ", ".join(f"[{name}](../switches/{name}.md)" for name in switches)
     parts = [
-        "# Rules",
-        "A run that breaks a rule is refused before a worker starts, with the nearest commands that work. "
-        "`rapidformer explain CODE` says the same at a terminal. Sources in capitals are explained "
-        "[with the switches](../switches.md).",
+        "---\nsearch: {boost: 0.2}\n---",  # short pages would come before those about the subject
+        f"# {rule.code}: {_text(rule.title.rstrip('.'))}",
+        "## What it refuses",
+        _text(found.refuses),
+        *([f"It is a rule of {links}."] if links else []),
+        "## Why",
+        f"{_text(found.why)} Source: {_sources(rule.source)}.",
+        "## Example",
+        f"```console\n$ {found.command}\n{found.answer}\n```{machine}",
+        "## What to do instead",
+        table(("change", "remark"), instead) if instead else "Nothing: the run starts.",
+        "[All rules](../rules.md)",
     ]
-    by_rule: Mapping[str, list[str]] = _switches_of_rules()
-    for rule in REGISTRY.all_rules:
-        switches = ", ".join(f"[{name}](../switches/{name}.md)" for name in by_rule[rule.code])
-        kind = "" if rule.refuses else " (only noted in the plan)"
-        answer = explain(rule.code, REGISTRY).split("\n", 3)[3]
-        parts += [
-            f"## {rule.code}",
-            f"**{_text(rule.title)}**{kind}",
-            f"{_text(rule.why[:1].upper() + rule.why[1:])}. "
-            f"Source: {rule.source.strip('[]')}." + (f" Of {switches}." if switches else ""),
-            f'??? example "A command that breaks it, and the answer"\n\n    ```text\n{_indented(answer)}\n    ```',
-        ]
     return "\n\n".join(parts) + "\n"
 
 
-def _switches_of_rules() -> Mapping[str, list[str]]:
+def _switches_of_rules() -> Mapping[str, Sequence[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for switch in REGISTRY.switches:
         for rule in switch.rules:
             found[rule.code].append(switch.name)
     return found
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}".rstrip() for line in text.strip("\n").splitlines())
 
 
 def flags_page() -> str:
@@ -217,12 +221,15 @@ def flags_page() -> str:
         "Every flag is accepted with dashes or underscores, and as a key of the YAML file of `--config`. A flag on the "
         "command line wins over the file. `rapidformer --help` prints the same.",
     ]
-    parser = build_parser("rapidformer", switch_options().values(), PlanFlags, "")
-    for group in parser._action_groups:
+    for group in _parser()._action_groups:
         rows = [_flag_row(action) for action in group._group_actions if action.option_strings and action.dest != "help"]
         if rows:
             parts += [f"## {group.title}", table(("flag", "value", "what it does"), rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _parser() -> argparse.ArgumentParser:
+    return build_parser("rapidformer", switch_options().values(), PlanFlags, "")
 
 
 def _flag_row(action: Any) -> Sequence[str]:
@@ -255,9 +262,6 @@ def _text(words: str) -> str:
 def generated() -> Mapping[str, str]:
     """Return the text of each generated page by its path."""
     pages = {f"switches/{switch.name}.md": switch_page(switch) for switch in REGISTRY.switches}
-    return {
-        **pages,
-        "reference/flags.md": flags_page(),
-        "reference/rules.md": rules_page(),
-        "reference/api.md": api_page(),
-    }
+    by_rule = _switches_of_rules()
+    rules = {f"rules/{rule.code}.md": rule_page(rule, by_rule[rule.code]) for rule in REGISTRY.all_rules}
+    return {**pages, **rules, "reference/flags.md": flags_page(), "reference/api.md": api_page()}

@@ -27,10 +27,16 @@ for package in ("mkdocs", "material", "mkdocstrings"):
 pytestmark = [pytest.mark.docs, pytest.mark.slow]
 HOST = "http://site"
 LOOKED_AT = (
-    *("", "switches/", "switches/zero-3/", "how-to/fewer-gpus/"),
-    *("reference/api/", "reference/flags/", "reference/rules/", "benchmarks/"),
+    *("", "switches/", "switches/zero-3/", "how-to/seven-billion-on-24-gb/"),
+    *("reference/api/", "reference/flags/", "rules/", "rules/RF006/", "learn/several-gpus/", "benchmarks/"),
 )
 SCREENS = {"desktop": (1400, 1000, False), "desktop-dark": (1400, 1000, True), "phone": (390, 844, False)}
+WRAPPED = (
+    "[...document.querySelectorAll('.flag')].filter(flag => {"
+    "const tops = [...flag.getClientRects()].map(box => box.top); return Math.max(...tops) - Math.min(...tops) > 8"
+    "}).length"
+)
+"""The number of flags that are broken over two lines."""
 RESULTS = "document.querySelector('.md-search-result__list').innerText"
 
 
@@ -129,6 +135,19 @@ def test_each_switch_has_a_page_whose_command_works(
             assert main(words) == 0, capsys.readouterr().err
 
 
+def test_each_rule_has_a_page_in_four_parts(read: dict[str, Page]) -> None:
+    parts = {"what-it-refuses", "why", "example", "what-to-do-instead"}
+    for rule in REGISTRY.all_rules:
+        page = read[f"rules/{rule.code}/"]
+        assert parts <= page.anchors
+        assert f"{rule.code}/" in read["rules/"].links
+
+
+def test_a_training_command_has_tabs(site: Path) -> None:
+    page = (site / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r"<label for=\"__tabbed_1_\d\">(?:<a [^>]*>)?(\w+)", page) == ["Command", "Python", "YAML"]
+
+
 def test_the_api_has_every_public_name(read: dict[str, Page]) -> None:
     homes = rapidformer_templates._HOME
     assert {f"{homes[public]}.{public}" for public in homes} <= read["reference/api/"].anchors
@@ -158,18 +177,22 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 
 @pytest.mark.longer
-def test_on_a_phone_no_page_scrolls_sideways(browser: Chromium, address: str, read: dict[str, Page]) -> None:
+def test_on_a_phone_no_page_scrolls_sideways_and_no_flag_is_broken(
+    browser: Chromium, address: str, read: dict[str, Page]
+) -> None:
     browser.size(390, 844, phone=True)
-    wide, errors = [], {}
+    wide, wrapped, errors = [], [], {}
     own = [place for place in sorted(read) if not place.startswith("files/")]  # only code, whose frame scrolls
     for place in own:
         browser.open(address + place)
         width = browser.value("Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)")
         wide += [(place, width)] if width > 390 else []
+        wrapped += [place] if browser.value(WRAPPED) else []
         errors |= {place: found} if (found := browser.errors()) else {}
         elsewhere = {url for url in browser.requested() if not url.startswith((address, "data:", "blob:"))}
         assert elsewhere == set()
     assert wide == []
+    assert wrapped == []
     assert errors == {}
 
 
@@ -185,6 +208,7 @@ def test_on_a_desktop_the_search_finds_and_pictures_are_taken(browser: Chromium,
             browser.open(address + place)
             browser.picture(folder / f"{place.strip('/').replace('/', '-') or 'start'}-{screen}.png")
             assert browser.errors() == []
+            assert browser.value(WRAPPED) == 0
     browser.size(1400, 1000)
     browser.open(address)
     browser.value("document.querySelector('[data-md-component=search-query]').focus()")
