@@ -79,7 +79,7 @@ OPTIONS = (
     subset_of_flags(
         DataFlags, "text_column", "pair_column", "label_column", "skip_bad_lines", "micro_batch_size", **AT_ONCE
     ),
-    subset_of_flags(ModelFlags, "seq_length", "trust_remote_code"),
+    subset_of_flags(ModelFlags, "seq_length", "base", "trust_remote_code"),
     subset_of_flags(TrainingFlags, "task", "seed"),
     MixedPrecisionFlags,
     subset_of_flags(LaunchFlags, "nproc_per_node", "master_port", "device"),

@@ -158,6 +158,8 @@ class SingleEngine:
             self.before_update()
         self._set_lr(lr_factor() if callable(lr_factor) else lr_factor)
         norm, skipped = self._finish_step(loss)
+        if self._weight_average:
+            self._weight_average.end_step(skipped)
         self._drop_gradients()
         return StepResult(loss, norm, skipped, self._measured)
 
@@ -369,24 +371,23 @@ class SingleEngine:
         with preserve_state(self.model), self.precision():
             yield self.model
 
-    _averages = False
+    _weight_average: weight_average.WeightAverage | None = None
 
     @final
     def keep_average(self, decay: float) -> None:
         """Keep an exponential moving average of the weights from the next step on. Call this after :meth:`setup`."""
-        weight_average.keep_average(self.optimizer, decay)
-        self._averages = True
+        self._weight_average = weight_average.WeightAverage(self.optimizer, decay)
 
     @final
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Use the averaged weights, if they are kept, inside the context. Every rank must enter it."""
-        if self._averages:
+        if self._weight_average:
             self._exchange_averages()
         try:
             yield
         finally:
-            if self._averages:
+            if self._weight_average:
                 self._exchange_averages()
 
     def _exchange_averages(self) -> None:

@@ -96,6 +96,9 @@ class ModelFlags:
     dropout: float | None = flag(
         None, "dropout rate everywhere in the model (default: the model's own)", minimum=0, maximum=1
     )
+    base: str | None = flag(
+        None, "folder of the base of adapters (default: the one that the adapters name)", metavar="FOLDER"
+    )
     trust_remote_code: bool = flag(False, "run code that comes with a model folder; not in a YAML file", in_files=False)
 
 
