@@ -16,7 +16,7 @@ def test_a_script_is_told_to_change_its_base_class(tmp_path: Path) -> None:
         error[RF002]: zero-3 needs the Trainer template
           why    ZeRO partitions through DeepSpeed, which owns the optimizer step  [R]
           asked  --zero-3-memory-optimization (run.yaml:3), template Finetuner (train.py:8)
-          works  class MyTask(Trainer)       your hooks stay as they are
+          works  class MyTask(Trainer)       your hooks stay unchanged
             or   --fsdp-memory-optimization  shards the same three states
           more   rapidformer explain RF002
         """

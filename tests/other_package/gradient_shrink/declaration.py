@@ -30,7 +30,7 @@ def _captured(request: Request) -> list[Finding]:
     if "onnx-runtime" not in request.active:
         return []
     names = ("gradient-shrink", "onnx-runtime")
-    return [Finding("a captured graph has no gradient of its own making", request.asked_for(*names), names)]
+    return [Finding("a captured graph cannot contain a custom gradient", request.asked_for(*names), names)]
 
 
 def _acted(measured: Measured) -> str | None:

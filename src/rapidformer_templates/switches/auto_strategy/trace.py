@@ -389,7 +389,7 @@ def trace(
         model: a model of fake tensors, as :func:`fake_tensors.fake_tensors` makes them.
         batch: fake tensors with the shapes of training.
         compute_type: type of autocast. None computes in the type of the parameters.
-        sum_type: type in which 16-bit gradients are accumulated as they arrive. None leaves them as they are.
+        sum_type: type in which 16-bit gradients are accumulated as they arrive. None leaves them unchanged.
         recompute: one of ``layouts.RECOMPUTED``, applied to each block.
         offload: whether activations that the blocks keep go to the host.
         gpu: whether the run is for a GPU.
