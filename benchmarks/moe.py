@@ -41,7 +41,7 @@ FLAGS = (Flag("steps", 3000, "optimizer steps per model"), Flag("rounds", 30, "t
 EXPERTS, TOP_K = 16, 2
 MEGABYTES = 6.0
 LAYERS, HIDDEN, WIDTH, LENGTH, ROWS = 2, 32, 128, 64, 32
-"""Sizes of the two models. ``WIDTH`` is that of the dense feed-forward."""
+"""Sizes of the two models. ``WIDTH`` is the width of the dense feed-forward."""
 
 LR = 3e-3
 SHAPE = {"tokens": 1024, "hidden": 256, "width": 512}

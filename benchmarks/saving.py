@@ -1,6 +1,6 @@
 """``benchmarks saving``: how fast a state is durably on the disk, compared with the disk itself and other savers.
 
-The state is that of a BERT in training: fp32 weights and both moments of AdamW. All savers write the same tensors to
+The state belongs to a BERT in training: fp32 weights and both moments of AdamW. All savers write the same tensors to
 the same folder, and all flush files and folder to the disk. They take turns, so that a busy moment of the machine or
 of the disk hits all of them.
 """

@@ -337,7 +337,7 @@ def _comments(text: str) -> Iterator[Block]:
 
 
 def _notebook(text: str) -> Iterator[Block]:
-    """Yield the text of a notebook's cells. The lines are those of the cell."""
+    """Yield the text of a notebook's cells. Lines are counted inside each cell."""
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":

@@ -35,8 +35,8 @@ class DividedSequences(Protocol):
 class AuxiliaryLosses(Protocol):
     """Losses that layers add to the gradient in their backward. The user's hook does not see them.
 
-    The gradient of a step is that of the mean of the user's loss over the targets of the global batch, plus that of the
-    mean of these losses over its tokens.
+    A step computes the gradient of the mean of the user's loss over the targets of the global batch, plus the
+    gradient of the mean of these losses over its tokens.
 
     Attributes:
         sequences: the division of the sequences that the layers see. None if they see whole sequences.

@@ -1,4 +1,4 @@
-"""Convert the user's loss to a loss whose gradient is that of the mean over the whole global batch."""
+"""Convert the user's loss to a loss whose gradient equals that of the mean over the whole global batch."""
 
 from __future__ import annotations
 

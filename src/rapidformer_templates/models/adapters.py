@@ -168,7 +168,7 @@ def without_adapters(model: Any) -> Iterator[Any]:
 def fingerprint(tensor: torch.Tensor) -> str:
     """Fingerprint shape, type and values: the sum of all bits, and the CRC-32 of evenly spaced elements.
 
-    A changed element changes the sum. The sample detects a changed order. The speed is that of reading the memory.
+    A changed element changes the sum. The sample detects a changed order. Reading the memory limits the speed.
     """
     flat = tensor.detach().flatten()
     whole = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)

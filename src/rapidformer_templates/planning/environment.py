@@ -249,7 +249,7 @@ def detect(
 
     Args:
         device: the value of ``--device``: ``auto``, or torch's name of a device type.
-        world_size: number of workers. The default is that of torchrun's environment, or 1.
+        world_size: number of workers. The default comes from torchrun's environment, or is 1.
         local_world_size: number of workers on one node, with a similar default.
 
     Raises:

@@ -1,6 +1,6 @@
 """This library's names for the flags of other trainers. Does not import torch.
 
-The names are those of transformers' ``TrainingArguments`` and its example scripts, trl, accelerate, Lightning,
+The names come from transformers' ``TrainingArguments`` and its example scripts, trl, accelerate, Lightning,
 Megatron-LM and DeepSpeed. Flags with the same name here (``--tensor-model-parallel-size`` …) need no line.
 """
 

@@ -295,7 +295,7 @@ class Loop:
             step = newest - error.age
             samples = self.order.step(step)[0].tolist()
             raise NonFiniteLoss(
-                f"step {step + 1}: {error.message}; the weights are those after step {step}",
+                f"step {step + 1}: {error.message}; the weights are from after step {step}",
                 where=f"training samples {samples[:32]}{' …' if len(samples) > 32 else ''}",
                 hint="check these samples; a lower --lr, --clip-grad or bf16 instead of fp16 may help; "
                 + self._resume_hint(),

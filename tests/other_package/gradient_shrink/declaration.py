@@ -61,7 +61,7 @@ SWITCHES = (
             Rule(
                 "GS001",
                 "Shrunk gradients of embeddings are not captured.",
-                "the graph of ONNX Runtime is that of the forward, and its backward is made from it",
+                "the graph of ONNX Runtime contains the forward, and its backward is made from it",
                 "[gradient-shrink]",
                 _captured,
                 Example("--embedding-gradient-shrink 0.1 --onnx-runtime-training"),

@@ -490,7 +490,7 @@ def stacks_of(model: nn.Module) -> dict[str, tuple[str, int]]:
 
 
 def gradient_bytes(model: nn.Module, sum_type: torch.dtype | None = None) -> dict[str, int]:
-    """Return the bytes of the gradients of a block, by stack. ``sum_type`` is that of :func:`trace`."""
+    """Return the bytes of the gradients of a block, by stack. ``sum_type`` means the same as in :func:`trace`."""
     sizes: dict[str, int] = {}
     for name, (stack, _) in stacks_of(model).items():
         trained = [p for p in model.get_submodule(name).parameters() if p.requires_grad]
