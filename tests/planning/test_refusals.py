@@ -53,7 +53,7 @@ def test_groups_that_do_not_divide_the_workers_name_the_nearest_that_do() -> Non
     assert refusal("--fsdp-memory-optimization --fsdp-shard-size 6", GPUS) == exactly(
         """
         error[RF225]: 8 workers cannot be divided into groups of 6
-          why    every group shares one copy of the states, and all groups are alike; if each worker had its own \
+          why    every group shares one copy of the states, and all groups are equal; if each worker had its own \
 copy, it would be plain data parallelism  [torch]
           asked  --fsdp-shard-size 6 (command line), 8 workers in all
           works  --fsdp-shard-size 4

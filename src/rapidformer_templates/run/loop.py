@@ -216,7 +216,7 @@ class Loop:
                 self._log(result, step - 1)
 
     def _stop_when_patience_ends(self) -> None:
-        """End the run at the current step if patience has run out. All workers decide alike."""
+        """End the run at the current step if patience has run out. All workers decide the same."""
         step, waited, best = self.position.step, self.position.waited, self.position.best
         if self.patience is None or waited < self.patience or step >= self.total:
             return

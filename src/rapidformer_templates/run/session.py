@@ -295,7 +295,7 @@ class Session:
         return what_was_done(self.plan, self._engine, self._position, self._meter, receipts)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Return the model output, without gradients or side effects. Call it alike on every worker."""
+        """Return the model output, without gradients or side effects. Call it on every worker, in the same order."""
         nothing = MicroBatch((arguments, named), [], idle=True)
         return self._engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
 
