@@ -126,8 +126,8 @@ def test_the_power_of_each_parameter(name: str) -> None:
     assert seen == set(LAYERS[name])
 
 
-def test_an_adapter_has_the_depth_of_its_layer_and_a_module_that_of_none() -> None:
-    """A parameter of the model itself lies next to all others, so only its own name may decide."""
+def test_an_adapter_has_the_depth_of_its_layer() -> None:
+    """A parameter of the model itself is in the same module as all layers, so only its name decides."""
     model = DeepJob().make()
     model.transformer.scale = nn.Parameter(torch.ones(1))
     depths = depths_of(model, ["transformer.scale", "transformer.wte.weight", "transformer.h.0.ln_1.weight"])

@@ -30,7 +30,7 @@ class FirstUses(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.__name__ not in ("__get__", "dim", "size"):  # a type or a shape is no use
+        if func.__name__ not in ("__get__", "dim", "size"):  # reading a type or a shape does not count
             for leaf in tree_leaves((args, kwargs)):
                 name = self._unused.pop(id(leaf), None)
                 if name is not None:
