@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused, did_you_mean
@@ -140,7 +141,10 @@ def _dispatch(words: list[str]) -> int:
     if command in commands:
         return commands[command](rest)
     if not command.startswith("-"):
+        of_files = {".yaml": "--config", ".yml": "--config", ".json": "--config", ".py": "--user-script"}
+        flag = of_files.get(Path(command).suffix)
         hint = did_you_mean(command, COMMANDS) or f"commands: {', '.join(COMMANDS)}"
+        hint = f"did you mean rapidformer {flag} {command}?" if flag else hint
         raise ConfigError(f"unknown command '{command}'", hint=hint)
     from rapidformer_templates.commands.train import run
 

@@ -134,7 +134,7 @@ class DataFlags:
         None, "sequence_classification: kind of labels (default: regression for fractions, multi-label for lists)"
     )
     validation_fraction: float = flag(
-        0.1, "share held out for validation if the data has no validation part", minimum=0
+        0.1, "share held out for validation if the data has no validation part", minimum=0, maximum=1
     )
     max_train_samples: int | None = flag(None, "use the first N training samples", metavar="N", minimum=1)
     max_eval_samples: int | None = flag(None, "use the first N validation samples", metavar="N", minimum=1)
