@@ -54,6 +54,7 @@ commands:
   rapidformer bench …           measure
   rapidformer demo              fine-tune a pretrained model on labelled tweets with 2 workers
   rapidformer new KIND FILE     write a script to start from: finetuner, pretrainer, trainer; or the examples
+  rapidformer convert FILE      our YAML for a configuration of axolotl, LLaMA-Factory, transformers or Megatron-LM
   rapidformer schema            print the JSON schema of the YAML files of --config, for editors
   rapidformer completion SHELL  print a script for bash, zsh, fish …: eval "$(rapidformer completion bash)"
 
@@ -69,6 +70,7 @@ OTHERS = {
     "bench": "rapidformer_templates.commands.bench.cli",
     "demo": "rapidformer_templates.commands.demo",
     "new": "rapidformer_templates.commands.new",
+    "convert": "rapidformer_templates.commands.convert.cli",
     "schema": "rapidformer_templates.commands.schema",
     "completion": "rapidformer_templates.commands.completion",
 }
