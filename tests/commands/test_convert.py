@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from rapidformer_templates.commands.convert import axolotl, llama_factory, megatron, settings, training, trl
-from rapidformer_templates.commands.convert.cli import converted, refusal_of
+from rapidformer_templates.commands.convert.cli import FORMATS, converted, refusal_of
 from rapidformer_templates.commands.convert.result import Options, as_yaml
 from rapidformer_templates.commands.convert.shell import commands
 from rapidformer_templates.commands.main import main
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Environment
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
@@ -541,6 +541,47 @@ def test_mistakes_are_explained(file: str, desk: Path, capsys: pytest.CaptureFix
     assert expected in shown.err
     assert shown.err.startswith("error: ")
     assert shown.out == ""
+
+
+STRANGE = (None, True, [], [1], {"a": 1}, "x", -1, 0.5, "auto", [{"a": [1]}])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "megatron"])
+def test_strange_values_raise_errors_for_users_only(name: str, desk: Path) -> None:
+    """Each key has each strange value once. It is converted, named, or refused with a message."""
+    _, text, options, _ = CASES[name]
+    kind, values = name.split(",")[0], yaml.safe_load(text)
+    messages = []
+    for key in values:
+        for value in STRANGE:
+            try:
+                as_yaml(FORMATS[kind](values | {key: value}, options), "converted")
+            except RapidformerError as error:
+                messages.append(error.message)
+    assert all(messages)
+    assert 20 < len(messages) < len(values) * len(STRANGE) / 2
+
+
+@pytest.mark.parametrize("more", [["--task", "pretraining"], ["--task", "masked_lm"]])
+def test_task_decides_which_flags_are_set(more: list[str], desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (desk / "args.json").write_text(json.dumps({"output_dir": "out", "learning_rate": 1e-4}))
+    assert main(["convert", "args.json", *more]) == 0, capsys.readouterr().err
+    assert ("validation-fraction" in capsys.readouterr().out) == ("masked_lm" in more)
+
+
+def test_parts_of_a_schedule_that_have_no_flag_are_named(desk: Path) -> None:
+    arguments = {"output_dir": "out", "lr_scheduler_type": "cosine", "learning_rate": 1e-4}
+    details = {"num_cycles": 0.5, "min_lr_rate": 0.1}
+    result = FORMATS["transformers"](arguments | {"lr_scheduler_kwargs": details}, Options())
+    assert result.flags["min_lr"] == pytest.approx(1e-5)
+    assert list(result.missing) == ["lr_scheduler_kwargs.num_cycles: 0.5"]
+    assert "lr_num_cycles" not in result.flags
+
+
+@pytest.mark.parametrize("word", ["0", "-2", "many", "1.5"])
+def test_number_of_workers_is_a_whole_number(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "none.yaml", f"--world-size={word}"]) == 2
+    assert f"--world-size: needs a whole number of at least 1, not '{word}'" in capsys.readouterr().err
 
 
 def test_format_that_is_named_is_used(desk: Path) -> None:

@@ -13,7 +13,7 @@ from rapidformer_templates.commands.convert.settings import (
     set_quantized_base,
 )
 from rapidformer_templates.commands.convert.source import Source, Value
-from rapidformer_templates.commands.convert.training import IGNORED, REASONS, Length, convert_training
+from rapidformer_templates.commands.convert.training import IGNORED, REASONS, Length, convert_training, set_validation
 from rapidformer_templates.errors import ConfigError
 
 NAMES = {
@@ -157,8 +157,6 @@ def convert_axolotl(values: dict[str, Value], options: Options) -> Result:
     _adapter(source, result)
     _preference(source, result)
     _trackers(source, result)
-    if result.flags.get("streaming"):
-        result.flags.pop("validation_fraction", None)
     result.close(source, KNOWN)
     return result
 
@@ -249,7 +247,7 @@ def _evaluation(source: Source, result: Result, options: Options, length: Length
     if held_out >= 1:
         result.miss("val_set_size", held_out, "validation-fraction: a share; --samples N makes a share of rows")
     else:
-        result.set("validation_fraction", held_out)
+        set_validation(result, held_out)
     for what, key in (("eval", "evals_per_epoch"), ("save", "saves_per_epoch")):
         times = source.number(key)
         if not times or (what == "eval" and not held_out):

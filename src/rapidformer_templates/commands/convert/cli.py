@@ -94,11 +94,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    parser.add_argument("--world-size", type=_count, metavar="N", help="workers (default: those in the file, else 1)")
     parser.add_argument(
-        "--world-size", type=_positive, metavar="N", help="workers (default: those in the file, else 1)"
-    )
-    parser.add_argument(
-        "--samples", type=_positive, metavar="N", help="samples of an epoch, with which epochs become steps; with "
+        "--samples", type=_count, metavar="N", help="samples of an epoch, with which epochs become steps; with "
         "packing: packed rows",
     )  # fmt: skip
     parser.add_argument("--task", choices=tuple(TASKS), help="task (default: from the file)")
@@ -108,11 +106,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(word: str) -> int:
-    number = int(word)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, not '{word}'")
+    return int(word)
 
 
 def converted(file: Path, name: str | None, options: Options) -> tuple[str, Result]:

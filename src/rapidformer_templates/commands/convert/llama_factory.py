@@ -110,8 +110,6 @@ def convert_llama_factory(values: dict[str, Value], options: Options) -> Result:
     _model(source, result)
     _method(source, result)
     _preference(source, result, kind)
-    if result.flags.get("streaming"):
-        result.flags.pop("validation_fraction", None)
     result.close(source, KNOWN)
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
@@ -14,7 +15,7 @@ from rapidformer_templates.errors import ConfigError
 SAME = (
     "num-layers", "hidden-size", "num-attention-heads", "max-position-embeddings", "seq-length", "micro-batch-size",
     "global-batch-size", "lr", "min-lr", "lr-decay-iters", "lr-warmup-iters", "lr-warmup-fraction", "lr-warmup-samples",
-    "lr-wsd-decay-iters", "weight-decay", "adam-beta1", "adam-beta2", "clip-grad", "seed", "vocab-file", "merge-file",
+    "weight-decay", "adam-beta1", "adam-beta2", "clip-grad", "seed", "vocab-file", "merge-file",
     "split", "log-interval", "save-interval", "eval-interval", "eval-iters", "num-experts", "moe-z-loss-coeff",
     "moe-ffn-hidden-size", "mask-prob", "short-seq-prob", "recompute-granularity", "use-distributed-optimizer",
     "use-flash-attn", "async-save",
@@ -65,6 +66,9 @@ KNOWN = keys(
     use-checkpoint-args use-checkpoint-opt_param-scheduler use-mcore-models use-persistent-ckpt-worker
     use-precision-aware-optimizer use-pytorch-profiler use-rotary-position-embeddings use-tp-pp-dp-mapping
     vocab-extra-ids vocab-size wandb-entity wandb-save-dir exit-on-missing-checkpoint attention-dropout hidden-dropout
+    async-strategy ckpt-assume-constant-structure moe-flex-dispatcher-backend verify-integrity
+    apply-wd-to-qk-layernorm use-fused-weighted-squared-relu microbatch-group-size-per-virtual-pipeline-stage
+    defer-embedding-wgrad-compute wgrad-deferral-limit straggler-minmax-count use-flashinfer-fused-rope
     error-injection-rate error-injection-type fsdp-double-buffer fsdp-manual-registration init-model-with-meta-device
     override-opt_param-scheduler save-retain-interval use-nccl-ub eval-global-batch-size cp-comm-type
     no-use-tokenizer-model-from-checkpoint-args moe-enable-deepep tokenizer-model bias-swiglu-fusion train-samples
@@ -75,7 +79,9 @@ KNOWN = keys(
      "quick-geglu moe-shared-expert-intermediate-size multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim "
      "qk-pos-emb-head-dim v-head-dim glu-linear-offset softmax-type window-size window-attn-skip-freq "
      "activation-func-clamp-value enable-gpt-oss mtp-num-layers mtp-loss-scaling-factor rotary-interleaved use-mup "
-     "mup-base-hidden-size",
+     "mup-base-hidden-size rotary-scaling-factor mscale mscale-all-dim experimental-attention-variant "
+     "attention-output-gate linear-attention-freq linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim "
+     "linear-num-key-heads linear-num-value-heads moe-shared-expert-gate",
      "build the model from a config.json with these values in build_model() of your script (docs/white-box.md)"),
     ("fp8-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather fp8-recipe fp4-format",
      "mixed-precision has bf16 and fp16"),
@@ -117,6 +123,15 @@ OF_LLAMA: Mapping[str, Value] = {
 
 DEFAULTS: dict[str, Value] = {"eval-interval": "1000", "eval-iters": "100"}
 """Values of Megatron-LM that differ from those of this library."""
+
+REFUSED = {
+    "perform-rl-step": "reinforcement learning with generation is not supported",
+    "num-tokens-to-generate": "this command line generates texts: rapidformer predict and chat",
+    "prompts": "this command line generates texts: rapidformer predict and chat",
+    "prompt-file": "this command line generates texts: rapidformer predict and chat",
+    "hybrid-layer-pattern": "models with Mamba blocks are not supported",
+}
+"""Arguments of trainings and models that this library does not have."""
 
 SCRIPTS = {"pretrain_gpt": "gpt2", "pretrain_bert": "bert", "pretrain_t5": "t5", "finetune_gpt": "gpt2"}
 TOKENIZERS = ("BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer")
@@ -169,11 +184,9 @@ def convert_megatron(script: str, values: Mapping[str, Value], workers: int | No
     Raises:
         ConfigError: the model has no counterpart, or a value has the wrong type.
     """
-    for key in ("perform-rl-step", "num-tokens-to-generate", "prompts", "prompt-file"):
+    for key, why in REFUSED.items():
         if key in values:
-            raise ConfigError(
-                f"{key}: generating texts is not supported", where=key, hint="rapidformer predict and chat"
-            )
+            raise ConfigError(f"{key}: {why}", where=key)
     if not values.keys() & {"train-iters", "train-samples"}:
         raise ConfigError("this command line does not train: it has no train-iters and no train-samples", where="FILE")
     source = Source(values, defaults=DEFAULTS)
@@ -259,7 +272,8 @@ def _workers(source: Source, result: Result, workers: int | None) -> None:
         if size > 1:
             result.set(SIZES[name], size)
     tensor, pipeline, context, experts = sizes.values()
-    result.workers = max(workers or 1, tensor * pipeline * context, experts * pipeline)
+    # Experts are divided over the workers that have copies of everything else: data × context.
+    result.workers = max(workers or 1, tensor * pipeline * max(context, experts))
     if source.is_on("sequence-parallel") and tensor > 1:
         result.set("sequence_parallel", True)
     virtual, layers = source.whole("num-layers-per-virtual-pipeline-stage"), source.whole("num-layers")
@@ -271,9 +285,8 @@ def _workers(source: Source, result: Result, workers: int | None) -> None:
 def _length(source: Source, result: Result) -> None:
     steps, batch = source.whole("train-iters"), source.whole("global-batch-size")
     if batch is None:
-        micro, sizes = source.whole("micro-batch-size") or 1, (source.whole(name) or 1 for name in list(SIZES)[:3])
-        tensor, pipeline, context = sizes
-        batch = micro * max(1, result.workers // (tensor * pipeline * context))
+        sizes = math.prod(source.whole(name) or 1 for name in list(SIZES)[:3])
+        batch = (source.whole("micro-batch-size") or 1) * max(1, result.workers // sizes)
     samples, decay = source.whole("train-samples"), source.whole("lr-decay-samples")
     result.set("train_iters", steps or (samples // batch if samples else None))
     if decay:
@@ -281,9 +294,10 @@ def _length(source: Source, result: Result) -> None:
     style = source.text("lr-decay-style")
     styles = {"WSD": "warmup_stable_decay", "inverse-square-root": "inverse_sqrt"}
     result.set("lr_decay_style", styles.get(style or "", style))
-    shape = source.text("lr-wsd-decay-style")
-    if shape:
-        result.set("lr_wsd_decay_style", {"minus_sqrt": "1-sqrt"}.get(shape, shape))
+    shape, decay_steps = source.text("lr-wsd-decay-style"), source.whole("lr-wsd-decay-iters")
+    if style == "WSD":
+        result.set("lr_wsd_decay_style", {"minus_sqrt": "1-sqrt"}.get(shape or "", shape))
+        result.set("lr_wsd_decay_iters", decay_steps)
     optimizer = source.text("optimizer")
     if optimizer not in (None, "adam"):
         set_optimizer(result, "optimizer", optimizer)

@@ -140,18 +140,20 @@ def _schedule(source: Source, result: Result, length: Length) -> None:
         result.set("lr_warmup_iters", int(warmup))
     elif warmup or share:
         result.set("lr_warmup_fraction", warmup or share)
-    _schedule_details(source, result, rate or 0)
+    _schedule_details(source, result, rate or 0, style)
 
 
-def _schedule_details(source: Source, result: Result, rate: float) -> None:
+def _schedule_details(source: Source, result: Result, rate: float, style: str) -> None:
     details = source.get("lr_scheduler_kwargs")
+    taken = STYLES[style].takes if style in STYLES else ()
     for name, value in (details if isinstance(details, dict) else {}).items():
+        flag = SCHEDULE_KEYS.get(name)
         if name == "min_lr_rate" and isinstance(value, int | float):
             result.set("min_lr", rate * value)
-        elif name in SCHEDULE_KEYS:
-            result.set(SCHEDULE_KEYS[name], value)
+        elif flag in taken:
+            result.set(str(flag), value)
         else:
-            result.miss(f"lr_scheduler_kwargs.{name}", value, "write the schedule in your script")
+            result.miss(f"lr_scheduler_kwargs.{name}", value, "write the schedule in build_scheduler() of your script")
 
 
 def _optimizer(source: Source, result: Result) -> None:
@@ -252,16 +254,21 @@ def _every_epoch(result: Result, length: Length, what: str) -> None:
         result.note(f"{what}: once per epoch there, at the end of the run here; --samples N makes steps of an epoch")
 
 
+def set_validation(result: Result, share: float | None) -> None:
+    """Set the share of the training data that is held out. Streams and corpora for pretraining hold out none."""
+    if not result.flags.get("streaming") and result.flags.get("task") != "pretraining":
+        result.set("validation_fraction", share)
+
+
 def _evaluation(source: Source, result: Result, length: Length, held_out: float | None) -> None:
     strategy = (source.text("eval_strategy", "evaluation_strategy") or "no").removeprefix("IntervalStrategy.").lower()
     steps = source.number("eval_steps") or source.number("logging_steps")
     is_best = source.is_on("load_best_model_at_end") or result.flags.get("keep_best") is True
     metric, greater = source.text("metric_for_best_model"), source.get("greater_is_better")
     if strategy == "no":
-        result.set("validation_fraction", 0.0)
+        set_validation(result, 0.0)
         return
-    if held_out is not None:
-        result.set("validation_fraction", held_out)
+    set_validation(result, held_out)
     if strategy == "steps":
         _interval(source, result, length, "eval", steps)
     else:
