@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from rapidformer_templates.commands.convert import axolotl, llama_factory, megatron, settings, training, trl
+from rapidformer_templates.commands.convert import (
+    axolotl,
+    llama_factory,
+    llama_factory_v1,
+    megatron,
+    settings,
+    training,
+    trl,
+)
 from rapidformer_templates.commands.convert.cli import FORMATS, converted, refusal_of
 from rapidformer_templates.commands.convert.result import Options, as_yaml
 from rapidformer_templates.commands.convert.shell import commands
@@ -23,6 +32,7 @@ from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Enviro
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import switch_options
+from tests.support.texts import WORDS, write_jsonl
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
@@ -155,6 +165,58 @@ dataloader-num-workers: 4
 validation-fraction: 0.0
 checkpoint-activations: true
 lora-rank: 8
+"""
+
+VERSION_1 = """
+model: Qwen/Qwen3-4B
+model_class: llm
+peft_config:
+  name: lora
+  r: 16
+  lora_alpha: 64
+  lora_dropout: 0.05
+  target_modules: all
+kernel_config:
+  name: auto
+dist_config:
+  name: fsdp2
+  dcp_path: null
+train_dataset: data/v1_sft_demo.yaml
+output_dir: ./outputs/test_lora
+micro_batch_size: 1
+global_batch_size: 8
+cutoff_len: 2048
+learning_rate: 1.0e-4
+max_steps: 10
+cp_size: 2
+batching_strategy: padding_free
+sample_backend: hf
+"""
+
+FROM_VERSION_1 = """
+task: causal_lm
+pretrained-model-name-or-path: Qwen/Qwen3-4B
+data-dir: data
+data-name: identity.json
+seq-length: 2048
+pack-sequences: true
+context-parallel-size: 2
+context-parallel-kind: all-to-all
+micro-batch-size: 1
+global-batch-size: 8
+train-iters: 10
+lr: 0.0001
+lr-decay-style: constant
+seed: 42
+mixed-precision: bf16
+checkpoint-activations: true
+save: ./outputs/test_lora
+log-interval: 1
+validation-fraction: 0.0
+fsdp-memory-optimization: true
+lora-rank: 16
+lora-alpha: 64
+lora-dropout: 0.05
 """
 
 ARGUMENTS = {
@@ -374,6 +436,7 @@ report-to: tensorboard
 CASES = {
     "axolotl": ("qlora.yml", AXOLOTL, Options(samples=2000), FROM_AXOLOTL),
     "llama-factory": ("sft.yaml", LLAMA_FACTORY, Options(world_size=2, samples=1000), FROM_LLAMA_FACTORY),
+    "llama-factory, version 1": ("v1.yaml", VERSION_1, Options(world_size=4, task="causal_lm"), FROM_VERSION_1),
     "transformers": ("args.json", json.dumps(ARGUMENTS), Options(task="sequence_classification"), FROM_ARGUMENTS),
     "transformers, as TRL writes it": ("dpo.yaml", TRL, Options(), FROM_TRL),
     "megatron": ("train.sh", MEGATRON, Options(), FROM_MEGATRON),
@@ -387,6 +450,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     zero = {"stage": 3, "overlap_comm": False, "reduce_bucket_size": "auto", "sub_group_size": 1e9}
     (tmp_path / "ds_z3_config.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
     (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "v1_sft_demo.yaml").write_text("identity: {path: data/identity.json, source: local}\n")
     described = {"alpaca_en_demo": {"file_name": "alpaca_en_demo.json"}}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(described))
     return tmp_path
@@ -509,7 +573,7 @@ MISTAKES = {
     "list.yaml": ("- 1\n", "list.yaml must map keys to values"),
     "other.yaml": ("colour: red\n", "are not those of a training configuration"),
     "accelerate.yaml": ("compute_environment: LOCAL_MACHINE\n", "is a file for accelerate launch"),
-    "version1.yaml": ("model: a\ntrain_dataset: b\n", "LLaMA-Factory's version 1"),
+    "version1.yaml": ("model: a\ntrain_dataset: b\npref_loss: hinge\n", "pref_loss: hinge is not supported"),
     "words.yml": (BASE + "micro_batch_size: many\n", "micro_batch_size needs a number, not 'many'"),
     "half.yml": (BASE + "micro_batch_size: 1.5\n", "micro_batch_size needs a whole number, not 1.5"),
     "maybe.yml": (BASE + "sample_packing: maybe\n", "sample_packing needs true or false, not 'maybe'"),
@@ -639,11 +703,50 @@ def test_tables_name_flags_and_optimizers_of_this_library() -> None:
     assert [name for name in settings.OPTIMIZERS.values() if name not in OPTIMIZERS] == []
 
 
-@pytest.mark.parametrize("module", [axolotl, llama_factory, megatron, trl], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [axolotl, llama_factory, llama_factory_v1, megatron, trl], ids=lambda module: module.__name__
+)
 def test_key_is_either_ignored_or_explained(module: object) -> None:
     known = module.KNOWN  # type: ignore[attr-defined]
     assert len(known.ignored) > 30
     assert sorted(known.ignored & known.reasons.keys()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("offline")
+def test_converted_configuration_trains(desk: Path, gpt_folder: Path) -> None:
+    """The data set, the accumulation, the schedule and the adapters of the result are those of a real run."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from rapidformer_templates.finetuner import Finetuner
+
+    shutil.copytree(gpt_folder, desk / "model")
+    sizes = GPT2Config(vocab_size=512, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(sizes).save_pretrained(desk / "model")
+    rows = [{"instruction": f"{word}?", "input": "", "output": word} for word in WORDS[:20]]
+    write_jsonl(desk / "alpaca.jsonl", rows)
+    wanted = {
+        "base_model": "./model",
+        "datasets": [{"path": "./alpaca.jsonl", "type": "alpaca"}],
+        "num_epochs": 1,
+    }
+    wanted |= {"sequence_len": 64, "optimizer": "adamw_torch", "val_set_size": 0.2, "output_dir": "out", "lora_r": 4}
+    wanted |= {
+        "attn_implementation": "sdpa",
+        "adapter": "lora",
+        "lora_target_linear": True,
+        "sample_packing": False,
+        "load_in_4bit": False,
+    }
+    (desk / "lora.yml").write_text(yaml.safe_dump(yaml.safe_load(AXOLOTL) | wanted))
+    assert main(["convert", "lora.yml", "--samples", "16", "--output", "ours.yaml"]) == 0
+    Finetuner(["--config", "ours.yaml", "--device", "cpu"]).fit()
+    summary = json.loads((desk / "out" / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert (summary["samples"], summary["receipts"]["micro_steps"]) == (16, 4)
+    assert (summary["metrics"]["eval_loss"] > 0, summary["best"]) == (True, None)
+    adapters = json.loads((desk / "out" / "export" / "adapter_config.json").read_text())
+    assert (adapters["r"], adapters["lora_alpha"], adapters["lora_dropout"]) == (4, 16, 0.05)
 
 
 @pytest.mark.slow

@@ -149,14 +149,12 @@ def recognized(values: Mapping[str, Value], file: Path) -> str:
     keys = values.keys()
     if "base_model" in keys:
         return "axolotl"
-    if keys & {"finetuning_type", "cutoff_len", "dataset_dir"} and "model_name_or_path" in keys:
+    is_version_1 = {"model", "train_dataset"} <= keys
+    if is_version_1 or ("model_name_or_path" in keys and keys & {"finetuning_type", "cutoff_len", "dataset_dir"}):
         return "llama-factory"
     if keys & {"compute_environment", "distributed_type"}:
         hint = "convert the file of the training. rapidformer starts workers by --nproc-per-node or torchrun"
         raise ConfigError(f"{file} is a file for accelerate launch, which starts workers", where="FILE", hint=hint)
-    if {"model", "train_dataset"} <= keys:
-        hint = "write it in the form with model_name_or_path and stage"
-        raise ConfigError(f"{file} is of LLaMA-Factory's version 1, which is not read", where="FILE", hint=hint)
     if keys & {"output_dir", "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size"}:
         return "transformers"
     hint = "name its format with --from"

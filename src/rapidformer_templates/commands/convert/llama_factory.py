@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rapidformer_templates.commands.convert.llama_factory_v1 import convert_version_1
 from rapidformer_templates.commands.convert.result import Options, Result, keys
 from rapidformer_templates.commands.convert.settings import (
+    PREFERENCE_LOSSES,
     SEVERAL,
     Adapter,
     set_adapter,
@@ -78,7 +80,6 @@ REFUSED = {
     "export_dir": "this file exports a model: rapidformer export RUN",
 }
 
-LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 TASKS = {"sft": "causal_lm", "pt": "causal_lm", "rm": "reward", "dpo": "preference", "kto": "preference"}
 
 
@@ -88,6 +89,8 @@ def convert_llama_factory(values: dict[str, Value], options: Options) -> Result:
     Raises:
         ConfigError: this kind of training has no counterpart, or a value has the wrong type.
     """
+    if {"model", "train_dataset"} <= values.keys():
+        return convert_version_1(values, options)
     for key, why in REFUSED.items():
         if values.get(key):
             raise ConfigError(f"{key}: {why}", where=key)
@@ -234,9 +237,11 @@ def _preference(source: Source, result: Result, kind: str) -> None:
     loss = source.text("pref_loss") or "sigmoid"
     if TASKS[kind] != "preference":
         return
-    if kind == "dpo" and loss not in LOSSES:
-        raise ConfigError(f"pref_loss: {loss} is not supported", where="pref_loss", hint=f"{', '.join(LOSSES)} are")
-    result.set("preference_loss", "kto" if kind == "kto" else LOSSES[loss])
+    if kind == "dpo" and loss not in PREFERENCE_LOSSES:
+        raise ConfigError(
+            f"pref_loss: {loss} is not supported", where="pref_loss", hint=f"{', '.join(PREFERENCE_LOSSES)} are"
+        )
+    result.set("preference_loss", "kto" if kind == "kto" else PREFERENCE_LOSSES[loss])
     result.set("preference_beta", source.number("pref_beta"))
     if loss == "simpo":
         result.set("simpo_gamma", source.number("simpo_gamma"))

@@ -105,6 +105,9 @@ def set_quantized_base(result: Result, key: str, bits: int, *, adapters: bool) -
         result.miss(key, bits, "only the frozen base under adapters is quantized, in 4 or 8 bits (quantize-base)")
 
 
+PREFERENCE_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+"""This library's loss for a name in TRL and LLaMA-Factory."""
+
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rapidformer_templates.commands.convert.result import Options, Result, keys
 from rapidformer_templates.commands.convert.settings import (
+    PREFERENCE_LOSSES,
     SEVERAL,
     Adapter,
     set_adapter,
@@ -37,7 +38,7 @@ KNOWN = keys(
     ("dataset_train_split", "name the part train, or save it as train.jsonl"),
 )
 
-LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
+LOSSES = PREFERENCE_LOSSES | {"kto": "kto"}
 
 GENERATING = {"num_generations", "vllm_mode", "use_vllm", "reward_funcs", "num_ppo_epochs", "rloo_k"}
 """Keys of trainers that generate texts during the training."""
