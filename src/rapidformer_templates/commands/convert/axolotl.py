@@ -46,7 +46,7 @@ KNOWN = keys(
     gc_steps gemma4_hybrid_attn_impl generate_samples group_by_length heads_k_stride hf_use_auth_token
     include_tkps is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model
     liger_cross_entropy liger_glu_activation liger_layer_norm liger_rms_norm liger_rms_norm_gated liger_rope
-    logging_steps_per_epoch lora_fan_in_fan_out lora_mlp_kernel lora_o_kernel lora_qkv_kernel loss_watchdog_patience
+    lora_fan_in_fan_out lora_mlp_kernel lora_o_kernel lora_qkv_kernel loss_watchdog_patience
     loss_watchdog_threshold low_cpu_mem_usage max_memory model_config model_type multipack_real_batches
     otel_metrics_host otel_metrics_port pad_to_multiple_of pad_to_sequence_len push_dataset_to_hub ray_num_workers
     resize_token_embeddings_to_32x sample_packing_eff_est sample_packing_group_size sample_packing_seq_len_multiplier
@@ -70,7 +70,7 @@ KNOWN = keys(
      "write the schedule and the groups in build_optimizer() of your script"),
     ("relora relora_prune_ratio relora_cpu_offload jagged_restart_steps jagged_restart_warmup_steps "
      "jagged_restart_anneal_steps", "there is no ReLoRA"),
-    ("lisa_n_layers lisa_step_interval lisa_layers_attribute", "there is no LISA; freeze: REGEX freezes layers"),
+    ("lisa_n_layers lisa_step_interval lisa_layers_attribute", "there is no LISA. freeze: REGEX freezes layers"),
     ("loraplus_lr_ratio loraplus_lr_embedding", "adapters have one learning rate"),
     ("peft peft_init_lora_weights peft_layers_to_transform", "adapters start as in plain LoRA, on all blocks"),
     ("gptq gptq_groupsize gptq_model_v1 gptq_disable_exllama", "train on the weights that are not quantized"),

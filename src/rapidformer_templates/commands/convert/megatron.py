@@ -28,7 +28,7 @@ OTHER = {
     "num-workers": "dataloader_num_workers", "encoder-num-layers": "num_layers", "encoder-seq-length": "seq_length",
     "checkpoint-activations": "checkpoint_activations",
     "use-megatron-fsdp": "fsdp_memory_optimization", "use-torch-fsdp2": "fsdp_memory_optimization",
-    "optimizer-cpu-offload": "cpu_offload", "sft-packing": "pack_sequences",
+    "optimizer-cpu-offload": "cpu_offload",
 }  # fmt: skip
 """Flags of this library by the argument that means the same under another name."""
 
@@ -59,7 +59,8 @@ KNOWN = keys(
     no-ckpt-fully-parallel-save no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-load-optim
     no-load-rng no-log-loss-scale-to-tensorboard no-masked-softmax-fusion no-mmap-bin-files no-persist-layer-norm
     no-position-embedding no-rope-fusion no-save-optim no-save-rng num-layers-per-virtual-pipeline-stage
-    onnx-safe overlap-grad-reduce overlap-p2p-communication overlap-p2p-communication-warmup-flush overlap-param-gather
+    onnx-safe overlap-grad-reduce
+    no-overlap-p2p-communication overlap-p2p-communication-warmup-flush overlap-param-gather
     overlap-param-gather-with-optimizer-step profile profile-ranks profile-step-end profile-step-start recompute-method
     recompute-num-layers reset-attention-mask reset-position-ids rerun-mode sequence-parallel spec swiglu
     tensorboard-log-interval tensorboard-queue-size timing-log-level timing-log-option tp-comm-overlap transformer-impl

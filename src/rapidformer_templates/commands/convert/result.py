@@ -14,7 +14,7 @@ from rapidformer_templates.commands.convert.source import Source, Value
 
 @dataclass(frozen=True)
 class Options:
-    """What the user adds to a configuration.
+    """Facts that the user adds to a configuration.
 
     Attributes:
         world_size: number of workers, or None for the number in the file.

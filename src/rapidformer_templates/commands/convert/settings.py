@@ -46,7 +46,7 @@ def set_optimizer(result: Result, key: str, name: str) -> None:
     result.set("optimizer", ours)
     if name.startswith("paged_"):
         result.note(
-            f"{key}: {name} pages its states to host memory; {ours} keeps them on the device (cpu-offload: true)"
+            f"{key}: {name} pages its states to host memory. {ours} keeps them on the device (cpu-offload: true)"
         )
     if ours == "muon":
         result.note(f"{key}: muon scales its updates like those of AdamW here, so the learning rate may differ")
@@ -131,7 +131,7 @@ def set_trackers(result: Result, key: str, names: Iterable[str], run: str | None
     known = [name for name in names if name in PACKAGES or name == "all"]
     for name in names:
         if name not in known and name != "none":
-            result.miss(key, name, f"write a callback of your script; trackers here: {', '.join(PACKAGES)}")
+            result.miss(key, name, f"write a callback of your script. Trackers here: {', '.join(PACKAGES)}")
     if known:
         result.set("report_to", ",".join(known))
         result.set("run_name", run)
@@ -210,7 +210,7 @@ def set_deepspeed(result: Result, source: Source, folders: Iterable[Path]) -> No
     if tuned:
         kept = "deepspeed-config: FILE in place of the ZeRO flag keeps them"
         result.note(
-            f"{source.own('deepspeed')}: ZeRO {number}; its other settings ({', '.join(tuned)}) are not used; {kept}"
+            f"{source.own('deepspeed')}: ZeRO {number}. Its other settings ({', '.join(tuned)}) are not used. {kept}"
         )
 
 

@@ -118,7 +118,7 @@ def _length(source: Source, result: Result, options: Options, replicas: int) -> 
     if is_whole:
         result.set("epochs", int(epochs))
         key = source.own("gradient_accumulation_steps")
-        result.note(f"{key}: accumulation needs a number of steps; convert with --samples N, the samples of an epoch")
+        result.note(f"{key}: accumulation needs a number of steps. Convert with --samples N, the samples of an epoch")
     else:
         result.miss(source.own("num_train_epochs"), epochs, "--samples N, the samples of an epoch, makes steps of it")
     return Length(None, None)

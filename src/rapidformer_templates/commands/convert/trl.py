@@ -22,7 +22,7 @@ KNOWN = keys(
     {IGNORED}
     dataset_num_proc dataset_kwargs model_revision bnb_4bit_compute_dtype bnb_4bit_quant_storage
     bnb_4bit_quant_type use_bnb_nested_quant lora_task_type padding_free packing_strategy eval_packing log_completions
-    dataset_test_split disable_dropout pad_to_multiple_of activation_offloading_kwargs max_prompt_length
+    dataset_test_split disable_dropout pad_to_multiple_of max_prompt_length
     max_completion_length dataset_batch_size wandb_entity wandb_project wandb_run_group benchmarks callbacks
     overwrite_hub_revision push_to_hub_revision
     hub_model_revision model_init_kwargs truncation_mode env generate_during_eval
@@ -30,7 +30,7 @@ KNOWN = keys(
     *REASONS,
     ("chat_template chat_template_path", "the chat template of the tokenizer is used. Change it there"),
     ("eos_token pad_token", "change the tokenizer in its folder"),
-    ("dataset_mixer dataset_mixture dataset_splits", f"{SEVERAL}; splits must be named train and validation"),
+    ("dataset_mixer dataset_mixture dataset_splits", f"{SEVERAL}. Splits must be named train and validation"),
     ("system_prompt", "write the system message into the data"),
     ("trust_remote_code", "give --trust-remote-code on the command line if you trust the code of the model"),
     ("loss_weights rpo_alpha ld_alpha f_divergence_type reference_free", "the loss is that of preference-loss"),
