@@ -673,7 +673,7 @@ def test_shell_script_is_read(script: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_converted_configuration_trains(desk: Path, gpt_folder: Path) -> None:
-    """The data set, the accumulation, the schedule and the adapters of the result are those of a real run."""
+    """A run accepts the data set, accumulation, schedule and adapters of the result."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from rapidformer_templates.finetuner import Finetuner

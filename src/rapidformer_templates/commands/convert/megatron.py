@@ -250,7 +250,7 @@ def _model_type(script: str, source: Source) -> str:
 
 
 def _read_usual_sizes(source: Source, kind: str) -> None:
-    """Read sizes that are those of every model of this kind."""
+    """Read sizes that every model of this kind has."""
     width, heads = source.whole("hidden-size"), source.whole("num-attention-heads")
     usual: dict[str, Value] = {"kv-channels": width // heads if width and heads else None}
     usual |= OF_LLAMA if kind == "llama" else {"ffn-hidden-size": 4 * width if width else None}

@@ -33,7 +33,7 @@ KNOWN = keys(
     ("dataset_mixer dataset_mixture dataset_splits", f"{SEVERAL}. Splits must be named train and validation"),
     ("system_prompt", "write the system message into the data"),
     ("trust_remote_code", "give --trust-remote-code on the command line if you trust the code of the model"),
-    ("loss_weights rpo_alpha ld_alpha f_divergence_type reference_free", "the loss is that of preference-loss"),
+    ("loss_weights rpo_alpha ld_alpha f_divergence_type reference_free", "preference-loss selects the loss"),
     ("ref_model sync_ref_model", "the reference is the model that the run starts from"),
     ("dataset_train_split", "name the part train, or save it as train.jsonl"),
 )
@@ -105,7 +105,7 @@ def _preference(source: Source, result: Result) -> None:
     result.set("preference_loss", "kto" if is_kto else LOSSES[losses[0]])
     if not is_kto and source.get("loss_type") is None:
         result.note(
-            "the file does not name its trainer. preference-loss: orpo is that of ORPOTrainer, kto of KTOTrainer"
+            "the file does not name its trainer. Set preference-loss to orpo for ORPOTrainer, to kto for KTOTrainer"
         )
     result.set("preference_beta", source.number("beta"))
     if result.flags["preference_loss"] == "simpo":
