@@ -113,7 +113,10 @@ class Trainer:
 
     @hook("label_smoothing")
     def compute_loss(self, model: Any, batch: Batch) -> Any:
-        """Return the mean loss of the batch as a scalar tensor, or (sum of losses, number of targets)."""
+        """Return the mean loss of the batch as a scalar tensor, or (sum of losses, number of targets).
+
+        (mean loss, model output) is the mean loss, as in transformers' ``Trainer``.
+        """
         with smoothed_labels(self.config.training.label_smoothing):
             return self.task.compute_loss(model, batch) if self.uses_task else model(**batch).loss
 

@@ -23,7 +23,7 @@ from rapidformer_templates.engines.contract import ComputeLoss, Piece, StateRead
 from rapidformer_templates.engines.delayed_outcomes import StepMonitor
 from rapidformer_templates.engines.embedding_noise import rows_of
 from rapidformer_templates.engines.host_optimizer import HostOptimizer, lies_in_host_memory
-from rapidformer_templates.engines.loss import Recorder, weighted_loss
+from rapidformer_templates.engines.loss import Recorder, loss_and_count, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
 from rapidformer_templates.engines.mask_checks import answered, watch_positions
 from rapidformer_templates.engines.reached import reached_parameters, with_unused_parameters
@@ -359,11 +359,10 @@ class SingleEngine:
         batch = to_device(microbatch.batch, self.workers.device)
         recorder = Recorder(self._callable)
         with self.precision():
-            result = (compute_loss or self.compute_loss)(recorder, batch)
+            loss, counted = loss_and_count((compute_loss or self.compute_loss)(recorder, batch))
         if microbatch.idle or microbatch.targets == 0:
             return 0.0, recorder.output
-        total = result[0] if isinstance(result, tuple) else result * microbatch.targets
-        return float(total), recorder.output
+        return float(loss if counted is not None else loss * microbatch.targets), recorder.output
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
