@@ -1,4 +1,4 @@
-# `make` lists the targets. Everything is installed into .venv; nothing else is touched.
+# `make` lists the targets. Everything is installed into .venv, and nothing outside of it is changed.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,9 +7,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-# A line of the theme's authors about their next program.
+# Hide an announcement of the theme's authors.
 export NO_MKDOCS_2_WARNING := 1
-# Without bytecode each process of the tests would compile the whole package again.
+# Without bytecode, each test process would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help demo check test test-longer docs-test docs site
 
@@ -31,17 +31,17 @@ check: $(VENV)/.installed-dev  ## lint, format, types, and the quick tests that 
 	$(LINT)
 	$(PYTEST) -m "not slow and not distributed and not deepspeed and not docs and not longer and not exhaustive"
 
-test: $(VENV)/.installed-dev  ## lint, format, types and the tests, with those of docs-test
+test: $(VENV)/.installed-dev  ## lint, format, types and the tests, including docs-test
 	$(LINT)
 	$(PYTEST) --durations-file=build/durations.json
 
-test-longer: $(VENV)/.installed-dev  ## further cases of these tests, and the commands of benchmarks
+test-longer: $(VENV)/.installed-dev  ## further cases of these tests, and the commands of the benchmarks
 	$(PYTEST) -m longer
 
-docs-test: $(VENV)/.installed-dev  ## the tests of the site, the notebook and the examples alone
+docs-test: $(VENV)/.installed-dev  ## only the tests of the site, the notebook and the examples
 	$(PYTEST) -m docs
 
-docs: $(VENV)/.installed  ## write the pages about switches and rules, a table of docs/parallelism.md and the schema of YAML files anew
+docs: $(VENV)/.installed  ## generate the pages about switches and rules, a table of docs/parallelism.md and the YAML schema
 	$(BIN)/python -m rapidformer_templates.commands.catalogue docs
 	$(BIN)/rapidformer schema > examples/rapidformer.schema.json
 
@@ -53,7 +53,7 @@ $(BIN)/python:
 	  || { echo "$$($(PYTHON) --version) is too old: Python 3.11 or newer is needed (make PYTHON=python3.12 …)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# The stamps remember what is installed; only a change of the requirements installs again.
+# The stamp files record an installation. Only a change of the requirements installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch --editable '.[demo]'
 	touch $@

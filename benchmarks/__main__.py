@@ -13,27 +13,27 @@ from rapidformer_templates.commands.bench.output import put_out
 from rapidformer_templates.errors import RapidformerError
 
 QUESTIONS = {
-    "overhead": "milliseconds a step over a plain loop",
-    "peers": "the demo's job beside transformers' Trainer",
-    "faults": "kill -9 at random moments, and go on",
-    "saving": "how fast a state is durably on the disk",
-    "reading": "how fast an indexed data set is read",
-    "streaming": "memory of a pass over streamed text",
-    "preprocess": "raw text to indexed data sets",
-    "padding": "useful tokens/s of each way to batch",
-    "packing": "documents of a row apart with and without a mask",
-    "graph": "ONNX Runtime and inductor beside eager",
-    "planner": "memory that a plan predicts, beside real steps",
-    "offload": "the same with activations on the host",
-    "context": "the same of long sequences that several workers share",
-    "layouts": "losses of eighteen layouts of up to eight workers, beside one process",
-    "longest": "a sequence that several workers share, in memory in which one cannot hold it",
-    "states": "bytes per parameter that each way to shard them takes",
-    "moe": "a mixture of experts beside the dense model",
-    "adapters": "LoRA, DoRA and QLoRA beside the whole model",
+    "overhead": "time that a loop adds to a plain PyTorch loop, in milliseconds per step",
+    "peers": "the demo's job, compared with transformers' Trainer",
+    "faults": "kill -9 at random moments, then resume",
+    "saving": "speed of writing a checkpoint to the disk, including the flush",
+    "reading": "speed of reading an indexed data set",
+    "streaming": "memory of one pass over streamed text",
+    "preprocess": "speed of preprocessing raw text into an indexed data set",
+    "padding": "useful tokens per second of each way to batch",
+    "packing": "packed documents, separated with and without a mask",
+    "graph": "ONNX Runtime and inductor, compared with eager",
+    "planner": "predicted memory of a plan, compared with real steps",
+    "offload": "predicted and measured memory with activations on the host",
+    "context": "predicted and measured memory of long sequences, divided over several workers",
+    "layouts": "losses of eighteen layouts of up to eight workers, compared with one process",
+    "longest": "a sequence that is too long for one worker, divided over several",
+    "states": "bytes per parameter of each way to shard the states",
+    "moe": "a mixture of experts, compared with the dense model",
+    "adapters": "LoRA, DoRA and QLoRA, compared with full fine-tuning",
     "precision": "loss and bytes of 16-bit weights with fp32 masters",
     "optimizers": "state, loss and time of each optimizer",
-    "fused-loss": "memory and time with and without logits",
+    "fused-loss": "memory and time of a step, with and without the logits of all tokens",
 }
 """Each question is a module that declares ``FLAGS`` and has a function ``answer``."""
 
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answer one question: print its table and goals, and write the requested files.
 
     Returns:
-        The exit status. It is 0 on success, and 2 for a mistake in the command. It is 1 if ``faults`` found a run
-        of this library that differs from the uninterrupted one, if ``graph`` found a loss that differs from eager's,
-        or if a prediction of the ``planner`` does not hold. A missed speed goal is a result, not an error.
+        The exit status. It is 0 on success and 2 for a mistake in the command. It is 1 if ``faults`` found a run
+        that differs from the uninterrupted one, if ``graph`` found a loss that differs from eager's, or if a
+        prediction of the ``planner`` was wrong. A missed speed goal is a result, not an error.
     """
     words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     options = build_parser(words).parse_args(words)
@@ -63,10 +63,12 @@ def _module(question: str) -> Any:
 
 def build_parser(asked: Collection[str] = tuple(QUESTIONS)) -> argparse.ArgumentParser:
     """Build the parser with the flags of the selected questions. Other questions are not imported."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Lay this library beside its peers.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Compare this library with its peers.")
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
-    output.add_argument("--output", type=Path, metavar="DIR", help="write NAME.json and, where there is one, NAME.png")
+    output.add_argument(
+        "--output", type=Path, metavar="DIR", help="write NAME.json, and NAME.png if there is a picture"
+    )
     commands = parser.add_subparsers(required=True, metavar="NAME", help="what to measure", dest="question")
     for question, text in QUESTIONS.items():
         command = commands.add_parser(question, parents=[output], help=text, description=text)

@@ -209,7 +209,7 @@ def _columns(heading: str) -> Columns:
         "trained": "{name}",
         heading: lambda row: mean_sd(row["values"], ".3f") if len(row["values"]) > 1 else f"{row['value']:.3f}",
         "CPU seconds": lambda row: f"{mean(row['seconds']):.0f}",
-        "× the whole": "{time:.2f}",
+        "× full fine-tuning": "{time:.2f}",
         "weights MB": _megabytes("parameter"),
         "gradients MB": _megabytes("gradient"),
         "optimizer MB": _megabytes("optimizer_state"),

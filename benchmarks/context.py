@@ -18,10 +18,10 @@ from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
 FLAGS = (
-    Flag("workers", 4, "most worker processes"),
-    Flag("num-experts", 0, "experts in the place of each feed-forward; 0: none", kind=int),
-    Flag("expert-model-parallel-size", 1, "workers that one copy of the experts is divided over"),
-    Flag("longest", 32768, f"longest sequences, of {', '.join(map(str, LENGTHS))} tokens"),
+    Flag("workers", 4, "maximum number of worker processes"),
+    Flag("num-experts", 0, "experts that replace each feed-forward, 0 for none", kind=int),
+    Flag("expert-model-parallel-size", 1, "workers over which one copy of the experts is divided"),
+    Flag("longest", 32768, f"longest sequence in tokens, one of {', '.join(map(str, LENGTHS))}"),
 )
 
 GOAL = 0.10
@@ -34,7 +34,7 @@ COLUMNS: Columns = {
     "peak MB": "{measured_mb:.1f}",
     "predicted": "{predicted_mb:.1f}",
     "error": "{error:+.1%}",
-    "beside the states": "{beside_mb:.1f}",
+    "without states": "{beside_mb:.1f}",
     "of one worker's": "{share:.3f}",
 }
 
@@ -50,10 +50,10 @@ def answer(options: argparse.Namespace) -> Answer:
         results = measure(cases, advance)
     alone = {result.case.model: _beside(result) for result in results if result.case.layout.context == 1}
     rows = sorted((_row(result, alone) for result in results), key=lambda row: (row["tokens"], row["workers"]))
-    title = "a worker's peak, and what of it is beside weights and optimizer state: a llama of 2 blocks, width 64"
+    title = "peak memory of a worker, with and without weights and optimizer state: a llama of 2 blocks, width 64"
     title += f", {options.num_experts} experts" if experts else ""
     farthest = max(abs(row["share"] * row["workers"] - 1) for row in rows)
-    note = f"beside the states: at most {farthest:.1%} from one Nth of one worker's (goal {GOAL:.0%})"
+    note = f"without states: at most {farthest:.1%} from 1/N of one worker's memory (goal {GOAL:.0%})"
     return Answer({"rows": rows}, table(title, rows, COLUMNS, left=0), [note], partial(_draw, rows))
 
 
@@ -83,6 +83,6 @@ def _draw(rows: Sequence[Row], axes: Any) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xlabel("tokens of a sequence")
-    axes.set_ylabel("peak of a worker, MB")
+    axes.set_xlabel("tokens per sequence")
+    axes.set_ylabel("peak per worker, MB")
     axes.legend()

@@ -29,10 +29,10 @@ from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.errors import RapidformerError
 
 FLAGS = (
-    Flag("kills", 20, "kills a solution"),
-    Flag("seed", 0, "of the moments", kind=int),
-    Flag("peer", True, "do the same to transformers' Trainer"),
-    Flag("folder", None, "where to keep the runs (default: a temporary folder)"),
+    Flag("kills", 20, "kills per library"),
+    Flag("seed", 0, "seed of the random moments", kind=int),
+    Flag("peer", True, "also kill runs of transformers' Trainer"),
+    Flag("folder", None, "folder of the runs (default: a temporary folder)"),
 )
 
 POLL_SECONDS = 0.0005
@@ -213,7 +213,7 @@ def spend_life(trainee: str, run: Path, kill: Kill | None = None) -> Life:
 def _last_words(run: Path) -> str:
     """Return the last line of the run's log, without the path of its folder."""
     lines = Path(f"{run}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1].replace(f"{run}/", "") if lines else "it said nothing"
+    return lines[-1].replace(f"{run}/", "") if lines else "no output"
 
 
 def difference(expected: Outcome, actual: Outcome) -> str | None:
@@ -241,7 +241,7 @@ def answer(options: argparse.Namespace) -> Answer:
         "library": "{name}",
         "kills": "{kills}",
         **{heading: f"{{kills_by_place[{place.name.lower()}]}}" for heading, place in places},
-        "went on": "{survived}",
+        "resumed": "{survived}",
         "runs": lambda row: str(row["complete_runs"] + len(row["stuck"])),
         "identical": "{identical_runs}",
     }
@@ -256,8 +256,8 @@ def answer(options: argparse.Namespace) -> Answer:
 def _notes(report: FaultReport) -> list[str]:
     last_words = Counter(re.sub(r"\d+", "N", text.partition(": ")[2]) for text in report.stuck)
     return [
-        f"{report.name}: {report.survived} of {report.kills.total()} kills survived by itself, "
-        f"{report.identical} of {report.complete} complete runs identical to the uninterrupted one",
-        *(f"  {count} × could not go on: {text}" for text, count in last_words.most_common()),
+        f"{report.name}: {report.survived} of {report.kills.total()} kills survived without help, "
+        f"{report.identical} of {report.complete} complete runs are identical to the uninterrupted one",
+        *(f"  {count} × could not resume: {text}" for text, count in last_words.most_common()),
         *(f"  differs: {text}" for text in report.different[:5]),
     ]

@@ -27,11 +27,11 @@ from rapidformer_templates.system.host_memory import give_freed_memory_back
 
 FLAGS = (
     Flag("vocabulary", 50257, "words"),
-    Flag("rows", 2, "samples of a batch"),
-    Flag("length", 512, "tokens of a sample"),
+    Flag("rows", 2, "samples per batch"),
+    Flag("length", 512, "tokens per sample"),
     Flag("hidden", 128, "hidden size, a multiple of 64"),
     Flag("layers", 2, "blocks"),
-    Flag("rounds", 5, "timed steps of each way"),
+    Flag("rounds", 5, "timed steps per way"),
     Flag("bf16", False, "bf16 autocast"),
 )
 
@@ -143,6 +143,6 @@ def answer(options: argparse.Namespace) -> Answer:
             "peak of tensors alive in a step, MB",
             {row["name"]: row["peak_mb"] for row in rows},
             ours=[FUSED],
-            texts=[f"{row['step_ms']:,.0f} ms a step" for row in rows],
+            texts=[f"{row['step_ms']:,.0f} ms per step" for row in rows],
         ),
     )

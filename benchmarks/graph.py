@@ -31,14 +31,14 @@ FLAGS = (
     Flag(
         "scale",
         "small",
-        "small: BERT-base on 128 tokens; paper: on 512; tiny: for trying out",
+        "size of the job: BERT-base with 128 tokens (small) or 512 (paper), or a tiny model to try the command",
         choices=("tiny", "small", "paper"),
     ),
-    Flag("rounds", 8, "turns of each solution"),
-    Flag("steps", 2, "optimizer steps a turn"),
-    Flag("inductor", False, "beside it torch.compile's inductor: minutes more"),
-    Flag("all", False, "also measure what is slow on this device"),
-    Flag("device", "auto", "where; auto: a GPU, if there is one", choices=("auto", "cpu", "cuda")),
+    Flag("rounds", 8, "turns per solution"),
+    Flag("steps", 2, "optimizer steps per turn"),
+    Flag("inductor", False, "also measure torch.compile's inductor, which compiles for minutes"),
+    Flag("all", False, "also measure solutions that are slow on this device"),
+    Flag("device", "auto", "device of the runs; auto uses a GPU if there is one", choices=("auto", "cpu", "cuda")),
 )
 
 WARMUP, SEED = 3, 0
@@ -93,7 +93,7 @@ SOLUTIONS = {
     "ORT + mixed": Solution("--onnx-runtime-training --mixed-precision", (614.70, 2289)),
     "inductor": Solution("--torch-compile", own_masks=True),
 }
-SLOW = {"cpu": {"mixed": "a CPU is slow at 16 bits (--all measures it)"}, "cuda": {}}
+SLOW = {"cpu": {"mixed": "16 bits are slow on a CPU (--all measures it)"}, "cuda": {}}
 INDUCTOR = "it compiles for minutes (--inductor measures it)"
 
 
@@ -219,7 +219,7 @@ def answer(options: argparse.Namespace) -> Answer:
             "model": asdict(scale),
             "device": device,
             "rounds": options.rounds,
-            "steps_a_turn": options.steps,
+            "steps_per_turn": options.steps,
             "solutions": rows,
             "published": {name: solution.published for name, solution in SOLUTIONS.items()},
             "absent": absent,

@@ -51,13 +51,13 @@ VOCABULARY, LENGTH, SAMPLES = 96, 32, 64
 def _ways(word: str) -> list[str]:
     ways = word.split(",")
     if unknown := [way for way in ways if way not in WAYS]:
-        raise argparse.ArgumentTypeError(f"no {', '.join(unknown)} among {', '.join(WAYS)}")
+        raise argparse.ArgumentTypeError(f"unknown way {', '.join(unknown)}; choose from {', '.join(WAYS)}")
     return ways
 
 
 FLAGS = (
     Flag("steps", 100, "optimizer steps"),
-    Flag("workers", 8, "most worker processes"),
+    Flag("workers", 8, "maximum number of worker processes"),
     Flag("ways", ",".join(WAYS), "how each layout is trained", kind=_ways),
 )
 
@@ -82,8 +82,8 @@ def answer(options: argparse.Namespace) -> Answer:
             rows += _rows(layout, ways, options.steps, rows[: len(ways)])
             advance(_name(layout))
     worst = {way: max(row["difference"] for row in rows if row["way"] == way) for way in ways}
-    notes = [f"{way}: no layout's loss is further than {found:.1e} from one process" for way, found in worst.items()]
-    title = f"the loss of {len(layouts)} layouts beside one process, {options.steps} steps"
+    notes = [f"{way}: the losses of all layouts are within {found:.1e} of one process" for way, found in worst.items()]
+    title = f"the loss of {len(layouts)} layouts compared with one process, {options.steps} steps"
     return Answer({"rows": rows}, table(title, rows, COLUMNS, left=2), notes, None)
 
 

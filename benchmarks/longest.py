@@ -27,8 +27,8 @@ from rapidformer_templates.trainer import Trainer
 
 FLAGS = (
     Flag("workers", 4, "worker processes that share the sequence"),
-    Flag("tokens", 65536, "of the sequence"),
-    Flag("cap", 700, "MB of memory that a process may take for model and training"),
+    Flag("tokens", 65536, "tokens of the sequence"),
+    Flag("cap", 700, "MB of memory that each process may use for the model and the training"),
 )
 
 COLUMNS: Columns = {"workers": "{workers}", "tokens": "{tokens:,}", "cap": "{cap:,} MB", "one step": "{outcome}"}
@@ -40,7 +40,7 @@ def answer(options: argparse.Namespace) -> Answer:
         for workers in (1, options.workers):
             rows.append(_row(workers, options))
             advance(f"{workers} workers")
-    return Answer({"rows": rows}, table("a long sequence in capped memory", rows, COLUMNS, left=0), [], None)
+    return Answer({"rows": rows}, table("a long sequence in limited memory", rows, COLUMNS, left=0), [], None)
 
 
 def _row(workers: int, options: argparse.Namespace) -> Row:

@@ -36,12 +36,12 @@ from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLoss
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FLAGS = (Flag("steps", 3000, "optimizer steps of each model"), Flag("rounds", 30, "turns of each way to compute"))
+FLAGS = (Flag("steps", 3000, "optimizer steps per model"), Flag("rounds", 30, "turns per way to compute"))
 
 EXPERTS, TOP_K = 16, 2
 MEGABYTES = 6.0
 LAYERS, HIDDEN, WIDTH, LENGTH, ROWS = 2, 32, 128, 64, 32
-"""Sizes of the two models. ``WIDTH`` is that of the dense feed-forward."""
+"""Sizes of the two models. ``WIDTH`` is the width of the dense feed-forward."""
 
 LR = 3e-3
 SHAPE = {"tokens": 1024, "hidden": 256, "width": 512}
@@ -96,7 +96,7 @@ def train(text: torch.Tensor, steps: int, folder: Path, *, mixture: bool) -> Row
         (tokens read, validation loss) at each evaluation.
         The lowest and highest load of an expert in the whole run, relative to an even load.
     """
-    name = f"{EXPERTS} experts, {TOP_K} a token" if mixture else "dense"
+    name = f"{EXPERTS} experts, {TOP_K} per token" if mixture else "dense"
     schedule = (
         f"--train-iters {steps} --lr {LR} --lr-warmup-iters {max(1, steps // 30)} --lr-decay-style cosine "
         f"--micro-batch-size {ROWS} --eval-interval {max(1, steps // 6)} --eval-iters 30 --device cpu "
@@ -222,7 +222,7 @@ def _goals(runs: list[Row], over: dict[str, float], rate: dict[str, float]) -> l
         f"goal: expert load within a factor of {LOAD_GOAL:g} of even: {verdict(even)}",
         f"goal: {SPEED_GOAL:g} × the tokens/s of a loop over experts: {verdict(over[LOOP] >= SPEED_GOAL)} "
         f"({over[LOOP]:.2f} ×: {rate[GROUPED]:,.0f} and {rate[LOOP]:,.0f} tokens/s of a layer, forward and backward)",
-        f"over a loop whose experts have matrices of their own: {over[SEPARATE]:.2f} ×",
+        f"over a loop whose experts have separate matrices: {over[SEPARATE]:.2f} ×",
     ]
 
 

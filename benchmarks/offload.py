@@ -16,7 +16,7 @@ from benchmarks.planner import Case, Result, measure
 from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
-FLAGS = (Flag("workers", 2, "most worker processes"),)
+FLAGS = (Flag("workers", 2, "maximum number of worker processes"),)
 
 CASES = (
     Case("gpt2", Layout(micro_batch=8)),
@@ -30,7 +30,7 @@ CASES = (
 COLUMNS: Columns = {
     "model": "{model}",
     "layout": "{layout}",
-    "here": "{here_mb:.2f}",
+    "on the device": "{here_mb:.2f}",
     "offloaded": "{offloaded_mb:.2f}",
     "predicted": "{predicted_mb:.2f}",
     "error": "{error:+.1%}",
@@ -44,7 +44,9 @@ def answer(options: argparse.Namespace) -> Answer:
     with progress("offload", len({case.layout.world for case in cases})) as advance:
         results = {result.case: result for result in measure(both, advance)}
     rows = [_row(results[case], results[replace(case, offload=True)]) for case in cases]
-    title = "peak of a worker, MB: all here; activations on the host (tensor·pipeline·data, micro × accumulation)"
+    title = (
+        "peak per worker, MB: activations on the device, then on the host (tensor·pipeline·data, micro × accumulation)"
+    )
     return Answer({"rows": rows}, table(title, rows, COLUMNS, left=2), [], partial(_draw, rows))
 
 
@@ -63,7 +65,7 @@ def _row(here: Result, offloaded: Result) -> Row:
 
 def _draw(rows: Sequence[Row], axes: Any) -> None:
     names = [f"{row['model']} {row['layout']}" for row in rows]
-    for key, label in (("here_mb", "all here"), ("offloaded_mb", "activations on the host")):
+    for key, label in (("here_mb", "activations on the device"), ("offloaded_mb", "activations on the host")):
         axes.plot([row[key] for row in rows], names, "o", label=label)
-    axes.set_xlabel("measured peak of a worker, MB")
+    axes.set_xlabel("measured peak per worker, MB")
     axes.legend()

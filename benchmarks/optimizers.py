@@ -181,6 +181,6 @@ def _draw(rows: Sequence[Row], axes: Axes) -> None:
     axes.scatter([row["state_bytes"] for row in rows], [row["loss"] for row in rows])
     for row in rows:
         axes.annotate(row["name"], (row["state_bytes"], row["loss"]), xytext=(4, 4), textcoords="offset points")
-    axes.set_xlabel("bytes of state a parameter")
+    axes.set_xlabel("bytes of state per parameter")
     axes.set_ylabel("held-out loss")
     axes.margins(x=0.25, y=0.15)

@@ -26,7 +26,7 @@ from rapidformer_templates.errors import RapidformerError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FLAGS = (Flag("rounds", 60, "pairs of turns a loop"), Flag("steps", 25, "optimizer steps a turn"))
+FLAGS = (Flag("rounds", 60, "pairs of turns per loop"), Flag("steps", 25, "optimizer steps per turn"))
 
 WARMUP = 50
 """Warm-up steps of each loop, which do not count."""
@@ -73,7 +73,7 @@ def _warm_up(both: tuple[Contender, Contender], loops: list[Loop]) -> None:
     expected, actual = (float(one.model.last_loss) for one in both)
     if abs(actual - expected) > 1e-4 * abs(expected):
         raise RapidformerError(
-            f"{both[1].name} reached the loss {actual}, the plain loop {expected}: not the same work",
+            f"{both[1].name} reached the loss {actual}, but the plain loop reached {expected}: they do different work",
             where="benchmarks overhead",
         )
 
@@ -112,18 +112,18 @@ def answer(options: argparse.Namespace) -> Answer:
         rows = measure_overhead(options.rounds, options.steps, present, advance)
     columns = {
         "loop": "{name}",
-        "ms a step": "{step_ms:.3f}",
-        "plain loop beside it": "{plain_ms:.3f}",
+        "ms per step": "{step_ms:.3f}",
+        "its plain loop": "{plain_ms:.3f}",
         "extra ms": "{extra_ms:+.3f}",
         "95 % interval": "{low_ms:+.3f} … {high_ms:+.3f}",
     }
     errors = [[row["extra_ms"] - row["low_ms"] for row in rows], [row["high_ms"] - row["extra_ms"] for row in rows]]
     return Answer(
-        {"rounds": options.rounds, "steps_a_turn": options.steps, "loops": rows, "absent": absent},
-        table("overhead of training loops, ms a step", rows, columns),
+        {"rounds": options.rounds, "steps_per_turn": options.steps, "loops": rows, "absent": absent},
+        table("overhead of training loops, ms per step", rows, columns),
         [_goals(rows), *(f"absent: {name}: {reason}" for name, reason in absent.items())],
         bars(
-            "extra milliseconds a step over a plain PyTorch loop",
+            "extra milliseconds per step over a plain PyTorch loop",
             {row["name"]: row["extra_ms"] for row in rows},
             ours=[Ours.name],
             errors=errors,

@@ -16,7 +16,7 @@ from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.commands.bench.worker import peak_mb
 from rapidformer_templates.switches.flash_attention.kernels import NAMES
 
-FLAGS = (Flag("rounds", 10, "steps of each way"), Flag("tokens", 2048, "of a row"))
+FLAGS = (Flag("rounds", 10, "steps per way"), Flag("tokens", 2048, "tokens per row"))
 
 MASK, DOCUMENTS = "a mask of the row", "document by document"
 WAYS = {MASK: "sdpa", DOCUMENTS: NAMES["flash"]}  # attention implementations in transformers
@@ -96,13 +96,13 @@ def answer(options: argparse.Namespace) -> Answer:
     rows = measure_packing(options.rounds, options.tokens)
     documents = int((make_batch(options.tokens)["position_ids"] == 0).sum())
     columns = {
-        "documents apart by": "{name}",
+        "documents separated by": "{name}",
         "tokens/s": "{tokens_per_second:,}",
         "over the mask": "{over_mask:.2f} ×",
-        "MB a step": "{step_megabytes:,.0f}",
+        "MB per step": "{step_megabytes:,.0f}",
     }
     return Answer(
-        {"rounds": options.rounds, "tokens_a_row": options.tokens, "ways": rows},
+        {"rounds": options.rounds, "tokens_per_row": options.tokens, "ways": rows},
         table(f"packing: {ROWS} rows of {options.tokens:,} tokens, llama of 4 layers, 256 wide", rows, columns),
         [f"{documents} documents, {ROWS * options.tokens / documents:.0f} tokens on average"],
     )

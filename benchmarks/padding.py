@@ -26,7 +26,7 @@ from rapidformer_templates.data.shapes import Shape, choose_shapes
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.switches.dynamic_shape.batches import DynamicOrder
 
-FLAGS = (Flag("rounds", 8, "turns of each way"), Flag("steps", 3, "optimizer steps a turn"))
+FLAGS = (Flag("rounds", 8, "turns per way"), Flag("steps", 3, "optimizer steps per turn"))
 
 LONGEST, ROWS, SEED, LR = 1024, 8, 0, 1e-3
 BUDGET = LONGEST * ROWS
@@ -154,7 +154,7 @@ def answer(options: argparse.Namespace) -> Answer:
         rows = measure_padding(options.rounds, options.steps, samples, advance)
     lengths = samples.lengths
     text = {"samples": len(lengths), "mean": round(float(lengths.mean()), 1), "longest": int(lengths.max())}
-    figures = {"rounds": options.rounds, "steps_a_turn": options.steps, "tokens_a_batch": BUDGET, "text": text}
+    figures = {"rounds": options.rounds, "steps_per_turn": options.steps, "tokens_per_batch": BUDGET, "text": text}
     columns = {
         "batches": "{name}",
         "shapes": "{shapes}",
@@ -169,7 +169,7 @@ def answer(options: argparse.Namespace) -> Answer:
         table(f"padding: batches of up to {BUDGET:,} tokens", rows, columns),
         [about, *_goals(rows)],
         bars(
-            "useful tokens a second",
+            "useful tokens per second",
             {row["name"]: row["tokens_per_second"] for row in rows},
             ours=[row["name"] for row in rows if row["name"] not in (MAXIMUM, RANDOM, GROUPED)],
             texts=[f"fill {row['fill']:.2f}" for row in rows],

@@ -25,7 +25,7 @@ from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.commands.demo import DATA_NAME, demo_model_folder, make_demo_data
 
 FLAGS = (
-    Flag("repeats", 3, "runs of each solution"),
+    Flag("repeats", 3, "runs per solution"),
     Flag("train", 2000, "training tweets"),
     Flag("held-out", 1000, "held-out tweets"),
 )
@@ -67,7 +67,7 @@ class Count:
         return {
             "samples_per_second": sizes[0] * EPOCHS / seconds,
             "eval_samples_per_second": sizes[1] / eval_seconds,
-            "positions_a_token": self.positions / self.tokens,
+            "positions_per_token": self.positions / self.tokens,
             "accuracy": accuracy,
             "train_seconds": seconds,
             "eval_seconds": eval_seconds,
@@ -210,7 +210,7 @@ def answer(options: argparse.Namespace) -> Answer:
     columns = {
         "training samples/s": ("samples_per_second", ".1f"),
         "evaluation samples/s": ("eval_samples_per_second", ".1f"),
-        "positions a token": ("positions_a_token", ".3f"),
+        "positions per token": ("positions_per_token", ".3f"),
         "accuracy": ("accuracy", ".3f"),
     }
     rows = [

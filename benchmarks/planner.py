@@ -42,7 +42,7 @@ from rapidformer_templates.system import launch
 if TYPE_CHECKING:
     from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 
-FLAGS = (Flag("workers", 4, "most worker processes"),)
+FLAGS = (Flag("workers", 4, "maximum number of worker processes"),)
 
 LORA = "--lora-rank 8"
 FUSED = "--fused-linear-cross-entropy"
@@ -347,10 +347,10 @@ def notes(results: Sequence[Result]) -> list[str]:
     return [
         f"states: {len(results) - len(inexact)} of {len(results)} layouts exact" + _named(inexact),
         f"peak: median error {median:.1%} (goal {GOAL_MEDIAN:.0%}), worst {worst:.1%} (goal {GOAL_WORST:.0%})",
-        f"would not fit although the plan says so, with its allowance of {ALLOWANCE:.0%}: {len(beyond)}"
+        f"layouts that do not fit although the plan says so, with its allowance of {ALLOWANCE:.0%}: {len(beyond)}"
         + _named(beyond),
-        "DeepSpeed: its estimators of model states, on ZeRO rows; Megatron: sbh(34 + 5as/h) a block in 16 bits, and "
-        "16 bytes per parameter (Korthikanti et al., 2022); neither counts what is outside of the blocks",
+        "DeepSpeed: its estimators of model states, for ZeRO. Megatron: sbh(34 + 5as/h) per block in 16 bits, and 16 "
+        "bytes per parameter (Korthikanti et al., 2022). Neither counts memory outside of the blocks",
     ]
 
 
@@ -423,8 +423,8 @@ def answer(options: argparse.Namespace) -> Answer:
     with progress("planner", len({case.layout.world for case in cases})) as advance:
         results = measure(cases, advance)
     rows, reference = [result.to_json() for result in results], published()
-    measured = "memory of a worker, MB: predicted and measured (tensor·pipeline·data, micro × accumulation)"
-    paper = "GPT of 1.3 B parameters on 4 devices of 32 GB, micro batch 1, global batch 4, fp16: MB a worker"
+    measured = "memory per worker, MB, predicted and measured (tensor·pipeline·data, micro × accumulation)"
+    paper = "GPT of 1.3 B parameters on 4 devices of 32 GB, micro batch 1, global batch 4, fp16: MB per worker"
     return Answer(
         {"rows": rows, "published": reference},
         Group(table(measured, rows, COLUMNS, left=2), table(paper, reference, PUBLISHED_COLUMNS)),
@@ -441,6 +441,6 @@ def _draw(results: Sequence[Result], axes: Any) -> None:
         axes.scatter([r.measured / 1e6 for r in mine], [r.predicted.total / 1e6 for r in mine], label=model, s=18)
     ends = [0, max(result.measured for result in results) * 1.05 / 1e6]
     axes.plot(ends, ends, color="lightgrey", zorder=0)
-    axes.set_xlabel("measured peak of live storages, MB a worker")
+    axes.set_xlabel("measured peak of live storages, MB per worker")
     axes.set_ylabel("predicted, MB")
     axes.legend()

@@ -31,7 +31,7 @@ FLAGS = (
     Flag("lr", 1e-3, "peak learning rate"),
     Flag("layers", 4, "of the model"),
     Flag("hidden", 192, "width of the model"),
-    Flag("fp16", True, "in fp16, too, which few CPUs have units for"),
+    Flag("fp16", True, "also train in fp16, which is slow on most CPUs"),
 )
 
 TURN, MICRO = 10, 4
@@ -158,5 +158,5 @@ def _draw(rows: Sequence[Row], axes: Axes) -> None:
         axes.barh([row["name"] for row in rows], widths, left=left, label=kind)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.set_xlabel("bytes held a parameter")
+    axes.set_xlabel("bytes per parameter")
     axes.legend()

@@ -34,7 +34,7 @@ from rapidformer_templates.errors import RapidformerError
 FLAGS = (
     Flag("megabytes", 100.0, "of text"),
     Flag("workers", len(os.sched_getaffinity(0)), "processes that tokenize"),
-    Flag("repeats", 3, "runs of each way"),
+    Flag("repeats", 3, "runs per way"),
 )
 
 PLAIN = "plain script (megatron-core)"
@@ -147,7 +147,7 @@ def _refuse_differences(place: Place, names: Sequence[str]) -> None:
         contents = {name: Path(f"{place.output(name)}.{end}").read_bytes() for name in names}
         for name in names[1:]:
             if contents[name] != contents[names[0]]:
-                raise RapidformerError(f"{name} and {names[0]} did not make the same .{end}: that is not the same work")
+                raise RapidformerError(f"{name} and {names[0]} wrote different .{end} files: they do different work")
 
 
 def _peak_memory(command: list[str]) -> int:
@@ -221,9 +221,9 @@ def answer(options: argparse.Namespace) -> Answer:
     columns: dict[str, Callable[[Row], str]] = {
         "how": lambda row: row.name,
         "seconds": lambda row: mean_sd(row.seconds),
-        "of it start": lambda row: f"{row.start:.2f}",
+        "start-up": lambda row: f"{row.start:.2f}",
         "Mtokens/s": lambda row: f"{tokens / statistics.mean(row.seconds) / 1e6:.2f}",
-        "× plain, and without the start": lambda row: "{:.2f}, {:.2f}".format(*over[row.name]) if over else "–",
+        "× plain, and without start-up": lambda row: "{:.2f}, {:.2f}".format(*over[row.name]) if over else "–",
         "MB at " + " and ".join(f"{size:g}" for size in rows[-1].memory): lambda row: (
             ", ".join(f"{peak / 1e6:.0f}" for peak in row.memory.values()) or "–"
         ),
@@ -242,17 +242,17 @@ def answer(options: argparse.Namespace) -> Answer:
         },
         table(f"{title}; mean ± standard deviation", rows, columns),
         [f"{why}: {name} is left out" for name, why in absent.items() if why] + _notes(rows),
-        bars("million tokens a second, the start included", speeds, ours=(SAME, FAST)),
+        bars("million tokens per second, including start-up", speeds, ours=(SAME, FAST)),
     )
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    notes = ["all made the same .bin and .idx, byte for byte"]
+    notes = ["all wrote the same .bin and .idx files, byte for byte"]
     for row in rows:
         if row.name in GOALS and rows[0].name == PLAIN:
             least = min(ratios(rows, row.name))
             reached = verdict(least >= GOALS[row.name])
-            notes.append(f"{row.name}: {least:.2f} × (the lesser of the two); goal {GOALS[row.name]:g} ×: {reached}")
+            notes.append(f"{row.name}: {least:.2f} × (the lower of the two); goal {GOALS[row.name]:g} ×: {reached}")
         if row.name != PLAIN and len(row.memory) > 1:
             small, large = row.memory.values()
             flat = "flat" if large <= FLAT * small else "it grows"

@@ -35,7 +35,7 @@ from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.host_memory import keep_freed_memory
 
 FLAGS = (
-    Flag("repeats", 10, "turns of each reader"),
+    Flag("repeats", 10, "turns per reader"),
     Flag("megatokens", 60.0, "size of the corpus"),
     Flag("samples", 10**8, "in the large index"),
     Flag("folder", None, "where to make the corpus (default: temporary files)"),
@@ -119,7 +119,7 @@ def measure_samples(prefix: Path, cache: Path, rounds: int, peer: bool, advance:
         for place in range(0, len(ours), max(1, len(ours) // 50)):
             tokens, sample = ours[place]["input_ids"], theirs[place]
             if not (np.array_equal(tokens[:-1], sample["tokens"]) and np.array_equal(tokens[1:], sample["labels"])):
-                raise RapidformerError(f"sample {place} is another than {PEER}'s", where="benchmarks reading")
+                raise RapidformerError(f"sample {place} differs from {PEER}'s", where="benchmarks reading")
         readers[PEER] = _their_batches(theirs)
     generator = np.random.default_rng(1)
     choices = [generator.integers(0, len(ours), BATCHES * BATCH) for _ in range(rounds + 1)]
@@ -253,7 +253,7 @@ def answer(options: argparse.Namespace) -> Answer:
         for what, contest in contests.items()
         for reader in contest.ways
     ]
-    columns = {"what": "{what}", "reader": "{reader}", "a second": "{rate}", "this library is faster by": "{faster}"}
+    columns = {"what": "{what}", "reader": "{reader}", "per second": "{rate}", "this library is faster by": "{faster}"}
     samples = contests[SAMPLES]
     rates = {reader: samples.rates(reader) for reader in samples.ways}
     return Answer(
@@ -263,10 +263,10 @@ def answer(options: argparse.Namespace) -> Answer:
             ],
             "first_batch": first._asdict(),
         },
-        table("read a second, mean ± standard deviation over turns", rows, columns, left=2),
+        table("entries read per second, mean ± standard deviation over turns", rows, columns, left=2),
         _goals(contests, first) + ([f"absent: {PEER}: {absent}"] if absent else []),
         bars(
-            f"{SAMPLES}, a second",
+            f"{SAMPLES}, per second",
             rates,
             ours=[OURS],
             texts=[f"{statistics.mean(values):,.0f}" for values in rates.values()],
@@ -285,7 +285,7 @@ def _goals(contests: dict[str, Contest], first: FirstBatch) -> list[str]:
     return [
         *notes,
         f"first batch of {first.samples:,} samples: {first.open_seconds:.2f} s; goal {FIRST_GOAL:g} s: "
-        f"{verdict(first.open_seconds <= FIRST_GOAL)} (the first time, when the index is made: "
+        f"{verdict(first.open_seconds <= FIRST_GOAL)} (the first time, which builds the index: "
         f"{first.make_seconds:.1f} s)",
-        f"memory of a reader besides mapped files: {before:,.0f} MB, after 9,600 samples more {after:,.0f} MB",
+        f"memory of a reader without mapped files: {before:,.0f} MB, and {after:,.0f} MB after 9,600 more samples",
     ]

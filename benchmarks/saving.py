@@ -1,6 +1,6 @@
 """``benchmarks saving``: how fast a state is durably on the disk, compared with the disk itself and other savers.
 
-The state is that of a BERT in training: fp32 weights and both moments of AdamW. All savers write the same tensors to
+The state belongs to a BERT in training: fp32 weights and both moments of AdamW. All savers write the same tensors to
 the same folder, and all flush files and folder to the disk. They take turns, so that a busy moment of the machine or
 of the disk hits all of them.
 """
@@ -40,8 +40,8 @@ from rapidformer_templates.system.workers import Workers
 
 FLAGS = (
     Flag("gigabytes", 1.3, "size of the state"),
-    Flag("repeats", 8, "saves in each way"),
-    Flag("folder", None, "on the disk in question (default: temporary files)"),
+    Flag("repeats", 8, "saves per way"),
+    Flag("folder", None, "folder on the disk to measure (default: temporary files)"),
 )
 
 DISK = "write + fsync"
@@ -169,10 +169,10 @@ def _timed(path: Path, way: Callable[[Path], None], state: State) -> float:
     for whole in checkpoint.candidates(path):
         problem = checkpoint_check.problem_of(whole)
         if problem:
-            raise RapidformerError(f"{path.name} wrote a checkpoint that is not whole: {problem}")
+            raise RapidformerError(f"{path.name} wrote an incomplete checkpoint: {problem}")
     written = sum(file.stat().st_size for file in path.rglob("*"))
     if written < state.bytes:
-        raise RapidformerError(f"{path.name} wrote {written} of {state.bytes} bytes: that is not the same work")
+        raise RapidformerError(f"{path.name} wrote {written} of {state.bytes} bytes, so it does different work")
     shutil.rmtree(path)
     return seconds
 
@@ -224,8 +224,8 @@ def answer(options: argparse.Namespace) -> Answer:
     columns: dict[str, Callable[[str], str]] = {
         "how": str,
         "GB/s": lambda name: mean_sd(speeds[name]),
-        "least": lambda name: f"{min(speeds[name]):.2f}",
-        "most": lambda name: f"{max(speeds[name]):.2f}",
+        "lowest": lambda name: f"{min(speeds[name]):.2f}",
+        "highest": lambda name: f"{max(speeds[name]):.2f}",
         "over the disk's own": lambda name: mean_sd(ratios[name]),
     }
     return Answer(
@@ -251,5 +251,5 @@ def _goals(speed: float, stalls: Stalls) -> list[str]:
         f"--async-save: a step waits {statistics.median(stalls.steps) * 1000:.0f} ms, {stall:.2f} ± "
         f"{spread(ratios):.2f} × a copy of the same bytes (median); goal {STALL_GOAL} ×: "
         f"{verdict(stall <= STALL_GOAL)}",
-        f"  the first save of a process has to get its memory: {stalls.first * 1000:.0f} ms",
+        f"  the first save of a process also allocates memory: {stalls.first * 1000:.0f} ms",
     ]

@@ -47,7 +47,7 @@ class StandInHost:
         def wait() -> None:
             for reference, (_, copy) in zip(held, copies, strict=True):
                 tensor = reference()
-                assert tensor is not None, f"given up before it was {done}"
+                assert tensor is not None, f"the tensor was freed before it was {done}"
                 here = tensor.detach().view(torch.uint8).numpy()
                 (copy if done == "sent" else here)[:] = here if done == "sent" else copy
             self.journal.append((done, size))

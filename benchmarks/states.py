@@ -18,7 +18,7 @@ from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
 
-FLAGS = (Flag("workers", 4, "most worker processes"),)
+FLAGS = (Flag("workers", 4, "maximum number of worker processes"),)
 
 MODEL = "llama"
 WORLDS = (1, 2, 4)
@@ -112,7 +112,7 @@ def _columns(replicas: Sequence[int]) -> Columns:
         "": "{name}",
         "formula": "{formula}",
         **{f"d = {count} (formula)": whole(count) for count in replicas},
-        "its parts at the most replicas": parts,
+        "parts at the largest d": parts,
     }
 
 
@@ -125,10 +125,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
             # Norms stay in fp32. They are a thousandth of the model.
             reached = all(round(sum(held), 2) <= goal(count) for count, held in row["held"].items())
             most = ", ".join(f"{goal(count):.2f}" for count in row["held"])
-            lines.append(f"{row['name']}: at most {most} are the goal: {verdict(reached)}")
+            lines.append(f"{row['name']}: goal at most {most}: {verdict(reached)}")
     buckets = {row["name"]: row["buckets"] for row in rows if any(row["buckets"].values())}
     told = (f"{name} {max(sizes.values()):.2f}" for name, sizes in buckets.items())
-    return [*lines, f"buckets beside them: {', '.join(told) or 'none'}"]
+    return [*lines, f"buckets, not included: {', '.join(told) or 'none'}"]
 
 
 def answer(options: argparse.Namespace) -> Answer:

@@ -30,10 +30,10 @@ from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.templates import with_template_defaults
 
 FLAGS = (
-    Flag("megabytes", "10 100 1000", "sizes of the text", kind=str),
-    Flag("whole", 100.0, "largest size that is read whole, MB"),
-    Flag("data", "all", "the kind that is measured", choices=("all", "streamed", "windows", "whole")),
-    Flag("folder", None, "where to make the text (default: temporary files)"),
+    Flag("megabytes", "10 100 1000", "sizes of the text in MB", kind=str),
+    Flag("whole", 100.0, "largest text that is read at once, in MB"),
+    Flag("data", "all", "kind of data to measure", choices=("all", "streamed", "windows", "whole")),
+    Flag("folder", None, "folder for the generated text (default: temporary files)"),
 )
 
 SHARDS, BATCH = 4, 32
@@ -141,10 +141,10 @@ def answer(options: argparse.Namespace) -> Answer:
         "text, MB": "{size:,g}",
         "before, MB": "{before:,.0f}",
         "peak, MB": "{peak:,.0f}",
-        "a pass, s": "{seconds:,.1f}",
+        "pass, s": "{seconds:,.1f}",
         "MB/s": "{rate:,.1f}",
-        "found again, s": "{resumed:,.1f}",
+        "resume, s": "{resumed:,.1f}",
     }
-    span = f"from {sizes[0]:g} to {sizes[-1]:g} MB the peak grows"
+    span = f"from {sizes[0]:g} to {sizes[-1]:g} MB the peak grows to"
     notes = [f"{way}: {span} {times:.2f} × (goal {GOAL} ×): {verdict(times <= GOAL)}" for way, times in growth.items()]
-    return Answer({"rows": rows, "growth": growth}, table("memory of a pass over text", rows, columns), notes)
+    return Answer({"rows": rows, "growth": growth}, table("memory of one pass over text", rows, columns), notes)

@@ -27,7 +27,7 @@ class Ended(RuntimeError):
     """A loop ended during a turn. ``result`` is the value that it returned."""
 
     def __init__(self, result: Any) -> None:
-        super().__init__("the loop ended by itself")
+        super().__init__("the loop ended early")
         self.result = result
 
 

@@ -174,7 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu_check"), help="folder of the results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="models of some thousand parameters")
+    parser.add_argument("--tiny", action="store_true", help="models with a few thousand parameters")
     parser.add_argument("--limit", type=float, default=520, help="seconds for all parts together")
     parser.add_argument("--record", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -58,7 +58,7 @@ LINES = {
         "divisor = None",
         ("tests/rehearsal/test_sabotage.py", "tests/rehearsal/test_runs.py"),
     ),
-    "the norm of a 3D layout is that of one worker": Line(
+    "the norm of a 3D layout covers only one worker": Line(
         "engines/parallel/engine.py",
         "norm = self.workers.sum_tensor(square).sqrt()",
         "norm = square.sqrt()",
@@ -85,7 +85,7 @@ LINES = {
         "pass",
         ("tests/switches/tensor_parallel",),
     ),
-    "the norm of a sharded gradient is that of one worker": Line(
+    "the norm of a sharded gradient covers only one worker": Line(
         "switches/oss/engine.py",
         "return self.workers.sum_tensor(square).sqrt().to(owned.dtype)",
         "return square.sqrt().to(owned.dtype)",

@@ -1,6 +1,6 @@
 """Pictures of README and manual: ``python scripts/pictures.py`` writes docs/pictures/ from real output and figures.
 
-``--train`` first trains the runs of the picture about parity anew, and stores their losses in ``parity.json``. It takes
+``--train`` first trains the runs of the picture about parity again, and stores their losses in ``parity.json``. It takes
 about ten minutes on two cores.
 """
 
@@ -56,12 +56,17 @@ class Chart:
 
 
 CHARTS = (
-    Chart("overhead", "extra ms", "What the loop costs over a plain PyTorch loop, ms a step (less is better)"),
-    Chart("peers", "training samples/s", "The demo's job, training samples a second (more is better)"),
-    Chart("faults", "continued by itself", "Runs that continued by themselves after kill -9, of 200 (more is better)"),
+    Chart("overhead", "extra ms", "Overhead compared with a plain PyTorch loop, ms per step (less is better)"),
+    Chart("peers", "training samples/s", "The demo's job, training samples per second (more is better)"),
+    Chart("faults", "resumed", "Runs that resumed without help after kill -9, of 200 (more is better)"),
     Chart("saving", "GB/s", "A state durably on the disk, GB/s (more is better)"),
-    Chart("padding", "useful tokens/s", "Useful tokens a second by batches (more is better)", "dynamic|most|cap"),
-    Chart("mfu", "samples/s", "Training of one model by three loops, samples a second (more is better)"),
+    Chart(
+        "padding",
+        "useful tokens/s",
+        "Useful tokens per second for each way to batch (more is better)",
+        "dynamic|most|cap",
+    ),
+    Chart("mfu", "samples/s", "Training of one model with three loops, samples per second (more is better)"),
     Chart("adapters", "together", "Weights, gradients and optimizer state, MB (less is better)", "LoRA|DoRA"),
     Chart("optimizers", "state, bytes per parameter", "State, bytes per parameter (less is better)", "bit|any|muon"),
     Chart("fused-loss", "peak of tensors, MB", "Peak of tensors, MB (less is better)", "fused"),
@@ -83,7 +88,7 @@ def terminal(command: str) -> str:
 
 
 def _broken(command: str) -> str:
-    """Break a command into lines of the terminal's width, as one types it."""
+    """Break a command into lines of the terminal's width, with the backslashes that a shell needs."""
     lines, line = [], ""
     for word in re.split(r" (?=--)", command):
         if line and len(line) + len(word) > WIDTH - 6:
@@ -332,7 +337,7 @@ def pictures() -> Iterator[tuple[str, str]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--train", action="store_true", help="train the runs of the picture about parity anew")
+    parser.add_argument("--train", action="store_true", help="train the runs of the picture about parity again")
     FOLDER.mkdir(exist_ok=True)
     if parser.parse_args(argv).train:
         train()

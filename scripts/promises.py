@@ -47,13 +47,13 @@ def promises(commit: str | None = None) -> Held:
 
 
 def sentence(test: ast.FunctionDef) -> str:
-    """Turn ``test_a_run_goes_on`` into ``a run goes on``."""
+    """Turn ``test_a_run_resumes`` into ``a run resumes``."""
     return test.name.removeprefix("test_").replace("_", " ")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", nargs="?", help="an earlier one to compare with")
+    parser.add_argument("commit", nargs="?", help="an earlier commit to compare with")
     commit = parser.parse_args().commit
     now = promises()
     before = promises(commit) if commit else now

@@ -223,8 +223,9 @@ def test_a_folder_of_a_switch_declares_it() -> None:
 
 
 def _glossary() -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return where each word of ``docs/glossary.md`` may be used in a name. Terms of two words come first."""
-    text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").partition("What took over")[0]
+    """Return where each word in a table of CONTRIBUTING.md may be used in a name. Terms of two words come first."""
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## Words in names\n")[2]
+    text = section.partition("Other words replace")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][1:]
     terms = {tuple(word.lower().split()): tuple(re.findall("`([^`]+)`", where)) for word, _, where in rows}
     return dict(sorted(terms.items(), key=lambda item: -len(item[0])))

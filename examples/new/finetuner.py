@@ -1,4 +1,4 @@
-"""Fine-tuning with custom hooks. It runs as it is, in seconds on a CPU: the data are generated, the model is tiny.
+"""Fine-tuning with custom hooks. It runs in seconds on a CPU: the data are generated, the model is tiny.
 
     python my_task.py
     python my_task.py --epochs 5 --nproc-per-node 2 --mixed-precision bf16 --save runs/longer

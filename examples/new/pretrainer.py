@@ -1,4 +1,4 @@
-"""Pretraining with custom hooks. It runs as it is, in seconds on a CPU: the text is generated, the model is tiny.
+"""Pretraining with custom hooks. It runs in seconds on a CPU: the text is generated, the model is tiny.
 
     python my_task.py
     python my_task.py --train-iters 500 --nproc-per-node 2 --mixed-precision bf16 --save runs/longer

@@ -1,4 +1,4 @@
-"""Training of any module with custom hooks. It runs as it is, in seconds on a CPU: the data are generated.
+"""Training of any module with custom hooks. It runs in seconds on a CPU: the data are generated.
 
     python my_task.py
     python my_task.py --train-iters 500 --nproc-per-node 2 --mixed-precision bf16 --save runs/longer

@@ -25,8 +25,8 @@ from rapidformer_templates.planning.suggest import apply
 from rapidformer_templates.planning.switch import FORECAST, TEMPLATES, Request, Rule, Switch
 from rapidformer_templates.planning.templates import choose_template
 
-ACTS = "The loss and the weights stay those of a run without it; what changes is the cost."
-CHANGES = "It computes something else, and not only at another cost: compare with a run that has it, too."
+ACTS = "The switch changes memory or time. The loss and the weights stay the same as without it."
+CHANGES = "The switch changes the result, not only memory or time. Compare runs that use it with each other."
 JOBS: Sequence[Mapping[str, str]] = (
     {"task": "pretraining", "model_type": "gpt2"},
     {"task": "causal_lm"},
@@ -60,7 +60,7 @@ def switch_page(switch: Switch) -> str:
         CHANGES if switch.changes_result else ACTS,
         "## Flags",
         _flags(switch),
-        "## What it goes with",
+        "## Works with",
         _goes_with(switch),
         "## Receipt",
         _receipt(switch),
@@ -111,7 +111,7 @@ def _flags(switch: Switch) -> str:
         for f in dataclasses.fields(switch.options)
     ]
     if not rows:
-        return "None of its own: it is computed from `--micro-batch-size` and `--global-batch-size`."
+        return "There is no separate flag. The value follows from `--micro-batch-size` and `--global-batch-size`."
     if any(alias for *_, alias in rows):
         return table(("flag", "what it does", "the same as"), rows)
     return table(("flag", "what it does"), [row[:2] for row in rows])
@@ -127,7 +127,7 @@ def _goes_with(switch: Switch) -> str:
             continue
         templates = [template for template in TEMPLATES if template[0] in cell]
         where = "Yes" if set(templates) == set(switch.templates) else f"In {' and '.join(templates)}"
-        together[where + (", with what one of them requires" if cell.endswith("+") else "")].append(link)
+        together[where + (", with the flags that one of them requires" if cell.endswith("+") else "")].append(link)
     ordered = sorted(together.items(), key=lambda item: (item[0] == "Never", item[0] != "Yes", item[0]))
     return table(("together", "with"), [(f"**{where}**", ", ".join(names)) for where, names in ordered])
 
@@ -148,11 +148,11 @@ def _pairs() -> Sequence[Sequence[str]]:
 
 def _receipt(switch: Switch) -> str:
     if not switch.receipt:
-        return "What every run measures ([summary.json](../run-folder.md)) shows it."
+        return "The measurements of every run ([summary.json](../run-folder.md)) show its effect."
     names = ", ".join(f"`{name}`" for name in switch.receipt)
     return (
-        f"`summary.json` has {names}, measured on the running model. A first step in which the switch did nothing "
-        "ends the run with a sentence of what should have been seen."
+        f"`summary.json` has {names}, measured on the running model. If the switch had no effect in the first step, "
+        "the run ends with an error that names the missing effect."
     )
 
 
@@ -166,9 +166,9 @@ def _prediction(switch: Switch) -> str:
         if kind in switch.predicts.predicted or kind in unknown
     ]
     if not rows:
-        return "Memory and time are [predicted](../planner.md) as without it."
-    rest = "What stands here neither is the same as without it."
-    return f"What the [planner](../planner.md) counts. {rest}\n\n" + table(("of a worker", ""), rows)
+        return "The [planner](../planner.md) predicts the same memory and time as without it."
+    rest = "Everything else is predicted to stay the same."
+    return f"The [planner](../planner.md) predicts these changes. {rest}\n\n" + table(("per worker", ""), rows)
 
 
 def _sources(source: str) -> str:
@@ -234,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _flag_row(action: Any) -> Sequence[str]:
     names = [name for name in action.option_strings if "_" not in name and not name.startswith("--no-")]
-    value = (action.metavar or "").strip("{}").replace(",", ", ")  # choices, with room to break the line
+    value = (action.metavar or "").strip("{}").replace(",", ", ")  # choices, with spaces so that the line can break
     return ", ".join(f"`{name}`" for name in names), f"`{value}`" if value else "", _text(action.help or "")
 
 
@@ -242,8 +242,8 @@ def api_page() -> str:
     """Return the page with every name that ``import rapidformer_templates`` provides, for mkdocstrings."""
     parts = [
         "# Python API",
-        "What `import rapidformer_templates` gives; all else is not promised. How the templates are used is in "
-        "[templates](../white-box.md).",
+        "The public names of `import rapidformer_templates`. Other names can change in any version. "
+        "[Templates](../white-box.md) shows how to use them.",
     ]
     home = rapidformer_templates._HOME
     parts += [

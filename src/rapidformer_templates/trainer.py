@@ -26,7 +26,7 @@ from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult
 from rapidformer_templates.engines.given_optimizer import TAKES_OPTIONS, as_recipe, as_schedule
-from rapidformer_templates.engines.layerwise_rates import depths_of, layerwise
+from rapidformer_templates.engines.layerwise_rates import layerwise
 from rapidformer_templates.engines.recipe import (
     GroupOptions,
     OptimizerSpec,
@@ -113,7 +113,10 @@ class Trainer:
 
     @hook("label_smoothing")
     def compute_loss(self, model: Any, batch: Batch) -> Any:
-        """Return the mean loss of the batch as a scalar tensor, or (sum of losses, number of targets)."""
+        """Return the mean loss of the batch as a scalar tensor, or (sum of losses, number of targets).
+
+        (mean loss, model output) is the mean loss, as in transformers' ``Trainer``.
+        """
         with smoothed_labels(self.config.training.label_smoothing):
             return self.task.compute_loss(model, batch) if self.uses_task else model(**batch).loss
 
@@ -249,12 +252,19 @@ class Trainer:
         """
         groups = OPTIMIZERS[self.plan.optimizer].groups
         self._groups = load_object(groups)(model) if groups else undecayed
-        self._depths = depths_of(model)
         for module in model.modules():  # the user's own module may contain a transformers model
             settings: Any = getattr(module, "config", None)
             if hasattr(settings, "use_cache"):
                 # In training, cached keys and values waste memory. They are wrong if a block is recomputed.
                 settings.use_cache = False
+
+    def depths_were_computed(self, depths: Mapping[str, int]) -> None:
+        """Record the depth of the layers for ``--layerwise-lr-decay``. The library calls it before ``build_optimizer``.
+
+        Args:
+            depths: see :func:`~rapidformer_templates.engines.layerwise_rates.depths_of`.
+        """
+        self._depths = depths
 
     def labels_were_tried(self, use: LabelUse) -> list[str]:
         """Record how the model uses labels. The library calls it before it counts the first batch.

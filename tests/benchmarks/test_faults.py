@@ -76,7 +76,7 @@ def test_the_exit_status_tells_of_a_run_of_ours_that_went_wrong(
     assert main(["faults", "--kills", "2", "--json", str(tmp_path / "faults.json")]) == 1
     shown = capsys.readouterr().out
     assert "differs: run-1: weights" in shown
-    assert "1 × could not go on: no file step-N" in shown
+    assert "1 × could not resume: no file step-N" in shown
     solutions = json.loads((tmp_path / "faults.json").read_text())["solutions"]
     assert [solution["survived"] for solution in solutions] == [2, 1]
     results["ours"] = FaultReport("ours", Counter({Place.SAVE: 2}), complete=1)

@@ -65,7 +65,7 @@ def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, 
     differing = dataclasses.replace(result, held=[(predicted, wrong)], highest=result.predicted.total * 2)
     told = notes([result, differing])
     assert told[0].startswith("states: 1 of 2 layouts exact (bert 1·1·1")
-    assert told[2].startswith("would not fit although the plan says so, with its allowance of 5%: 1 (bert")
+    assert told[2].startswith("layouts that do not fit although the plan says so, with its allowance of 5%: 1 (bert")
     monkeypatch.setattr(planner, "measure", lambda rows, advance: [result, differing])
     assert main(["planner", "--workers", "1", "--output", str(tmp_path)]) == 1
     written = json.loads((tmp_path / "planner.json").read_text())

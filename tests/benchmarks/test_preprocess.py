@@ -37,7 +37,7 @@ def test_the_command_writes_what_it_shows(
         assert list(memory) == ["0.2", "0.3"]
         assert min(memory.values()) > 2e7
     shown = capsys.readouterr().out
-    assert "all made the same .bin and .idx, byte for byte" in shown
+    assert "all wrote the same .bin and .idx files, byte for byte" in shown
     assert "goal 8 ×" in shown
     assert (tmp_path / "preprocess.png").stat().st_size > 0
 
@@ -64,7 +64,7 @@ def test_who_makes_other_files_is_found_out(tmp_path: Path) -> None:
             Path(f"{place.output(name)}.{end}").write_bytes(b"same")
     preprocess._refuse_differences(place, [PLAIN, SAME])
     Path(f"{place.output(SAME)}.idx").write_bytes(b"other")
-    with pytest.raises(RapidformerError, match=r"did not make the same \.idx"):
+    with pytest.raises(RapidformerError, match=r"wrote different \.idx files"):
         preprocess._refuse_differences(place, [PLAIN, SAME])
 
 
@@ -95,8 +95,8 @@ def test_ratios_and_verdicts() -> None:
     assert preprocess.ratios(rows, FAST) == pytest.approx((4.0, 16.0))
     notes = preprocess._notes(rows)
     assert notes[1:] == [
-        f"{SAME}: 1.67 × (the lesser of the two); goal 1.5 ×: reached",
+        f"{SAME}: 1.67 × (the lower of the two); goal 1.5 ×: reached",
         f"{SAME}: peak memory 1.50 × that of the small corpus: it grows",
-        f"{FAST}: 4.00 × (the lesser of the two); goal 8 ×: missed",
+        f"{FAST}: 4.00 × (the lower of the two); goal 8 ×: missed",
         f"{FAST}: peak memory 1.05 × that of the small corpus: flat",
     ]

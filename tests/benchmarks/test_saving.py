@@ -52,7 +52,7 @@ def test_the_state_has_the_size_that_was_asked_for() -> None:
 
 
 def test_who_writes_less_is_found_out(tmp_path: Path) -> None:
-    with pytest.raises(RapidformerError, match=r"lazy wrote 1 of \d+ bytes: that is not the same work"):
+    with pytest.raises(RapidformerError, match=r"lazy wrote 1 of \d+ bytes, so it does different work"):
         saving._timed(tmp_path / "lazy", lambda path: _touch(path / "file"), State(0.004))
 
 

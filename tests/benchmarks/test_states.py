@@ -48,5 +48,5 @@ def test_the_worker_that_holds_most_is_told_and_missed_goals_are_named(
     assert rows["zero-3"]["held"] == {"1": [2, 0, 8], "2": [2, 1, 8]}
     assert rows["zero-3"]["expected"] == {"1": 16, "2": 8}
     goal, buckets = states.notes([states._row("zero-2", {2: [dict.fromkeys(states.KINDS, 4.0)]})])
-    assert goal == "zero-2: at most 10.00 are the goal: missed"
-    assert buckets == "buckets beside them: none"
+    assert goal == "zero-2: goal at most 10.00: missed"
+    assert buckets == "buckets, not included: none"

@@ -19,7 +19,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
     tokens = {row["way"]: row["tokens"] for row in result["rows"]}
     # If a stream has fewer rows than a block, reading continues until the block is full.
     assert 20_000 < tokens[WHOLE] < min(tokens[STREAMED], tokens[WINDOWS])
-    assert "the peak grows 1.00 × (goal 1.3 ×): reached" in capsys.readouterr().out
+    assert "the peak grows to 1.00 × (goal 1.3 ×): reached" in capsys.readouterr().out
     assert STREAMED in result["growth"]
 
 

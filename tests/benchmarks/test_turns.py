@@ -78,7 +78,7 @@ def _three_steps(step_done: StepDone, result: str) -> str:
 def test_a_loop_that_ends_tells_its_result(process: bool) -> None:
     loop = Loop(_three_steps, "all", process=process)
     assert loop.advance(99) == 0.0  # time before the start does not count
-    with pytest.raises(Ended, match="ended by itself") as raised:
+    with pytest.raises(Ended, match="ended early") as raised:
         loop.advance(99)
     assert raised.value.result == "all"
     loop.close()

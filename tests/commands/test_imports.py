@@ -51,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "data").mkdir()
     (folder / "data" / "train.csv").write_text("text\na b\n")
     (folder / "unknown.yaml").write_text("task: causal_lm\nmicro_batch_sise: 3\n")
+    (folder / "arguments.yaml").write_text("output_dir: out\nlearning_rate: 1e-4\n")
     (folder / "script.yaml").write_text("user_script: train.py\n")
     return folder
 
@@ -87,6 +88,8 @@ MISTAKES = {
     "predict {0}/run --temperature -1": "holds no exported model",
     "chat {0}/data": "is neither a run folder nor a model",
     "export {0}/nowhere": "nowhere",
+    "convert {0}/none.yaml": "none.yaml does not exist",
+    "convert {0}/script.yaml": "are not those of a training configuration",
     "doctr": "did you mean doctor?",
 }
 """Command lines, each with a part of its error message."""
@@ -103,11 +106,12 @@ def test_mistakes_are_reported_before_torch_is_imported(folder: Path) -> None:
 QUICK = (
     "--help", "--version", "explain RF006", "plan --task causal_lm --fsdp-memory-optimization --world-size 2",
     "data --help", "evaluate --help", "predict --help", "chat --help", "export --help", "bench --help", "schema",
+    "convert --help", "convert {0}/arguments.yaml",
 )  # fmt: skip
 
 
-def test_commands_that_compute_nothing_import_nothing_for_it() -> None:
-    for line, (status, text, imported) in zip(QUICK, _run(list(QUICK)), strict=True):
+def test_commands_that_compute_nothing_import_nothing_for_it(folder: Path) -> None:
+    for line, (status, text, imported) in zip(QUICK, _run([line.format(folder) for line in QUICK]), strict=True):
         assert (status, imported) == (0, []), (line, text)
 
 

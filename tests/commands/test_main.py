@@ -87,7 +87,7 @@ def test_auto_strategy_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None
             "train",
             "error: unknown command 'train'",
             "commands: plan, switches, explain, doctor, data, export, evaluate, predict, chat, bench, demo, new, "
-            "schema, completion",
+            "convert, schema, completion",
         ),
         ("plan --tf31", "error: unknown flag --tf31", "did you mean --tf32?"),
         ("explain RF999", "error: there is no rule RF999", "RF001, RF002"),

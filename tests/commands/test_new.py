@@ -1,4 +1,4 @@
-"""``rapidformer new``: scripts that run as they are, and the examples."""
+"""``rapidformer new``: scripts that run without changes, and the examples."""
 
 from __future__ import annotations
 

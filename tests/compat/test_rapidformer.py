@@ -176,7 +176,7 @@ def test_a_loop_of_ones_own_is_that_of_torch(in_workers: list[dict[str, Any]]) -
     accumulated, same = looped(f"{LOOP} --micro-batch-size 4 --global-batch-size 8")
     assert (len(accumulated), same) == (22, accuracy)
     assert (accumulated[0] + accumulated[1]) / 2 == pytest.approx(wanted[0], abs=1e-6)
-    # With two workers, each sees half of the batches of a step. Of the eleven in a pass, the second has one less.
+    # With two workers, each sees half of the batches of a step. The second of the eleven in a pass has one less.
     first, second = (worker["loop"] for worker in in_workers)
     pairs = [*zip(first[0][:5], second[0][:5], strict=True), (first[0][5],)]
     pairs += [*zip(first[0][6:11], second[0][5:], strict=True), (first[0][11],)]

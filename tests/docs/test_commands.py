@@ -13,6 +13,7 @@ import pytest
 
 from rapidformer_templates.commands.bench.cli import _command_first
 from rapidformer_templates.commands.bench.cli import build_parser as bench_parser
+from rapidformer_templates.commands.convert.cli import build_parser as convert_parser
 from rapidformer_templates.commands.data import build_parser as data_parser
 from rapidformer_templates.commands.demo import build_parser as demo_parser
 from rapidformer_templates.commands.export import build_parser as export_parser
@@ -43,7 +44,10 @@ ELSEWHERE = {
 }
 """Commands that are not tested here, by their beginning, with the test that runs them or what they need."""
 
-PARSERS = {"bench": bench_parser, "data": data_parser, "demo": demo_parser, "export": export_parser, "new": new_parser}
+PARSERS = {
+    "bench": bench_parser, "convert": convert_parser, "data": data_parser, "demo": demo_parser, "export": export_parser,
+    "new": new_parser,
+}  # fmt: skip
 TRAINING = r"(?:\w+=\S+ )*(?:rapidformer (?:plan )?(?=-|…)|torchrun .*? -m rapidformer_templates )"
 COMMANDS = sorted({(command.strip(), name(page)) for page in PAGES for command in commands(page)})
 WORKERS = re.compile(r"--nnodes (\d+).*--nproc-per-node (\d+)")
@@ -58,6 +62,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
     for file in ("my.yaml", "pretrain.yaml"):
         (tmp_path / file).write_text("task: pretraining\nmodel_type: gpt2\nsave: runs/mine\n", encoding="utf-8")
+    (tmp_path / "ours.yaml").write_text("task: causal_lm\nmixed-precision: bf16\nsave: runs/ours\n", encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -1,4 +1,7 @@
-"""Layer-wise decay of the learning rate: the rate of each parameter, which is the same under every engine."""
+"""Layer-wise decay of the learning rate: the rate of each parameter, which is the same under every engine.
+
+The layers follow the forward: OPT declares its final norm before its blocks, DeBERTa its relative embeddings after.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,25 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from rapidformer_templates.engines.layerwise_rates import depths_of, layerwise
+from rapidformer_templates.engines.layerwise_rates import FirstUses, depth_of, depths_of, layerwise
 from rapidformer_templates.engines.recipe import OptimizerSpec, undecayed
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
-from tests.support.jobs import DeepJob
+from tests.support.jobs import VOCABULARY, DeepJob
 from tests.support.parity import Trained, trained
 from tests.support.worker_pool import run_in_workers
 
@@ -40,7 +49,20 @@ if "deepspeed" in installed_packages():
     TWO |= {f"zero-{n}": f"--micro-batch-size 4 --zero-{n}-memory-optimization" for n in (1, 2, 3)}
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 32}
-T5 = {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 3, "num_decoder_layers": 2}
+T5 = {
+    "decoder_start_token_id": 0,
+    "vocab_size": 32,
+    "d_model": 8,
+    "d_kv": 4,
+    "d_ff": 8,
+    "num_heads": 2,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+}
+BART = {
+    "vocab_size": 32, "d_model": 8, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 32,
+}  # fmt: skip
 LAYERS = {
     "gpt2": {
         "transformer.wte": 5, "transformer.wpe": 5, "transformer.h.0": 4, "transformer.h.3": 1, "transformer.ln_f": 0,
@@ -50,6 +72,19 @@ LAYERS = {
         "classifier.": 0,
     },
     "llama": {"model.embed_tokens.": 4, "model.layers.1.": 2, "model.norm.": 0, "lm_head.": 0},
+    "opt": {
+        "model.decoder.embed": 4, "model.decoder.project_in.": 4, "model.decoder.layers.0.": 3,
+        "model.decoder.layers.2.": 1, "model.decoder.final_layer_norm.": 0, "model.decoder.project_out.": 0,
+    },
+    "bart": {
+        "model.shared.": 4, "model.encoder.embed_positions.": 4, "model.encoder.layernorm_embedding.": 4,
+        "model.encoder.layers.0.": 3, "model.decoder.embed_positions.": 3, "model.decoder.layernorm_embedding.": 3,
+        "model.decoder.layers.0.": 2, "model.decoder.layers.1.": 1,
+    },
+    "deberta": {
+        "deberta.embeddings.": 4, "deberta.encoder.rel_embeddings.": 4, "deberta.encoder.LayerNorm.": 4,
+        "deberta.encoder.layer.0.": 3, "deberta.encoder.layer.2.": 1, "classifier.": 0, "pooler.": 0,
+    },
     "t5": {
         "shared.": 4, "encoder.block.0.": 3, "encoder.block.2.": 1, "encoder.final": 0, "decoder.block.0.": 2,
         "decoder.block.1.": 1, "decoder.final": 0,
@@ -62,13 +97,24 @@ def models(name: str) -> nn.Module:
         return DeepJob().make()
     if name == "bert":
         return BertForSequenceClassification(BertConfig(**SMALL))
+    if name == "opt":
+        return OPTForCausalLM(OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=8, max_position_embeddings=32))
+    if name == "bart":
+        return BartForConditionalGeneration(BartConfig(**BART))
+    if name == "deberta":
+        relative = {"relative_attention": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}
+        attention = {"pos_att_type": ["p2c", "c2p"], "share_att_key": True, "position_biased_input": False}
+        return DebertaV2ForSequenceClassification(DebertaV2Config(**SMALL, **relative, **attention))
     return LlamaForCausalLM(LlamaConfig(**SMALL)) if name == "llama" else T5ForConditionalGeneration(T5Config(**T5))
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_power_of_each_parameter(name: str) -> None:
     model = models(name)
-    options = layerwise(depths_of(model), DECAY, PEAK, undecayed)
+    ids = torch.arange(3, 7)[None]
+    with FirstUses(model) as uses:
+        model(input_ids=ids, **({"labels": ids} if name in ("bart", "t5") else {}))
+    options = layerwise(depths_of(model, uses.names), DECAY, PEAK, undecayed)
     seen = set()
     for parameter_name, parameter in model.named_parameters():
         for part, power in LAYERS[name].items():
@@ -78,6 +124,20 @@ def test_the_power_of_each_parameter(name: str) -> None:
                 assert found.get("lr", PEAK) == pytest.approx(PEAK * DECAY**power), parameter_name
                 assert ("weight_decay" in found) == (parameter.ndim < 2)
     assert seen == set(LAYERS[name])
+
+
+def test_an_adapter_has_the_depth_of_its_layer() -> None:
+    """A parameter of the model itself is in the same module as all layers, so only its name decides."""
+    model = DeepJob().make()
+    model.transformer.scale = nn.Parameter(torch.ones(1))
+    depths = depths_of(model, ["transformer.scale", "transformer.wte.weight", "transformer.h.0.ln_1.weight"])
+    names = (
+        "transformer.scale",
+        "transformer.wte.lora_A.weight",
+        "transformer.h.1.attn.lora_B.weight",
+        "transformer.ln_f.bias",
+    )
+    assert [depth_of(name, depths) for name in names] == [5, 5, 3, 0]
 
 
 def test_a_model_without_blocks_is_refused() -> None:
@@ -119,6 +179,43 @@ def test_it_is_a_group_for_each_layer(wanted: Trained) -> None:
     assert_follows(found, wanted)
     plain = run(DeepJob, "--micro-batch-size 8 --optimizer adamw_torch")
     assert abs(plain["curve"][-1][0] - found["curve"][-1][0]) > 1e-3
+
+
+class OptJob(DeepJob):
+    """A model that declares its layers in another order than it uses them."""
+
+    def make(self) -> nn.Module:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "ffn_dim": 32, "dropout": 0.0}
+        return OPTForCausalLM(
+            OPTConfig(**sizes, vocab_size=VOCABULARY, word_embed_proj_dim=8, max_position_embeddings=64)
+        )
+
+
+class OptByHand(OptJob):
+    def build_optimizer(self) -> OptimizerSpec:
+        def options(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+            powers = [power for part, power in LAYERS["opt"].items() if name.startswith(part)]
+            if name.startswith("model.decoder.layers."):
+                powers = [3 - int(name.split(".")[3])]
+            return {**undecayed(name, parameter), "lr": PEAK * DECAY ** powers[0]}
+
+        return OptimizerSpec(torch.optim.AdamW, {"lr": PEAK, "weight_decay": 0.01}, options)
+
+
+OF_OPT = [name for name in ("fsdp", "zero-3", "distributed") if name in TWO]
+
+
+def _opt(workers: Any) -> dict[str, Trained]:
+    return {name: run(OptJob, f"{ON} {TWO[name]}") for name in OF_OPT}
+
+
+@pytest.mark.distributed
+def test_two_workers_find_the_same_depths() -> None:
+    """Under ZeRO-3, the parameters of the forward that finds it are partitioned."""
+    wanted = run(OptByHand, "--micro-batch-size 8")
+    for runs in run_in_workers(2, _opt):
+        for found in runs.values():
+            assert_follows(found, wanted)
 
 
 def _all(workers: Any) -> dict[str, Trained]:

@@ -1,4 +1,4 @@
-"""A micro batch that does not count has no effect: its loss is exactly zero, and the model stays as it was."""
+"""A micro batch that does not count has no effect: its loss is exactly zero, and the model stays unchanged."""
 
 from __future__ import annotations
 

@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rapidformer_templates import Data
 from rapidformer_templates.errors import RapidformerError
 from tests.support import parallel_jobs
 from tests.support.jobs import OTHERS, CausalJob, ClassJob
-from tests.support.parity import reference, train
+from tests.support.parity import reference, train, trained
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import Failure, outcomes_in_workers, run_in_workers
 
@@ -294,6 +295,40 @@ def test_zero_refuses_what_no_worker_reaches(refused: tuple[str, str], runs: Any
     for run in runs:
         assert isinstance(run[refused], RapidformerError)
         assert run[refused].message == "the loss does not reach 2 parameters: second.weight, second.bias"
+
+
+class AveragingJob(LateJob):
+    """The reference for averages: torch averages all parameters after each step."""
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        super().on_step_end(step, result)
+        if step == 1:
+            self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+        self.average.update_parameters(self.model)
+
+
+AVERAGED = [name for name in ENGINES if name not in ZERO]  # ZeRO refuses a parameter that no worker reaches
+
+
+def _train_averages(workers: Any, names: list[str]) -> dict[str, Any]:
+    flags = f"{BY_STEPS} --ema-decay 0.7 --micro-batch-size 2"
+    return {name: train("late", False, f"{flags} {ENGINES[name]}")["averages"] for name in names}
+
+
+@pytest.fixture(scope="module")
+def averages(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """The averaged weights by rank and engine."""
+    return run_in_workers(2, _train_averages, selected(request, "averaged"))
+
+
+@pytest.mark.parametrize("averaged", by_default([n for n in AVERAGED if n not in LIKE_ANOTHER], AVERAGED))
+def test_a_parameter_that_a_step_does_not_reach_is_averaged_too(averaged: str, averages: Any) -> None:
+    """The second head is first updated in the third step, so its average starts with the weight before."""
+    job = AveragingJob([*f"{BY_STEPS} --micro-batch-size 8".split(), "--lr", "1e-3"])
+    trained(job)
+    for found in averages:
+        for name, weight in job.average.module.state_dict().items():
+            torch.testing.assert_close(found[averaged][name], weight.double(), rtol=1e-5, atol=5e-6, msg=name)
 
 
 def _skip(workers: Any, flags: str, begins: int, skipping: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""How models use labels: the loss of --task causal_lm is that of the next token, however a model shifts labels."""
+"""How models use labels: the loss of --task causal_lm predicts the next token, however a model shifts labels."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def test_a_script_is_told_to_change_its_base_class(tmp_path: Path) -> None:
         error[RF002]: zero-3 needs the Trainer template
           why    ZeRO partitions through DeepSpeed, which owns the optimizer step (Rapidformer parameter reference)
           asked  --zero-3-memory-optimization (run.yaml:3), template Finetuner (train.py:8)
-          works  class MyTask(Trainer)       your hooks stay as they are
+          works  class MyTask(Trainer)       your hooks stay unchanged
             or   --fsdp-memory-optimization  shards the same three states
           more   rapidformer explain RF002
         """
@@ -53,7 +53,7 @@ def test_groups_that_do_not_divide_the_workers_name_the_nearest_that_do() -> Non
     assert refusal("--fsdp-memory-optimization --fsdp-shard-size 6", GPUS) == exactly(
         """
         error[RF225]: 8 workers cannot be divided into groups of 6
-          why    every group shares one copy of the states, and all groups are alike; if each worker had its own \
+          why    every group shares one copy of the states, and all groups are equal; if each worker had its own \
 copy, it would be plain data parallelism (torch)
           asked  --fsdp-shard-size 6 (command line), 8 workers in all
           works  --fsdp-shard-size 4

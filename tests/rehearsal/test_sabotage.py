@@ -73,7 +73,7 @@ LINES = {
     "a checkpoint's copy is waited for": Line(
         "run.checkpoint.async_save",
         "accelerator.synchronize(self._workers.device)",
-        run="saved beside training",
+        run="saved during training",
         main=0.002,
     ),
     "gradients on the host are waited for": Line(

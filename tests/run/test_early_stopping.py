@@ -25,7 +25,7 @@ EVERY = 2
 FLAGS = f"--lr 0.1 --global-batch-size 4 --train-iters 20 --eval-interval {EVERY} --metric-for-best utility"
 FLAGS += " --metric-for-best-mode max --log-interval 5"
 RISES = (0.1, 0.5, 0.4, 0.6, 0.6, 0.5, 0.4, 0.9, 0.9, 0.9)
-"""Before a patience of 3 ends, the best evaluation is that of step 8. The highest of all comes too late."""
+"""Before a patience of 3 ends, the best evaluation is from step 8. The highest of all comes too late."""
 
 
 def run(scores: Sequence[float], *flags: str, dies_after: int | None = None, **job_values: Any) -> dict[str, Any]:

@@ -34,7 +34,10 @@ KINDS = {
     "last block": "--lora-target-modules layers.3.self_attn.q_proj",
     "average": "--ema-decay 0.5",
     "int8": "--quantize-base int8",
+    "best": "--keep-best --metric-for-best utility --metric-for-best-mode max --eval-interval 1",
 }
+BEST_STEP = {"best": 1}
+"""The step that a run exports, if it is not the last one."""
 OWNING = [switch.name for switch in REGISTRY.switches if switch.engine]
 LAYOUTS: dict[str, Combination] = {
     " + ".join(names): found
@@ -61,6 +64,7 @@ SHORT = [
     *(f"lora: {layout}" for layout in ("pipeline-parallel", "tensor-parallel + pipeline-parallel", "zero-3")),
     *(f"{kind}: pipeline-parallel" for kind in ("last block", "average")),
     "head: tensor-parallel",
+    "best: pipeline-parallel",
 ]
 
 
@@ -74,10 +78,24 @@ class Adapted(CausalJob):
         return model
 
 
+class Falling(Adapted):
+    """Its metric falls, so that the first of its checkpoints is the best one."""
+
+    times = 0
+
+    def compute_metrics(self, predictions: Any, references: Any) -> dict[str, float]:
+        self.times += 1
+        return {"utility": -float(self.times)}
+
+
+def _job(kind: str, root: str) -> type[Adapted]:
+    return type("Adapted", (Falling if kind == "best" else Adapted,), {"base": f"{root}/base"})
+
+
 def _train(workers: Any, root: str, case: str) -> parity.Trained:
     kind, layout = CASES[case]
     words = f"{STEPS} {FLAGS[layout]} {KINDS[kind]}".split()
-    job = type("Adapted", (Adapted,), {"base": f"{root}/base"})
+    job = _job(kind, root)
     return parity.trained(job([*words, "--save", f"{root}/{case.replace(' ', '-')}"]))
 
 
@@ -93,11 +111,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def names(root: Path) -> dict[str, set[str]]:
     """Return the tensors that a single process exports, by kind."""
-    kind = type("Adapted", (Adapted,), {"base": f"{root}/base"})
     found = {}
     for name, flags in KINDS.items():
         folder = root / f"alone {name}"
-        kind([*f"{STEPS} --micro-batch-size 8 {flags}".split(), "--save", str(folder)]).fit()
+        _job(name, str(root))([*f"{STEPS} --micro-batch-size 8 {flags}".split(), "--save", str(folder)]).fit()
         found[name] = set(load_file(folder / "export" / "adapter_model.safetensors"))
     return found
 
@@ -113,7 +130,8 @@ def test_peft_has_the_model_that_was_evaluated(
     weights = load_file(export / "adapter_model.safetensors")
     assert set(weights) == names[kind]
     later = tmp_path / "later"
-    export_checkpoint(folder / "checkpoints/step-3", folder / "model", later, averages=kind == "average")
+    step = BEST_STEP.get(kind, 3)
+    export_checkpoint(folder / f"checkpoints/step-{step}", folder / "model", later, averages=kind == "average")
     again = load_file(later / "adapter_model.safetensors")
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], weight) for name, weight in weights.items())
@@ -124,7 +142,8 @@ def test_peft_has_the_model_that_was_evaluated(
     with torch.no_grad():
         loss = float(model(**data.collate(list(data.valid))).loss)
     # The export is not rounded to int8 like the base.
-    assert loss == pytest.approx(run["evaluations"][-1], rel=1e-3 if kind == "int8" else 1e-5)
+    evaluations = run["evaluations"]
+    assert loss == pytest.approx(evaluations[step - 1 if kind == "best" else -1], rel=1e-3 if kind == "int8" else 1e-5)
 
 
 def test_adapters_of_all_stages_change_the_loss(names: dict[str, set[str]]) -> None:

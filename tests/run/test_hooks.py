@@ -13,7 +13,9 @@ from rapidformer_templates import Data, Finetuner
 from rapidformer_templates.errors import ConfigError, DataError, ModelError, RapidformerError
 from rapidformer_templates.system.launch import run_workers
 from rapidformer_templates.system.ports import why_not
+from tests.support.jobs import CausalJob
 from tests.support.lines import FLAGS, Line
+from tests.support.parity import trained
 
 SAMPLES = [{"x": np.ones(1, np.float32), "y": np.ones(1, np.float32)}] * 4
 RUN = [*FLAGS, "--epochs", "1", "--no-save"]
@@ -101,6 +103,35 @@ def test_count(returned: Any, what: str) -> None:
 )
 def test_loss(returned: Any, what: str) -> None:
     assert fails("compute_loss", returned).message == f"compute_loss returned {what}"
+
+
+class WithOutputs(CausalJob):
+    """Returns what transformers' ``compute_loss`` returns with ``return_outputs``."""
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        outputs = model(**batch)
+        return outputs.loss, outputs
+
+
+class WithLogits(CausalJob):
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        outputs = model(**batch)
+        return outputs.loss, outputs.logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [WithOutputs, WithLogits])
+def test_the_first_of_loss_and_outputs_is_the_mean_loss(job: type[CausalJob]) -> None:
+    flags = "--train-iters 2 --lr 1e-2 --global-batch-size 8 --micro-batch-size 2 --eval-interval 1"
+    found, wanted = trained(job(flags.split())), trained(CausalJob(flags.split()))
+    assert found["curve"] == wanted["curve"]
+    assert found["evaluations"] == wanted["evaluations"]
+
+
+def test_a_detached_loss_is_refused() -> None:
+    error = fails("compute_loss", torch.ones(()))
+    assert error.message == "compute_loss returned a loss that does not depend on the trained parameters"
+    assert ".detach()" in str(error.hint)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_measurement_is_of_the_first_worker_that_has_it() -> None:
 
 @pytest.mark.parametrize(("second", "acted"), [(22_699_012, True), (22_714_371 + 11_720_448, False)])
 def test_a_parameter_on_the_border_of_two_shares_is_whole_on_both_workers(second: int, acted: bool) -> None:
-    """MiniLM under ZeRO-2: one embedding has half of its elements. The measurement is that of the first worker."""
+    """MiniLM under ZeRO-2: one embedding has half of its elements. The measurement comes from the first worker."""
     shares = {"trained_elements": 22_714_371, "updated_elements": 11_357_186, "largest_parameter": 11_720_448}
     ranks = [{**shares, "gradient_elements": count} for count in (11_736_192, second)]
     plan = Plan("Trainer", ("zero-2",), Sizes(world=2, data=2))

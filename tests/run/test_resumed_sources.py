@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +39,9 @@ SOURCES = {
 }
 LAST_WORD = {"mixture": ["0.7 a 0.3 b"]}
 STREAMS = ("stream", "packed stream", "streamed corpus")
-EVERY = [(source, loaders, world) for source in SOURCES for loaders in (0, 1, 2) for world in (1, 2)]
-SHORT = [*((source, 1, 1) for source in STREAMS), *((source, 2, 1) for source in ("files", "packed", "blend"))]
+EVERY = [(source, loaders, world) for source in SOURCES for loaders in ("0", "1", "2") for world in (1, 2)]
+EVERY += [(source, "2 spawned", 1) for source in SOURCES]
+SHORT = [*((source, "1", 1) for source in STREAMS), *((source, "2", 1) for source in ("files", "packed", "blend"))]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,17 @@ def run(workers: Any, flags: list[str], folder: str, *more: str) -> None:
     template([*flags, "--save", folder, *more]).fit()
 
 
+@contextmanager
+def _start_method(name: str) -> Iterator[None]:
+    """Start processes by this method inside the context."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(name, force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
 def lines_of(folder: Path) -> list[tuple[int, float, float]]:
     lines = read_metrics(folder / "metrics.jsonl")
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
@@ -71,10 +86,12 @@ def lines_of(folder: Path) -> list[tuple[int, float, float]]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("source", "loaders", "world"), by_default(SHORT, EVERY))
 def test_a_resumed_run_has_the_lines_of_the_whole_one(
-    source: str, loaders: int, world: int, data: Path, gpt_folder: Path, tmp_path: Path
+    source: str, loaders: str, world: int, data: Path, gpt_folder: Path, tmp_path: Path
 ) -> None:
+    """Loader processes are forked, or spawned as on macOS, where they get everything by pickle."""
+    count, _, method = loaders.partition(" ")
     flags = [*STEPS.split(), *SOURCES[source].format(data).split(), *LAST_WORD.get(source, [])]
-    flags += ["--tokenizer-path", str(gpt_folder), "--dataloader-num-workers", str(loaders)]
+    flags += ["--tokenizer-path", str(gpt_folder), "--dataloader-num-workers", count]
 
     def train(folder: Path, *more: str) -> None:
         if world == 1:
@@ -84,8 +101,9 @@ def test_a_resumed_run_has_the_lines_of_the_whole_one(
 
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train(whole)
-    train(stopped, "--train-iters", "2", "--lr-decay-iters", "6")
-    train(stopped, "--resume", "--train-iters", "4", "--lr-decay-iters", "6")
-    train(stopped, "--resume", "--lr-decay-iters", "6")
+    with _start_method("spawn" if method else "fork"):
+        train(stopped, "--train-iters", "2", "--lr-decay-iters", "6")
+        train(stopped, "--resume", "--train-iters", "4", "--lr-decay-iters", "6")
+        train(stopped, "--resume", "--lr-decay-iters", "6")
     assert lines_of(stopped) == lines_of(whole)
     assert len({loss for _, loss, _ in lines_of(whole)}) == 6

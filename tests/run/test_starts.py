@@ -56,7 +56,7 @@ ENGINES: dict[str, Combination] = {
 
 
 def _flags(task: str, start: str, engine: str, data: str) -> list[str]:
-    """Return the flags of a run. Without ``engine``, they are those of one process."""
+    """Return the flags of a run. Without ``engine``, they equal those of one process."""
     kind = ARCHITECTURES[task]
     flags = [*STEPS.split(), "--task", task, "--data-dir", f"{data}/{task}", "--tokenizer-path", f"{data}/{kind}"]
     flags += ENGINES[engine].flags if engine else ["--micro-batch-size", "8"]

@@ -20,6 +20,7 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import DDP_ENGINE
 from tests.support import parity
 from tests.support.combinations import Combination, smallest
+from tests.support.engine_layouts import NAMES
 from tests.support.jobs import DeepJob
 from tests.support.parity import Trained
 from tests.support.worker_pool import run_in_workers
@@ -30,17 +31,6 @@ STEPS = 2
 FLAGS = f"--train-iters {STEPS} --lr 1e-2 --log-interval 1 --eval-interval 1 --no-keep-best --device cpu"
 
 ALONE = "one process"
-LAYOUTS = {
-    "replicas": (),
-    "context 2": ("context-parallel",),
-    "hybrid sharding": ("hybrid-sharding",),
-    "tensor 2, pipeline 2": ("tensor-parallel", "pipeline-parallel"),
-    "tensor 2, zero-2": ("tensor-parallel", "zero-2"),
-    "tensor 2, divided experts": ("tensor-parallel", "expert-parallel"),
-}
-"""Layouts in addition to one run of each switch that has an engine. Some of these divide a model over two workers."""
-
-NAMES = {**LAYOUTS, **{switch.name: (switch.name,) for switch in REGISTRY.switches if switch.engine}}
 RUNS = {name: smallest(switches) for name, switches in NAMES.items()}
 EXPERTS = {name for name, switches in NAMES.items() if "expert-parallel" in switches}
 

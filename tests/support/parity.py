@@ -33,6 +33,7 @@ class Trained(TypedDict):
     Attributes:
         curve: (loss, gradient norm) of each step.
         weights: full tensors in fp64 by canonical name.
+        averages: the same of the averaged weights, if the run keeps them.
         summary: the content of ``summary.json``.
         lines: the content of ``metrics.jsonl``, on rank 0.
         evaluations: ``eval_loss`` of each evaluation.
@@ -40,6 +41,7 @@ class Trained(TypedDict):
 
     curve: list[tuple[float, float]]
     weights: dict[str, torch.Tensor]
+    averages: dict[str, torch.Tensor]
     summary: dict[str, Any]
     lines: list[dict[str, Any]]
     evaluations: list[float]
@@ -83,11 +85,15 @@ def reference(job: str, double: bool, flags: str, *, lr: str | None = "1e-3") ->
 def trained(template: Trainer) -> Trained:
     """Train a template in this process or in this group of workers. Every worker must call it."""
     weights: dict[str, torch.Tensor] = {}
+    averages: dict[str, torch.Tensor] = {}
     lines: list[dict[str, Any]] = []
     record = Loop.record
 
     def take(engine: Engine, workers: Workers) -> None:
         weights.update(whole_weights(engine, workers))
+        if template.config.training.ema_decay is not None:
+            with engine.averaged():
+                averages.update(whole_weights(engine, workers))
 
     def record_too(loop: Loop, line: Mapping[str, Any]) -> None:
         lines.append(dict(line))
@@ -97,7 +103,14 @@ def trained(template: Trainer) -> Trained:
         summary = run.fit(template, take)
     evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
     curve: list[tuple[float, float]] = getattr(template, "curve", [])
-    return {"curve": curve, "weights": weights, "summary": summary, "lines": lines, "evaluations": evaluations}
+    return {
+        "curve": curve,
+        "weights": weights,
+        "averages": averages,
+        "summary": summary,
+        "lines": lines,
+        "evaluations": evaluations,
+    }
 
 
 def whole_weights(engine: Engine, workers: Workers) -> dict[str, torch.Tensor]:

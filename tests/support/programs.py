@@ -28,7 +28,7 @@ def run_script(script: Path, *words: str) -> int:
         The exit status.
     """
     command = [str(script), *words]
-    # Workers would start with orig_argv, which is that of pytest.
+    # Workers would start with orig_argv, which belongs to pytest.
     with mock.patch.multiple(sys, argv=command, orig_argv=[sys.executable, *command]):
         try:
             runpy.run_path(str(script), run_name="__main__")

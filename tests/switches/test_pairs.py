@@ -33,7 +33,7 @@ ROUNDING = {
 }
 """Largest relative difference by the type of the matrix products, and the reason for it."""
 
-CHOICES = (0.05, "a token whose two best experts are nearly alike goes to another one where 16 bits round otherwise")
+CHOICES = (0.05, "a token whose two best experts are nearly equal goes to another one where 16 bits round otherwise")
 """The same for a mixture in 16 bits."""
 
 REFUSED = ("the loss does not reach", "a micro batch does not use all parameters")

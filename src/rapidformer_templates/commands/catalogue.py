@@ -50,7 +50,7 @@ def _switches_page(registry: Registry, pairs: Pairs) -> str:
         "## Compatibility",
         "Two switches at a time, on eight GPUs with every package: "
         "`T` Trainer, `P` Pretrainer, `F` Finetuner; `+` when what one of them requires is added; `–` never. "
-        "Numbers are those of the catalogue. A switch under its own number is used alone, "
+        "Numbers refer to the catalogue. A switch under its own number is used alone, "
         f"and `optimizer` means `{spell(registry['optimizer'].on)}`.",
         _matrix(registry, pairs),
         "## What is refused",

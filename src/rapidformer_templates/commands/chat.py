@@ -46,7 +46,7 @@ class Asked(ChatFlags, GenerationFlags):
 OPTIONS = (
     ChatFlags,
     GenerationFlags,
-    subset_of_flags(ModelFlags, "trust_remote_code"),
+    subset_of_flags(ModelFlags, "base", "trust_remote_code"),
     subset_of_flags(TrainingFlags, "task", "seed"),
     MixedPrecisionFlags,
     subset_of_flags(LaunchFlags, "device"),

@@ -41,6 +41,8 @@ HELPS = {
     "onnxscript": "onnx-runtime",
     "flash_attn": "flash-attention",
     "bitsandbytes": "lora (nf4)",
+    "liger_kernel": "fused-linear-cross-entropy",
+    **dict.fromkeys(("triton", "tvm", "torch_xla"), "torch-compile"),
     **dict.fromkeys(TRACKERS.values(), "--report-to"),
 }
 INSTALL = {
@@ -339,6 +341,6 @@ def _table(title: str, findings: Sequence[dict[str, Any]]) -> Any:
     for finding in findings:
         state = f"{finding['version']} {finding['state']}".strip()
         fine, absent = finding["state"] in ("ok", "built"), finding["state"].startswith("not ")
-        cells = (finding["name"], state, finding["detail"], ", ".join(finding["serves"]) or "nothing in this version")
+        cells = (finding["name"], state, finding["detail"], ", ".join(finding["serves"]))
         table.add_row(*(escape(cell) for cell in cells), style=None if fine else "dim" if absent else "yellow")
     return table

@@ -48,7 +48,7 @@ OPTIONS = (
         DataFlags, *WHERE, "text_column", "pair_column", "label_column", "max_eval_samples", "skip_bad_lines",
         "micro_batch_size", micro_batch_size=None,
     ),
-    subset_of_flags(ModelFlags, "seq_length", "trust_remote_code"),
+    subset_of_flags(ModelFlags, "seq_length", "base", "trust_remote_code"),
     subset_of_flags(TrainingFlags, "task"),
     MixedPrecisionFlags,
     subset_of_flags(LaunchFlags, "nproc_per_node", "master_port", "device"),

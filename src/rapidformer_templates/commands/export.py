@@ -20,7 +20,7 @@ from rapidformer_templates.run.folder import RunFolder
 ADAPTERS = "adapter_config.json"
 WRITTEN = (
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
-    "config.json", "generation_config.json", ADAPTERS,
+    "adapter_base.json", "config.json", "generation_config.json", ADAPTERS,
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
@@ -42,9 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not run.path.exists():
         raise ConfigError(f"{run.path} does not exist", where="RUN", hint="name the --save folder of a run")
     adapters = next((f for f in (run.export, run.path) if (f / ADAPTERS).is_file()), None)
+    if asked.base and not asked.merge:
+        raise ConfigError(
+            "only --merge reads the base of adapters", where="--base", hint="add --merge, or leave it out"
+        )
     if asked.step is None and asked.merge and adapters:
         output = _output(asked, adapters.with_name("merged"), reads=adapters)
-        _merge(adapters, output)
+        _merge(adapters, output, asked.base)
     elif asked.step is None and run.export.is_dir() and not asked.output:
         raise _is_there(run, asked.merge, adapters)
     else:
@@ -67,6 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--step", type=int, metavar="N", help="the checkpoint of step N (default: the best one, else the newest)"
     )
     what.add_argument("--merge", action="store_true", help="add adapters to the weights of their base")
+    what.add_argument(
+        "--base", metavar="FOLDER", help="with --merge: folder of the base (default: the one that the adapters name)"
+    )
     where = parser.add_argument_group("where to")
     where.add_argument(
         "--output", metavar="FOLDER", help="folder to write (default: RUN/export, with --merge RUN/merged; and -step-N)"
@@ -120,14 +127,14 @@ def _export(run: RunFolder, asked: argparse.Namespace) -> Path:
         return output
     with tempfile.TemporaryDirectory(prefix=".adapters-", dir=run.path) as folder:
         export_checkpoint(checkpoint, run.model, Path(folder, "adapters"), averages=averages)
-        _merge(Path(folder, "adapters"), output)
+        _merge(Path(folder, "adapters"), output, asked.base)
     return output
 
 
-def _merge(adapters: Path, output: Path) -> None:
+def _merge(adapters: Path, output: Path, base: str | None) -> None:
     from rapidformer_templates.switches.lora.merge import merge
 
-    merge(adapters, output)
+    merge(adapters, output, base)
 
 
 def _output(asked: argparse.Namespace, default: Path, *, reads: Path) -> Path:

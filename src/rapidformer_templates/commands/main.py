@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused, did_you_mean
@@ -54,6 +55,7 @@ commands:
   rapidformer bench …           measure
   rapidformer demo              fine-tune a pretrained model on labelled tweets with 2 workers
   rapidformer new KIND FILE     write a script to start from: finetuner, pretrainer, trainer; or the examples
+  rapidformer convert FILE      our YAML for a configuration of axolotl, LLaMA-Factory, transformers or Megatron-LM
   rapidformer schema            print the JSON schema of the YAML files of --config, for editors
   rapidformer completion SHELL  print a script for bash, zsh, fish …: eval "$(rapidformer completion bash)"
 
@@ -69,6 +71,7 @@ OTHERS = {
     "bench": "rapidformer_templates.commands.bench.cli",
     "demo": "rapidformer_templates.commands.demo",
     "new": "rapidformer_templates.commands.new",
+    "convert": "rapidformer_templates.commands.convert.cli",
     "schema": "rapidformer_templates.commands.schema",
     "completion": "rapidformer_templates.commands.completion",
 }
@@ -141,7 +144,10 @@ def _dispatch(words: list[str]) -> int:
     if command in commands:
         return commands[command](rest)
     if not command.startswith("-"):
+        of_files = {".yaml": "--config", ".yml": "--config", ".json": "--config", ".py": "--user-script"}
+        flag = of_files.get(Path(command).suffix)
         hint = did_you_mean(command, COMMANDS) or f"commands: {', '.join(COMMANDS)}"
+        hint = f"did you mean rapidformer {flag} {command}?" if flag else hint
         raise ConfigError(f"unknown command '{command}'", hint=hint)
     from rapidformer_templates.commands.train import run
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Predict each row of a file with the exported model of a run, or with any model of transformers.
 
-Rows are those of a .csv, .tsv, .json, .jsonl or .parquet file with the columns of the task, or the lines of a .txt
+Rows come from a .csv, .tsv, .json, .jsonl or .parquet file with the columns of the task, or are the lines of a .txt
 file. Each line of the output is the row with its prediction, in the order of the input, with any number of
 workers."""
 
@@ -79,7 +79,7 @@ OPTIONS = (
     subset_of_flags(
         DataFlags, "text_column", "pair_column", "label_column", "skip_bad_lines", "micro_batch_size", **AT_ONCE
     ),
-    subset_of_flags(ModelFlags, "seq_length", "trust_remote_code"),
+    subset_of_flags(ModelFlags, "seq_length", "base", "trust_remote_code"),
     subset_of_flags(TrainingFlags, "task", "seed"),
     MixedPrecisionFlags,
     subset_of_flags(LaunchFlags, "nproc_per_node", "master_port", "device"),

@@ -70,8 +70,8 @@ class PackedRows(TokenizedSamples):
     """Rows of several samples each, with ``input_ids``, ``labels`` and ``position_ids``.
 
     The assignment of samples to rows is drawn once, so that every epoch has the same number of steps. The order of the
-    rows is new in each epoch. The label of each sample's first token is -100, as it is without packing. So the targets
-    and their mean are those of the samples.
+    rows is new in each epoch. The label of each sample's first token is -100, as without packing. So the targets
+    and their mean are the same as for the separate samples.
 
     Args:
         samples: samples with ``input_ids``, and with ``labels`` unless every token is learned.

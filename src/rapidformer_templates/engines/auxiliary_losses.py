@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.system.workers import Workers
@@ -34,8 +35,8 @@ class DividedSequences(Protocol):
 class AuxiliaryLosses(Protocol):
     """Losses that layers add to the gradient in their backward. The user's hook does not see them.
 
-    The gradient of a step is that of the mean of the user's loss over the targets of the global batch, plus that of the
-    mean of these losses over its tokens.
+    A step computes the gradient of the mean of the user's loss over the targets of the global batch, plus the
+    gradient of the mean of these losses over its tokens.
 
     Attributes:
         sequences: the division of the sequences that the layers see. None if they see whole sequences.
@@ -75,3 +76,20 @@ def receipts_of(model: nn.Module, workers: Workers) -> Mapping[str, Any]:
     """Return measurements of a model's auxiliary losses. Empty if it has none."""
     losses = auxiliary_losses_of(model)
     return losses.receipts(workers) if losses else {}
+
+
+def notes_about(model: nn.Module) -> list[str]:
+    """Return a note if a model of transformers adds its router loss to its own loss.
+
+    transformers computes it over all tokens of a forward (``load_balancing_loss_func``). It is a product of two means,
+    so its mean over micro batches differs from its value over the whole batch.
+    """
+    names: dict[int, str] = {}
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and getattr(part.config, "output_router_logits", False):
+            names.setdefault(id(part.config), type(part).__name__)  # an inner model shares the outer one's config
+    return [
+        f"{name} adds a router loss per micro batch, so its loss depends on --micro-batch-size and the number of "
+        "workers; with --moe-loss-coeff C, the loss is per sample"
+        for name in names.values()
+    ]

@@ -16,7 +16,7 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.system.workers import Workers
 
 ComputeLoss = Callable[[Any, Batch], Any]
-"""The user's hook. It returns the mean loss of the batch, or (sum of losses, number of targets)."""
+"""The user's hook. It returns the mean loss of the batch, (sum of losses, number of targets) or (mean, output)."""
 
 
 @dataclass

@@ -76,7 +76,7 @@ def _recipe_of(optimizer: Optimizer, model: object) -> OptimizerSpec:
 
 
 def _taken_by(kind: type[Optimizer]) -> list[str]:
-    """Return the options of a class. Options that its constructor passes on as keywords are those of the base class."""
+    """Return the options of a class. Options that its constructor passes on as keywords belong to the base class."""
     takes: list[str] = []
     for base in kind.__mro__[: kind.__mro__.index(Optimizer)]:
         if "__init__" not in vars(base):

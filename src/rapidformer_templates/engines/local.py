@@ -23,7 +23,7 @@ from rapidformer_templates.engines.contract import ComputeLoss, Piece, StateRead
 from rapidformer_templates.engines.delayed_outcomes import StepMonitor
 from rapidformer_templates.engines.embedding_noise import rows_of
 from rapidformer_templates.engines.host_optimizer import HostOptimizer, lies_in_host_memory
-from rapidformer_templates.engines.loss import Recorder, weighted_loss
+from rapidformer_templates.engines.loss import Recorder, loss_and_count, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
 from rapidformer_templates.engines.mask_checks import answered, watch_positions
 from rapidformer_templates.engines.reached import reached_parameters, with_unused_parameters
@@ -158,6 +158,8 @@ class SingleEngine:
             self.before_update()
         self._set_lr(lr_factor() if callable(lr_factor) else lr_factor)
         norm, skipped = self._finish_step(loss)
+        if self._weight_average:
+            self._weight_average.end_step(skipped)
         self._drop_gradients()
         return StepResult(loss, norm, skipped, self._measured)
 
@@ -357,11 +359,10 @@ class SingleEngine:
         batch = to_device(microbatch.batch, self.workers.device)
         recorder = Recorder(self._callable)
         with self.precision():
-            result = (compute_loss or self.compute_loss)(recorder, batch)
+            loss, counted = loss_and_count((compute_loss or self.compute_loss)(recorder, batch))
         if microbatch.idle or microbatch.targets == 0:
             return 0.0, recorder.output
-        total = result[0] if isinstance(result, tuple) else result * microbatch.targets
-        return float(total), recorder.output
+        return float(loss if counted is not None else loss * microbatch.targets), recorder.output
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
@@ -369,24 +370,23 @@ class SingleEngine:
         with preserve_state(self.model), self.precision():
             yield self.model
 
-    _averages = False
+    _weight_average: weight_average.WeightAverage | None = None
 
     @final
     def keep_average(self, decay: float) -> None:
         """Keep an exponential moving average of the weights from the next step on. Call this after :meth:`setup`."""
-        weight_average.keep_average(self.optimizer, decay)
-        self._averages = True
+        self._weight_average = weight_average.WeightAverage(self.optimizer, decay)
 
     @final
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Use the averaged weights, if they are kept, inside the context. Every rank must enter it."""
-        if self._averages:
+        if self._weight_average:
             self._exchange_averages()
         try:
             yield
         finally:
-            if self._averages:
+            if self._weight_average:
                 self._exchange_averages()
 
     def _exchange_averages(self) -> None:

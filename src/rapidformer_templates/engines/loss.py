@@ -1,7 +1,8 @@
-"""Convert the user's loss to a loss whose gradient is that of the mean over the whole global batch."""
+"""Convert the user's loss to a loss whose gradient equals that of the mean over the whole global batch."""
 
 from __future__ import annotations
 
+from numbers import Number
 from typing import Any
 
 import torch
@@ -43,16 +44,19 @@ def weighted_loss(
     if microbatch.idle or microbatch.targets == 0:
         return _nothing_through(compute_loss, model, batch, zeros)
     result = compute_loss(model, batch)
-    counted = None
-    loss = result
-    if isinstance(result, tuple) and len(result) == 2:
-        loss, counted = result
+    loss, counted = loss_and_count(result)
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(result).__name__
         raise RapidformerError(
             f"compute_loss returned {what}",
             where="compute_loss(model, batch)",
             hint="return the mean loss as a scalar tensor, or (sum, number of targets)",
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise RapidformerError(
+            "compute_loss returned a loss that does not depend on the trained parameters",
+            where="compute_loss(model, batch)",
+            hint="compute it from the model's output without .detach(), .item() or torch.no_grad()",
         )
     if counted is None:
         weight *= microbatch.targets
@@ -62,6 +66,20 @@ def weighted_loss(
     elif float(counted) != microbatch.targets:
         raise miscounted(float(counted), microbatch)
     return loss * weight
+
+
+def loss_and_count(result: Any) -> tuple[Any, Any]:
+    """Return the loss and the number of targets that it is summed over, or None if it is a mean.
+
+    Args:
+        result: what ``compute_loss`` returned: a mean, (sum, number of targets), or (mean, model output), as
+            transformers' ``Trainer.compute_loss`` returns it.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        return result, None
+    loss, second = result
+    is_count = second.ndim == 0 if isinstance(second, torch.Tensor) else isinstance(second, Number)
+    return loss, second if is_count else None
 
 
 def miscounted(counted: float, microbatch: MicroBatch) -> RapidformerError:
@@ -79,8 +97,7 @@ def _nothing_through(compute_loss: ComputeLoss, model: Any, batch: Batch, zeros:
     It depends neither on the loss (0/0 without a target) nor on the model output (which may be infinite).
     """
     recorder = Recorder(model)
-    result = compute_loss(recorder, batch)
-    loss = result[0] if isinstance(result, tuple) else result
+    loss, _ = loss_and_count(compute_loss(recorder, batch))
     has_graph = (
         isinstance(loss, torch.Tensor) and loss.requires_grad
     )  # false if a hook itself handles a batch without targets

@@ -107,7 +107,7 @@ def watch_positions(model: nn.Module) -> None:
 
 
 class _Enters:
-    """Pre-forward hook of a model. ``indices`` are those of its arguments that are positions."""
+    """Pre-forward hook of a model. ``indices`` are the indices of its arguments that are positions."""
 
     def __init__(self, indices: list[int]) -> None:
         self._indices = indices

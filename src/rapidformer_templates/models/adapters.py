@@ -9,7 +9,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -28,11 +28,13 @@ class FrozenBase:
 
     Attributes:
         names: canonical names of the frozen tensors.
-        identity: a digest of their names, shapes and values.
+        identity: a digest of the names, shapes and values of all tensors of the model.
+        fingerprints: fingerprints of the frozen tensors in fp32, by the name that each has in the base.
     """
 
     names: frozenset[str]
     identity: str
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def without_adapters(model: Any) -> Iterator[Any]:
 def fingerprint(tensor: torch.Tensor) -> str:
     """Fingerprint shape, type and values: the sum of all bits, and the CRC-32 of evenly spaced elements.
 
-    A changed element changes the sum. The sample detects a changed order. The speed is that of reading the memory.
+    A changed element changes the sum. The sample detects a changed order. Reading the memory limits the speed.
     """
     flat = tensor.detach().flatten()
     whole = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
@@ -175,6 +177,11 @@ def fingerprint(tensor: torch.Tensor) -> str:
     step = max(1, flat.numel() // SAMPLED)
     sample = zlib.crc32(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return f"{tuple(tensor.shape)} {tensor.dtype} {total} {sample}"
+
+
+def fp32_fingerprint(tensor: torch.Tensor) -> str:
+    """Fingerprint the values in fp32, which are the same if a model is stored in 16 bits."""
+    return fingerprint(tensor.float())
 
 
 def identity_of(fingerprints: Mapping[str, str]) -> str:

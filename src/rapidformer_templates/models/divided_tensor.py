@@ -15,7 +15,7 @@ Handler = Callable[..., Any]
 
 
 class DividedTensor(torch.Tensor):
-    """The local part of a tensor, which acts as the whole tensor. Shape, dtype and device are those of the whole.
+    """The local part of a tensor, which acts as the whole tensor. Shape, dtype and device describe the whole.
 
     Attributes:
         local: the part of this worker, with its autograd graph.

@@ -28,6 +28,7 @@ from rapidformer_templates.models.architectures import (
 )
 from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.flags import ModelFlags
 from rapidformer_templates.planning.registry import REGISTRY
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -74,6 +75,7 @@ def build_config(
         ModelError: no model is named, the folder or the architecture does not exist, it has no head for ``auto_class``,
             or a size flag does not fit it.
     """
+    _check_base(config)
     if config.model.pretrained_model_name_or_path:
         model_config = _pretrained_config(config)
         if config.model.dropout is not None:
@@ -94,6 +96,19 @@ def build_config(
         setattr(model_config, name, value)
     check_seq_length(config, model_config)
     return model_config
+
+
+def _check_base(config: RunConfig) -> None:
+    """Raise a :class:`ModelError` if ``--base`` does not exist, or if there are no adapters to add to it."""
+    base, folder = config.model.base, Path(config.model.pretrained_model_name_or_path or "")
+    if base is None:
+        return
+    if not (folder / "adapter_config.json").is_file():
+        hint = f"leave out --base; {_PRETRAINED} names the model to start from"
+        raise ModelError("there are no adapters that need a base", where="--base", hint=hint)
+    if not (Path(base) / "config.json").is_file():
+        hint = "name the folder that holds the base model"
+        raise ModelError(f"there is no config.json in {base}", where="--base", hint=hint)
 
 
 def build_model(
@@ -121,7 +136,7 @@ def build_model(
     path = config.model.pretrained_model_name_or_path
     if path:
         left_out = _head_to_leave_out(config, auto_class, model_config)
-        model = _load_weights(factory, path, model_config, config.model.trust_remote_code, left_out)
+        model = _load_weights(factory, path, model_config, config.model, left_out)
     else:
         try:
             model = factory.from_config(model_config).float()
@@ -194,7 +209,7 @@ class _Reader(Protocol):
     def is_marked(self, folder: Path) -> bool: ...
     def read_config(self, folder: Path) -> PreTrainedConfig: ...
     def read_model(
-        self, factory: Any, folder: Path, config: PreTrainedConfig
+        self, factory: Any, folder: Path, config: PreTrainedConfig, *, base_folder: str | None = None
     ) -> tuple[PreTrainedModel, dict[str, Any]]: ...
 
 
@@ -236,7 +251,7 @@ def _head_to_leave_out(config: RunConfig, auto_class: str, model_config: PreTrai
 
 
 def _load_weights(
-    factory: Any, path: str, model_config: PreTrainedConfig, trust_remote_code: bool, left_out: list[str]
+    factory: Any, path: str, model_config: PreTrainedConfig, flags: ModelFlags, left_out: list[str]
 ) -> PreTrainedModel:
     folder = Path(path)
     if folder.is_dir() and not any(file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
@@ -251,18 +266,20 @@ def _load_weights(
     try:
         with _quiet_loading():
             model, info = (
-                reader.read_model(factory, folder, model_config)
+                reader.read_model(factory, folder, model_config, base_folder=flags.base)
                 if reader
                 else factory.from_pretrained(
                     path,
                     config=model_config,
                     dtype=torch.float32,
                     local_files_only=True,
-                    trust_remote_code=trust_remote_code,
+                    trust_remote_code=flags.trust_remote_code,
                     ignore_mismatched_sizes=True,  # mismatches are reported below, all at once
                     output_loading_info=True,
                 )
             )
+    except ModelError:
+        raise
     except Exception as error:  # for a damaged file safetensors, torch and transformers each raise different errors
         raise ModelError(
             f"the weights in {path} cannot be read: {_first_line(error)}",

@@ -19,7 +19,7 @@ def balanced_cut(
 ) -> list[int]:
     """Return the number of consecutive blocks of each stage, so that the highest cost of a stage is minimal.
 
-    If several cuts have this cost, choose the one whose stages are most alike (lowest sum of squared costs). If there
+    If several cuts have this cost, choose the one whose stages are most equal (lowest sum of squared costs). If there
     are still several, choose one with more blocks in earlier stages.
 
     Args:

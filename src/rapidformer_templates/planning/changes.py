@@ -47,5 +47,5 @@ def drop(off: Mapping[str, Any], note: str = "") -> Change:
 def move(request: Request, template: str) -> Change:
     """Change the template: one base class in a script, or one flag on a command line."""
     if request.environment.white_box:
-        return Change(f"class MyTask({template})", MOVE, template=template, note="your hooks stay as they are")
-    return Change(f"--template {template}", MOVE, template=template, note="the switches stay as they are")
+        return Change(f"class MyTask({template})", MOVE, template=template, note="your hooks stay unchanged")
+    return Change(f"--template {template}", MOVE, template=template, note="the switches stay unchanged")

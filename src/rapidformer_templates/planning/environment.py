@@ -18,6 +18,12 @@ from rapidformer_templates.errors import ConfigError, did_you_mean
 DEVICES = ("cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu", "musa", "mtia", "maia")
 """torch's names of the device types that it or a plugin supports. AMD GPUs are ``cuda``."""
 
+MAKERS_NAMES = {
+    "gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps", "apple": "mps",
+    "intel": "xpu", "ascend": "npu", "gaudi": "hpu",
+}  # fmt: skip
+"""Other names of devices, and torch's names."""
+
 OPTIONAL_PACKAGES = (
     "apex",
     "bitsandbytes",
@@ -233,7 +239,8 @@ def kind_of(device: str) -> str:
     if kind in DEVICES or kind == detect_accelerator():
         return kind
     known = ("auto", *DEVICES)
-    hint = did_you_mean(kind, known) or f"there are: {', '.join(known)}"
+    near = f"did you mean {MAKERS_NAMES[kind]}?" if kind in MAKERS_NAMES else did_you_mean(kind, known)
+    hint = near or f"there are: {', '.join(known)}"
     raise ConfigError(f"'{device}' is not a kind of device that torch knows here", where="--device", hint=hint)
 
 
@@ -249,7 +256,7 @@ def detect(
 
     Args:
         device: the value of ``--device``: ``auto``, or torch's name of a device type.
-        world_size: number of workers. The default is that of torchrun's environment, or 1.
+        world_size: number of workers. The default comes from torchrun's environment, or is 1.
         local_world_size: number of workers on one node, with a similar default.
 
     Raises:

@@ -96,6 +96,9 @@ class ModelFlags:
     dropout: float | None = flag(
         None, "dropout rate everywhere in the model (default: the model's own)", minimum=0, maximum=1
     )
+    base: str | None = flag(
+        None, "folder of the base of adapters (default: the one that the adapters name)", metavar="FOLDER"
+    )
     trust_remote_code: bool = flag(False, "run code that comes with a model folder; not in a YAML file", in_files=False)
 
 
@@ -131,7 +134,7 @@ class DataFlags:
         None, "sequence_classification: kind of labels (default: regression for fractions, multi-label for lists)"
     )
     validation_fraction: float = flag(
-        0.1, "share held out for validation if the data has no validation part", minimum=0
+        0.1, "share held out for validation if the data has no validation part", minimum=0, maximum=1
     )
     max_train_samples: int | None = flag(None, "use the first N training samples", metavar="N", minimum=1)
     max_eval_samples: int | None = flag(None, "use the first N validation samples", metavar="N", minimum=1)

@@ -1,6 +1,6 @@
 """This library's names for the flags of other trainers. Does not import torch.
 
-The names are those of transformers' ``TrainingArguments`` and its example scripts, trl, accelerate, Lightning,
+The names come from transformers' ``TrainingArguments`` and its example scripts, trl, accelerate, Lightning,
 Megatron-LM and DeepSpeed. Flags with the same name here (``--tensor-model-parallel-size`` …) need no line.
 """
 
@@ -63,6 +63,8 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("adam-betas betas", "--adam-beta1 0.9", "and --adam-beta2 0.999"),
     ("optim-args", "", _BY_HOOK),
     ("neftune-noise-alpha noise-alpha", "--neftune-alpha", ""),
+    ("beta pref-beta dpo-beta rl-beta", "--preference-beta", ""),
+    ("simpo-gamma-beta-ratio", "--simpo-gamma", ""),
     ("label-smoothing-factor", "--label-smoothing", ""),
     ("data-seed manual-seed random-seed", "--seed", ""),
     # Precision.
@@ -112,9 +114,9 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("dataloader-workers num-workers", "--dataloader-num-workers", ""),
     ("pin-memory", "--dataloader-pin-memory", ""),
     # The model and its kernels.
-    ("model-name-or-path model model-name pretrained-model", "--pretrained-model-name-or-path", ""),
+    ("model-name-or-path model model-name pretrained-model base-model", "--pretrained-model-name-or-path", ""),
     ("tokenizer tokenizer-name tokenizer-model tokenizer-name-or-path", "--tokenizer-path", ""),
-    ("max-seq-length max-length max-seq-len block-size model-max-length", "--seq-length", ""),
+    ("max-seq-length max-length max-seq-len block-size model-max-length cutoff-len sequence-len", "--seq-length", ""),
     ("n-layer num-hidden-layers", "--num-layers", ""),
     ("n-embd d-model", "--hidden-size", ""),
     ("n-head num-heads", "--num-attention-heads", ""),
@@ -128,6 +130,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("use-peft use-lora lora lora-r", "--lora-rank 8", ""),
     ("lora-target lora-target-linear", "--lora-target-modules", ""),
     ("modules-to-save", "--lora-modules-to-save", ""),
+    ("finetuning-type adapter", "--lora-rank 8", "for adapters; the whole model is trained without it"),
     ("use-dora", "--lora-variant dora", "with --lora-rank"),
     ("use-rslora", "--lora-variant rslora", "with --lora-rank"),
     ("freeze-layers frozen-parameters freeze-parameters", "--freeze", "a regular expression of names"),
@@ -140,7 +143,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("validation-file", "--data-dir", "the folder that holds train.EXT and validation.EXT"),
     ("dataset-text-field text-field", "--text-column", ""),
     ("validation-split-percentage", "--validation-fraction", "a share, such as 0.1"),
-    ("packing pack", "--pack-sequences", ""),
+    ("packing pack sample-packing", "--pack-sequences", ""),
     ("assistant-only-loss completion-only-loss train-on-inputs", "--loss-on answers", ""),
     ("reset-position-ids reset-attention-mask", "--keep-documents-apart", ""),
     ("mlm-probability", "--mask-prob", ""),
@@ -164,6 +167,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("with-tracking log-with loggers", "--report-to tensorboard", ""),
     ("wandb use-wandb", "--report-to wandb", ""),
     ("tensorboard-dir", "--report-to tensorboard", "which is in --save"),
+    ("push-to-hub hub-model-id", "", "upload the folder export/ with: hf upload NAME RUN/export"),
     ("wandb-project trackio-project experiment-name", "--project-name", "with --report-to"),
     ("wandb-exp-name", "--run-name", "with --report-to"),
     ("do-train do-eval do-predict disable-tqdm remove-unused-columns prediction-loss-only", "",

@@ -89,7 +89,7 @@ def metrics_of(config: RunConfig, *, of_task: bool = True) -> tuple[str, ...]:
     """Return the names of the results of an evaluation without a ``compute_metrics`` of the user.
 
     Args:
-        of_task: whether the task's metrics are computed, as they are for the task's own data.
+        of_task: whether the task's metrics are computed, as for the task's own data.
     """
     task = config.training.task
     # A perplexity is meaningful if the loss is the log-likelihood of a token and nothing is added to it.

@@ -17,7 +17,7 @@ def named_sets(words: Sequence[str] | None, flag: str) -> dict[str, str]:
     """Parse words such as ``hard=FILE`` to sets by name. The name of a set without one is the set itself.
 
     Raises:
-        DataError: a name is invalid, appears twice, or is that of the test part.
+        DataError: a name is invalid, appears twice, or is the name of the test part.
     """
     sets: dict[str, str] = {}
     for word in words or ():

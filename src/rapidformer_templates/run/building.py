@@ -6,18 +6,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from rapidformer_templates.data.loader import load
+from rapidformer_templates.data.loader import load, to_device
 from rapidformer_templates.data.order import Request
 from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.engines.auxiliary_losses import notes_about
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
+from rapidformer_templates.engines.layerwise_rates import FirstUses, depths_of
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.traces import preserve_state
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.models.label_use import can_be_tried, label_use
+from rapidformer_templates.models.label_use import can_be_tried, in_evaluation, label_use
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import FREED_MEMORY
@@ -66,7 +69,11 @@ def build_engine(template: Template, workers: Workers, build: Callable[[], nn.Mo
         _try_labels(template, model, workers)
     if template.uses_task:
         template.task.check_model(model)
+    if config.training.layerwise_lr_decay is not None:
+        template.depths_were_computed(depths_of(model, _parameters_by_use(template, model, engine)))
     model = _transformed(template, model, workers)
+    for note in notes_about(model):
+        say(workers, f"note       {note}")
     if config.training.neftune_alpha:
         add_noise(model, config.training.neftune_alpha, config.training.seed)
     recipe = checked_optimizer(template.build_optimizer())
@@ -103,6 +110,19 @@ def _transformed(template: Template, model: nn.Module, workers: Workers) -> nn.M
     return model
 
 
+def _parameters_by_use(template: Template, model: nn.Module, engine: Engine) -> list[str] | None:
+    """Return the names of the parameters in the order in which the loss of a sample uses them. None without a sample.
+
+    The model is not transformed yet. Under ZeRO-3 its parameters are gathered while they are used.
+    """
+    if template.data.train is None:
+        return None
+    uses = FirstUses(model)
+    with engine.build_context(), torch.no_grad(), in_evaluation(model), loss_is_tried(template), uses:
+        _loss_of_one(template, model)
+    return uses.names
+
+
 def _try_labels(template: Template, model: nn.Module, workers: Workers) -> None:
     """Find out how the model uses labels. This determines the count of targets and the task's loss."""
     for note in template.labels_were_tried(label_use(model)):
@@ -119,5 +139,6 @@ def _loss_of_one(template: Template, model: nn.Module) -> Any:
         )
     request = Request([0], (template.config.training.seed, Stream.TRIAL), [0])
     (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
+    batch = to_device(microbatch.batch, next(model.parameters()).device)
     with preserve_state(model):
-        return template.compute_loss(model, microbatch.batch)
+        return template.compute_loss(model, batch)

@@ -175,5 +175,5 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def is_of_test(line: Mapping[str, Any]) -> bool:
-    """Whether a line contains metrics of the test set. Its step is that of the exported weights."""
+    """Whether a line contains metrics of the test set. Its step is the step of the exported weights."""
     return any(name.startswith(metric_name(TEST, "")) for name in line)

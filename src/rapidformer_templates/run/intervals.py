@@ -17,8 +17,8 @@ now = time.monotonic
 class Intervals:
     """Decides what is due after a step. Everything is due after the last one.
 
-    The run counts steps, samples and tokens, so that a resumed run acts at the same points. Minutes are those of the
-    main worker's clock, since its start or since the last time. The other workers receive its decision in the exchange
+    The run counts steps, samples and tokens, so that a resumed run acts at the same points. Minutes are measured by
+    the main worker, since its start or since the last time. The other workers receive its decision in the exchange
     before a step.
 
     Attributes:

@@ -216,7 +216,7 @@ class Loop:
                 self._log(result, step - 1)
 
     def _stop_when_patience_ends(self) -> None:
-        """End the run at the current step if patience has run out. All workers decide alike."""
+        """End the run at the current step if patience has run out. All workers decide the same."""
         step, waited, best = self.position.step, self.position.waited, self.position.best
         if self.patience is None or waited < self.patience or step >= self.total:
             return
@@ -295,7 +295,7 @@ class Loop:
             step = newest - error.age
             samples = self.order.step(step)[0].tolist()
             raise NonFiniteLoss(
-                f"step {step + 1}: {error.message}; the weights are those after step {step}",
+                f"step {step + 1}: {error.message}; the weights are from after step {step}",
                 where=f"training samples {samples[:32]}{' …' if len(samples) > 32 else ''}",
                 hint="check these samples; a lower --lr, --clip-grad or bf16 instead of fp16 may help; "
                 + self._resume_hint(),

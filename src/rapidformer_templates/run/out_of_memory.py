@@ -1,6 +1,6 @@
 """Suggests the next memory-saving step for a run that is out of memory.
 
-The steps, each slower than the one before, are those of the DeepSpeed guide [D]: batch 1, activation checkpointing,
+The steps, each slower than the one before, follow the DeepSpeed guide [D]: batch 1, activation checkpointing,
 mixed precision, ZeRO-2, its optimizer offloaded, ZeRO-3, its parameters and optimizer offloaded, and last a disk. If
 ZeRO cannot run, FSDP shards the same states. Larger groups of workers that share a copy of the states come first.
 """

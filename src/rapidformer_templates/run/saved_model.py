@@ -183,18 +183,19 @@ def load_saved_task(config: RunConfig, saved: Saved) -> Task:
     return task
 
 
-def open_saved(path: str | Path, task: str | None = None) -> Opened:
+def open_saved(path: str | Path, task: str | None = None, *, base: str | Path | None = None) -> Opened:
     """Load the model of a run folder or of a transformers folder.
 
     Args:
         path: the folder.
         task: the task, if the run or the folder does not specify it or if you want another one.
+        base: folder of the base of adapters, if it is not where the adapters say.
 
     Raises:
         RapidformerError: the folder does not exist or cannot be read.
     """
     saved = find_saved(path)
-    config = saved.config(task=task)
+    config = saved.config(task=task, base=str(base) if base is not None else None)
     used = load_saved_task(config, saved)
     model = used.build_model()
     return Opened(config, used, model.eval())

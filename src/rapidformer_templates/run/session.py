@@ -184,7 +184,7 @@ class Session:
     def step(self, batches: Sequence[Batch], share: float | Callable[[], float] | None = None) -> StepResult:
         """Run one optimizer step: forward and backward of the micro batches, clipping, update.
 
-        The gradient is that of the mean loss over the targets of all workers' micro batches, as in a single process.
+        Uses the gradient of the mean loss over the targets of all workers' micro batches, as in a single process.
 
         Args:
             batches: the micro batches of this worker, at most ``plan.sizes.accumulation``. A worker with fewer samples
@@ -295,7 +295,7 @@ class Session:
         return what_was_done(self.plan, self._engine, self._position, self._meter, receipts)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Return the model output, without gradients or side effects. Call it alike on every worker."""
+        """Return the model output, without gradients or side effects. Call it on every worker, in the same order."""
         nothing = MicroBatch((arguments, named), [], idle=True)
         return self._engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
 
@@ -405,7 +405,7 @@ class Session:
         except NonFiniteLoss as error:
             step = newest - error.age
             raise NonFiniteLoss(
-                f"step {step + 1}: {error.message}; the weights are those after step {step}",
+                f"step {step + 1}: {error.message}; the weights are from after step {step}",
                 hint="a lower rate, --clip-grad or bf16 instead of fp16 may help",
             ) from None
 

@@ -69,7 +69,7 @@ def run_workers(
     Raises:
         ConfigError: the port cannot be used.
         Interrupted: the workers were asked to end.
-        WorkerFailed: a worker failed. The message is that of the first error.
+        WorkerFailed: a worker failed. The message comes from the first error.
     """
     problem = port and why_not(port)
     if problem:

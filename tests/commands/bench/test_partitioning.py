@@ -59,7 +59,7 @@ def test_oss_gives_each_parameter_to_whoever_has_fewest() -> None:
 
 def test_fsdp_fills_up_what_cannot_be_halved() -> None:
     # Halves: 10 rows of four, 3 numbers, 5 rows of four, 5 numbers. Each worker has room for the larger half, and
-    # states of its own half.
+    # states of its half.
     first, second = 20 + 2 + 12 + 3, 20 + 1 + 8 + 2
     assert divided_in_rows(FEW, 2, 4) == [Held(4 * first, 4 * first, 8 * count + 16) for count in (first, second)]
 

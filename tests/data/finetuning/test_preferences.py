@@ -107,7 +107,7 @@ def test_answers_to_one_prompt_alone_are_noted(load: Load) -> None:
     task = load(rows, preference_loss="kto")
     train = task.build_data().train
     assert learned(task, train[0], "kl_")[1] == " cat<|endoftext|>"  # type: ignore[index]
-    assert task.notes == ["train: all answers are to one prompt, so the drift of KTO is that of answers to it"]
+    assert task.notes == ["train: all answers are to one prompt, so KTO measures drift on other answers to it"]
 
 
 def test_rewards_of_answers_that_are_not_there_are_no_numbers(load: Load) -> None:

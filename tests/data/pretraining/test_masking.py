@@ -135,7 +135,7 @@ def test_rates_of_whole_words(pieces: BertTokenizer) -> None:
     row[firsts] = WORD
     masked = MaskTokens(pieces, 0.15, whole_words=True)({"input_ids": row}, np.random.default_rng(0))
     ids, chosen = masked["input_ids"], masked["labels"] != IGNORED
-    # Words are independent. So the variance of the share of tokens is that of a sum of word sizes.
+    # Words are independent. So the variance of the share of tokens equals that of a sum of word sizes.
     spread = np.sqrt(0.15 * 0.85 * (sizes**2).sum()) / sizes.sum()
     assert abs(chosen.mean() - 0.15) < 4 * spread
     picked = np.flatnonzero(chosen[firsts])

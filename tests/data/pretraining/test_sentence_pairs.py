@@ -142,7 +142,7 @@ def check_sample(sample: dict[str, Any], corpus: Corpus, chunks: list[tuple[int,
     def sentence(place: int) -> int:
         return int(np.searchsorted(sentences, place, side="right")) - 1
 
-    # A starts in its chunk and ends before the chunk's last sentence. So the chunk is that of A's first token.
+    # A starts in its chunk and ends before the chunk's last sentence. So the chunk belongs to A's first token.
     index = next(i for i, (first, end, _) in enumerate(chunks) if first <= sentence(a[0]) < end)
     first, end, target = chunks[index]
     assert first <= sentence(a[-1]) < end - 1

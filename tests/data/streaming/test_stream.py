@@ -172,7 +172,7 @@ def documents(count: int, seed: int = 0) -> list[str]:
 def test_windows_are_those_of_the_text_in_a_row(
     configure: Configure, gpt_folder: Path, tmp_path: Path, buffer: int, apart: bool
 ) -> None:
-    """Without a shuffle, the windows are those of all documents in a row. With a shuffle, each token occurs once."""
+    """Without a shuffle, the windows equal those of all documents in a row. With a shuffle, each token occurs once."""
     text = documents(50)
     files = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": t} for t in text[i * 25 : i * 25 + 25]]) for i in range(2)]
     config = configure(

@@ -167,7 +167,7 @@ def test_half_precision_follows_one_process_within_its_rounding(
 
 
 def test_offload_moves_the_state_and_nothing_else(runs: Any, references: Any) -> None:
-    """The engine treats host memory as separate from the device. The job is that of another layout."""
+    """The engine treats host memory as separate from the device. The job belongs to another layout."""
     _assert_follows(runs["offloaded"], references["pp2-dp2-zero-2"], double=True)
 
 

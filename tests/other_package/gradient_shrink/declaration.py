@@ -30,7 +30,7 @@ def _captured(request: Request) -> list[Finding]:
     if "onnx-runtime" not in request.active:
         return []
     names = ("gradient-shrink", "onnx-runtime")
-    return [Finding("a captured graph has no gradient of its own making", request.asked_for(*names), names)]
+    return [Finding("a captured graph cannot contain a custom gradient", request.asked_for(*names), names)]
 
 
 def _acted(measured: Measured) -> str | None:
@@ -61,7 +61,7 @@ SWITCHES = (
             Rule(
                 "GS001",
                 "Shrunk gradients of embeddings are not captured.",
-                "the graph of ONNX Runtime is that of the forward, and its backward is made from it",
+                "the graph of ONNX Runtime contains the forward, and its backward is made from it",
                 "[gradient-shrink]",
                 _captured,
                 Example("--embedding-gradient-shrink 0.1 --onnx-runtime-training"),

@@ -206,7 +206,7 @@ IDLE = [
     ),
     (
         {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}},
-        "scheduler.params.cycle_momentum must be false: the betas stay those of the optimizer; "
+        "scheduler.params.cycle_momentum must be false: the optimizer sets the betas; "
         "DeepSpeed would move them with the learning rate",
     ),
     (

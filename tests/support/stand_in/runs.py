@@ -48,7 +48,7 @@ CASES: Mapping[str, Case] = {
     "fp16": Case("--micro-batch-size 4 --mixed-precision fp16", "fp16"),
     "offloaded activations": Case("--micro-batch-size 8 --offload-activations"),
     "offloaded state": Case("--micro-batch-size 8 --cpu-offload"),
-    "saved beside training": Case("--micro-batch-size 8 --async-save --save-interval 1 --keep-checkpoints 1"),
+    "saved during training": Case("--micro-batch-size 8 --async-save --save-interval 1 --keep-checkpoints 1"),
     "pipeline": Case("--micro-batch-size 2 --pipeline-model-parallel-size 2", job="gpt2-4-tied", devices=2),
     "context, all to all × zero-2": Case(
         "--micro-batch-size 4 --context-parallel-size 2 --zero-2-memory-optimization", devices=2

@@ -91,7 +91,7 @@ CHEAP = {
 NO_RUN = {
     "auto-strategy": "it chooses among the others",
     "tf32": "it needs a GPU",
-    "offload-activations": "it needs a device with memory of its own, and leaves the states where they are",
+    "offload-activations": "it needs a device with separate memory, and does not move the states",
     "onnx-runtime": "its first step takes half a minute, and the states are the engine's",
 }
 

@@ -11,7 +11,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.models.facts import OWN_EXPERTS
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import patch_native_experts
-from tests.support.mixtures import tiny
+from tests.support.mixtures import MixtralJob, tiny
+from tests.support.parity import trained
 from tests.support.worker_pool import alone
 
 IDS = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(1))
@@ -61,3 +62,23 @@ def test_the_models_own_coefficient_is_the_default() -> None:
     model.config.router_aux_loss_coef = 0.07
     assert patch_native_experts(model, balance=None, z=0.0).balance == 0.07
     assert model.config.output_router_logits is False
+
+
+class RouterLossJob(MixtralJob):
+    """The user's own mixture, whose loss includes the router loss of transformers."""
+
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.1
+        return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--moe-loss-coeff 0.1"])
+def test_a_router_loss_that_depends_on_the_micro_batch_is_noted(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = "--train-iters 2 --global-batch-size 8 --lr 1e-2"
+    curves = [trained(RouterLossJob(f"{steps} --micro-batch-size {m} {flags}".split()))["curve"] for m in (8, 2)]
+    noted = "MixtralForCausalLM adds a router loss per micro batch" in capsys.readouterr().err
+    assert noted == (not flags)
+    differ = abs(curves[0][-1][1] - curves[1][-1][1]) > 1e-4
+    assert differ == noted

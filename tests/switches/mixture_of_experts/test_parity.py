@@ -120,7 +120,7 @@ def test_layout_follows_one_process(run: str, runs: Any) -> None:
 
 def test_the_mixture_acts(runs: Any) -> None:
     """Otherwise it would be easy to agree: the losses change the gradient, choices are dropped, and each run learns."""
-    assert runs["plain"]["curve"][0][0] == runs["dropless alone"]["curve"][0][0]  # the loss is that of the task
+    assert runs["plain"]["curve"][0][0] == runs["dropless alone"]["curve"][0][0]  # the loss contains only the task
     assert abs(runs["plain"]["curve"][0][1] / runs["dropless alone"]["curve"][0][1] - 1) > 0.01
     assert runs["capacity alone"]["summary"]["receipts"]["dropped_choices"] > 0
     assert runs["dropless alone"]["summary"]["receipts"]["dropped_choices"] == 0

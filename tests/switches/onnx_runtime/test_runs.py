@@ -69,7 +69,7 @@ def _close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     check(torch.tensor(actual["evaluations"]), torch.tensor(expected["evaluations"]))
     assert actual["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
-        # A key's bias moves all scores of a row alike. Its gradient is rounding, which Adam turns into a whole step.
+        # A key's bias moves all scores of a row equally. Its gradient is rounding, which Adam turns into a whole step.
         if not name.endswith(("key.bias", "c_attn.bias")):
             torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-4, atol=1e-5)
 

@@ -180,7 +180,7 @@ def test_a_stage_has_its_blocks_and_ends_under_their_own_names() -> None:
         "transformer.ln_f.bias",
         "lm_head.weight",
     }
-    # The head's matrix is that of the embedding and is saved under the embedding's name.
+    # The head's matrix is the embedding's matrix and is saved under the embedding's name.
     assert placement_of(last).names == {"lm_head.weight": "transformer.wte.weight"}
     assert placement_of(first).stages == placement_of(last).stages == {"transformer.wte.weight": (0, 1)}
 

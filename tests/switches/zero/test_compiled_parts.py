@@ -32,7 +32,7 @@ class Builder:
             print(os.getpid(), file=file)
         (folder / "cpu_adam.so").write_text("half")
         seconds = os.environ.get("FAKE_SECONDS")
-        if seconds:  # ninja gives each compiler a process group of its own
+        if seconds:  # ninja starts each compiler in a separate process group
             compiler = subprocess.Popen(["sleep", seconds], process_group=0)
             (root.parent / "compiler").write_text(str(compiler.pid))
             compiler.wait()

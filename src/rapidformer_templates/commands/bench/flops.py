@@ -1,6 +1,6 @@
 """Model FLOPs, and the highest rate that a machine can reach.
 
-The convention: model FLOPs are those of the matrix products and the attention in one forward and its backward, as
+The convention: model FLOPs count the matrix products and the attention in one forward and its backward, as
 torch's flop counter counts them for the plain model.
 
 - A multiply-add counts as 2 FLOPs, and the backward as twice the forward.

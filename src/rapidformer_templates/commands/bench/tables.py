@@ -146,7 +146,7 @@ MIXED_PRECISION = Table(
         "small": Scale(4, 512, 8, 8_192, 128, 1, micro_batch=8, kind="bert", workers=1),
         "paper": Scale(12, 768, 12, 30_522, 512, 4, micro_batch=16, kind="bert", workers=1, global_batch=64),
     },
-    notes=("published: 4 GPUs of 32 GB, 64 samples per step; samples/s are those of all GPUs together",),
+    notes=("published: 4 GPUs of 32 GB, 64 samples per step; samples/s are the sum over all GPUs",),
 )
 
 

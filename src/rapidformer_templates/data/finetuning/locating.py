@@ -4,12 +4,12 @@ The search order is as follows. EXT is one of csv, tsv, json, jsonl, parquet.
 
 1. ``DIR/NAME/``, or ``DIR`` itself without a name. It is a folder saved by ``datasets``, else it has files called
    ``train.EXT``, ``validation.EXT`` (or valid, val, dev, eval) and ``test.EXT``, which may be sharded
-   (``train-00000-of-00002.parquet``). Else its only file is used.
+   (``train-00000-of-00002.parquet``). Otherwise its only file is used.
 2. ``DIR/NAME`` with its extension, or ``DIR/NAME.EXT``: one file.
 3. ``DIR/NAME-train.EXT``, ``DIR/NAME-valid.EXT`` and so on, with ``-``, ``_`` or ``.`` before the part. Validation and
    test files may also accompany the file of 2 if they have its extension.
-4. The folders ``train``, ``validation`` … of ``DIR/NAME/``, with any files in them. Else ``DIR/NAME/data/``, as on the
-   hub. Else the configuration NAME that ``DIR/README.md`` describes.
+4. The folders ``train``, ``validation`` … of ``DIR/NAME/``, with any files in them. Otherwise ``DIR/NAME/data/``, as on
+   the hub. Otherwise the configuration NAME that ``DIR/README.md`` describes.
 5. If ``DIR`` is not a folder: the hub data set of that name, with NAME as its configuration, in the cache of
    ``datasets``. Without ``--data-dir`` NAME is that data set. Nothing is downloaded.
 
@@ -275,8 +275,8 @@ def each_of(flags: DataFlags) -> list[DataFlags]:
 def evaluated_sets(flags: DataFlags) -> dict[str, DataFlags]:
     """Return the flags for each additional validation set of ``--eval-data-name``, by name.
 
-    A set is a folder or a file, relative to ``--data-dir`` or to the working directory. Else it is anything that
-    ``--data-name`` accepts.
+    A set is a folder or a file, relative to ``--data-dir`` or to the working directory. Otherwise it is anything
+    that ``--data-name`` accepts.
 
     Raises:
         DataError: a name cannot be used.

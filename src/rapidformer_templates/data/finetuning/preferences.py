@@ -130,7 +130,7 @@ def _check_apart(chosen: Any, rejected: Any) -> None:
 
 
 class PreferenceSamples(TokenizedSamples):
-    """Samples of two rows each. The length of a sample is that of its longer row."""
+    """Samples of two rows each. The length of a sample is the length of its longer row."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -156,7 +156,7 @@ def pair_samples(name: str, pairs: Sequence[tuple[Example, Example]], reader: Ch
 def judged_samples(name: str, answers: Sequence[Judged], reader: ChatReader) -> PreferenceSamples:
     """Tokenize each answer, and its prompt with an answer to another prompt. KTO measures drift on the latter.
 
-    The other answer is that of the last earlier sample with a different prompt. It depends only on the data set, so the
+    The other answer comes from the last earlier sample with a different prompt. It depends only on the data set, so the
     division into batches changes nothing.
 
     Raises:
@@ -164,7 +164,7 @@ def judged_samples(name: str, answers: Sequence[Judged], reader: ChatReader) -> 
     """
     prompts = [_prompt_of(answer.example) for answer in answers]
     if len(set(prompts)) == 1:
-        reader.notes.append(f"{name}: all answers are to one prompt, so the drift of KTO is that of answers to it")
+        reader.notes.append(f"{name}: all answers are to one prompt, so KTO measures drift on other answers to it")
     others = [
         _swapped(answers[i].example, answers[other].example)
         for i, other in enumerate(_answers_to_other_prompts(prompts))

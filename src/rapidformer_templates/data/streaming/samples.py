@@ -197,7 +197,7 @@ class StreamedSamples(Endless):
 
 
 class StreamOrder:
-    """The order of the samples of a stream, which is that of the stream itself.
+    """The order of the samples of a stream, which equals that of the stream itself.
 
     Args:
         samples: the stream.

@@ -130,7 +130,7 @@ class Encoder:
     def _rows(self, job: Job, bad: BadLines) -> Iterator[tuple[int, Row]]:
         if not isinstance(job.part, Span):
             return iter(job.part)
-        if job.path.suffix.lower() == ".txt":  # text files have no columns, so their text is that of the first key
+        if job.path.suffix.lower() == ".txt":  # text files have no columns, so their text belongs to the first key
             texts = text_documents(job.path, bad, job.part, self.recipe.text_unit)
             return ((number, {self.recipe.keys[0]: text}) for number, text in texts)
         return jsonl_rows(job.path, bad, job.part)

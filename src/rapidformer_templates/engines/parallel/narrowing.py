@@ -64,7 +64,7 @@ def narrow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 def sum_rows_in_fp32(model: nn.Module) -> None:
     """Sum gradients of 16-bit embedding tables on a CPU in fp32 per row, as a GPU does.
 
-    Torch's CPU kernel adds up the tokens of a row in 16 bits. After some hundreds of them the sum stops growing.
+    Torch's CPU kernel adds up the tokens of a row in 16 bits. After a few hundred of them the sum stops growing.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:

@@ -265,7 +265,7 @@ def _idle_scheduler(content: Mapping[str, Any]) -> Iterator[Problem]:
         if name not in given:
             yield "scheduler", f"{path}.{name} is missing, which {kind} needs"
     if kind == "OneCycle" and given.get("cycle_momentum", True) is not False:
-        why = "the betas stay those of the optimizer; DeepSpeed would move them with the learning rate"
+        why = "the optimizer sets the betas; DeepSpeed would move them with the learning rate"
         yield f"{path}.cycle_momentum", f"{path}.cycle_momentum must be false: {why}"
 
 

@@ -30,8 +30,8 @@ Parts = Generator[Callable[[], Any], Any, str | None]
 class AsyncSaver:
     """Writes one checkpoint at a time in the background.
 
-    All ranks must call its methods alike, except :meth:`close`. The memory of the copies is kept for the next save. The
-    first save of a process is slower, because it has to allocate that memory.
+    All ranks must call its methods in the same order, except :meth:`close`. The memory of the copies is kept for the
+    next save. The first save of a process is slower, because it has to allocate that memory.
 
     Attributes:
         pending: whether a save is in progress, the same on all ranks.

@@ -34,7 +34,7 @@ class Sharded:
     phases: Sequence[Phase]
 
     def moments(self) -> Iterator[Moment]:
-        """Yield the candidates for the peak. With accumulation, they are those of the last micro batch."""
+        """Yield the candidates for the peak. With accumulation, they come from the last micro batch."""
         # Before they are copied out of their buffer. gloo copies the buffer once more.
         yield Moment(0, self._gradients(0, 0), (2 if self.setting.gpu else 3) * self.width * self.model.outside_blocks)
         before = 0

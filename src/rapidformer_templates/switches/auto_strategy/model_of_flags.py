@@ -145,7 +145,7 @@ def _auto_class(config: RunConfig, model_type: str) -> str:
 
 
 class _OwnVocabulary:
-    """Placeholder if no tokenizer is named. The vocabulary is that of the architecture's default configuration."""
+    """Placeholder if no tokenizer is named. The vocabulary comes from the architecture's default configuration."""
 
     def __init__(self, default: PreTrainedConfig) -> None:
         self._size = int(default.vocab_size)

@@ -41,7 +41,7 @@ class Setting:
         bucket: elements of ZeRO's gradient buffer.
         offloads_activations: whether activations that the blocks keep go to the host.
         reshards: whether FSDP frees a block's whole parameters between forward and backward.
-        narrow: 16-bit weights with masters. None leaves weights as they are, or as DeepSpeed and FSDP convert them.
+        narrow: 16-bit weights with masters. None leaves weights unchanged, or as DeepSpeed and FSDP convert them.
         context_kind: how attention covers divided sequences. None: the number of heads decides.
         updates_apart: whether the optimizer accepts some gradients before others.
         updates_elements: whether the optimizer accepts pieces of parameters.

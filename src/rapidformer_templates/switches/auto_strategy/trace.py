@@ -389,7 +389,7 @@ def trace(
         model: a model of fake tensors, as :func:`fake_tensors.fake_tensors` makes them.
         batch: fake tensors with the shapes of training.
         compute_type: type of autocast. None computes in the type of the parameters.
-        sum_type: type in which 16-bit gradients are accumulated as they arrive. None leaves them as they are.
+        sum_type: type in which 16-bit gradients are accumulated as they arrive. None leaves them unchanged.
         recompute: one of ``layouts.RECOMPUTED``, applied to each block.
         offload: whether activations that the blocks keep go to the host.
         gpu: whether the run is for a GPU.
@@ -490,7 +490,7 @@ def stacks_of(model: nn.Module) -> dict[str, tuple[str, int]]:
 
 
 def gradient_bytes(model: nn.Module, sum_type: torch.dtype | None = None) -> dict[str, int]:
-    """Return the bytes of the gradients of a block, by stack. ``sum_type`` is that of :func:`trace`."""
+    """Return the bytes of the gradients of a block, by stack. ``sum_type`` means the same as in :func:`trace`."""
     sizes: dict[str, int] = {}
     for name, (stack, _) in stacks_of(model).items():
         trained = [p for p in model.get_submodule(name).parameters() if p.requires_grad]

@@ -21,7 +21,7 @@ from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes,
 class DynamicOrder:
     """Batches of a few shapes, in random order. The order depends only on the seed and the step.
 
-    An epoch is a permutation of the samples, sorted by shape and cut into batches. Each epoch draws anew which samples
+    An epoch is a permutation of the samples, sorted by shape and cut into batches. Each epoch draws again which samples
     share a batch, and the order of the batches. Every epoch has the same number of batches of each shape, so that any
     step is found without a look at earlier ones.
 

@@ -85,7 +85,7 @@ def attention_mask(
 ) -> torch.Tensor | None:
     """Return what the attention may see: None, a matrix (rows, 1, tokens, tokens), or borders of packed documents.
 
-    The parameters are those of transformers' ``sdpa_mask``, which makes everything except the borders.
+    The parameters match transformers' ``sdpa_mask``, which makes everything except the borders.
 
     Args:
         packs: whether the kernel supports borders.

@@ -123,7 +123,7 @@ HYBRID_SHARDING = Switch(
         Rule(
             "RF225",
             "--fsdp-shard-size is above one and divides the workers.",
-            "every group shares one copy of the states, and all groups are alike; if each worker had its own copy, "
+            "every group shares one copy of the states, and all groups are equal; if each worker had its own copy, "
             "it would be plain data parallelism",
             "[torch]",
             _groups_fit,

@@ -46,7 +46,7 @@ def _is_view(function: Callable[..., Any]) -> bool:
 class LogitsInMemory(Receipt):
     """Reports the peak number of rows of logits in memory during a forward, the number without fusing, and the kernel.
 
-    Logits are those of all words, or of the words that this worker scores.
+    Logits cover all words, or the words that this worker scores.
     """
 
     def before_step(self, probe: Probe) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class LoraFlags:
         None,
         "the adapters' output is multiplied by ALPHA / rank (default: twice the rank)",
         metavar="ALPHA",
+        minimum=0,
         only_with=("lora_rank", 8),
     )
     lora_dropout: float = flag(0.0, "dropout before the adapters", minimum=0, maximum=1, only_with=("lora_rank", 8))

@@ -20,9 +20,10 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.adapters import FrozenBase, frozen_base_of, set_frozen_base
+from rapidformer_templates.models.adapters import FrozenBase, fp32_fingerprint, frozen_base_of, set_frozen_base
 from rapidformer_templates.models.loading import class_of, own_reader
 from rapidformer_templates.switches.mixture_of_experts.exported import with_mixtures
+from rapidformer_templates.system.files import write_json
 
 ADAPTER = "default"
 """The name that peft gives to a model's only adapter."""
@@ -30,6 +31,8 @@ CONFIG = "adapter_config"
 """The attribute of an adapted model that holds peft's configuration of its adapters."""
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+BASE = "adapter_base.json"
+"""The file with the fingerprints of the base. peft does not read it."""
 PREFIX = "base_model.model."
 """The prefix of a ``PeftModel`` before the parameter names of the model inside it."""
 IN_FILES = [
@@ -82,6 +85,9 @@ def describe(model: nn.Module, folder: Path) -> None:
     config.inference_mode = True
     config.save_pretrained(str(folder))
     config.inference_mode = False
+    frozen = frozen_base_of(model)
+    if frozen and frozen.fingerprints:
+        write_json(folder / BASE, {"fingerprints": frozen.fingerprints})
     if isinstance(model, PreTrainedModel):
         described = copy.deepcopy(model.config)
         described.architectures = [class_of(model).__name__]  # the base may have another head's class
@@ -99,7 +105,7 @@ def restore(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         warnings.simplefilter("ignore")
         inject_adapter_in_model(config, model)
     model.config.name_or_path = config.base_model_name_or_path or ""
-    set_frozen_base(model, FrozenBase(frozenset(), ""))
+    set_frozen_base(model, FrozenBase(frozenset(), "", _fingerprints_in(folder)))
     vars(model)[CONFIG] = config
     return model
 
@@ -115,39 +121,84 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def base_of(folder: Path) -> str:
+def _fingerprints_in(folder: Path) -> dict[str, str]:
+    """Return the fingerprints of the base that :func:`describe` has written. Empty for adapters of other programs."""
+    if not (folder / BASE).is_file():
+        return {}
+    written: dict[str, str] = json.loads((folder / BASE).read_text(encoding="utf-8"))["fingerprints"]
+    return written
+
+
+def check_base(base: nn.Module, folder: Path, named: str) -> None:
+    """Check that a base has the weights with which the adapters were trained.
+
+    Args:
+        base: the base, without the adapters. Parts that it does not share with the trained model are not compared.
+        folder: contains the adapters.
+        named: where the base was read.
+
+    Raises:
+        ModelError: a weight differs.
+    """
+    expected = _fingerprints_in(folder)
+    here = ((name, parameter) for name, parameter in base.named_parameters() if name in expected)
+    others = [name for name, parameter in here if fp32_fingerprint(parameter) != expected[name]]
+    if others:
+        raise ModelError(
+            f"{len(others)} of {len(expected)} weights in {named} are not those with which the adapters in {folder} "
+            f"were trained, such as {others[0]}",
+            where=named,
+            hint=f"name the folder of the right base with --base; without {BASE}, it is not compared",
+        )
+
+
+def base_of(folder: Path, base: str | None = None) -> str:
     """Return the folder of the base model that the adapters name.
+
+    Args:
+        base: the base that the user names. It replaces that of the adapters.
 
     Raises:
         ModelError: the adapters name no base, or the folder does not exist.
     """
+    if base is not None:
+        if not Path(base).is_dir():
+            raise ModelError(f"{base} does not exist", where="--base", hint="name the folder with the base model")
+        return base
     named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not named:
         raise ModelError(
             f"the adapters in {folder} do not name a base",
             where=str(folder / SETTINGS),
-            hint="their model was built by code: build it again and load them with peft.PeftModel.from_pretrained",
+            hint="their model was built by code: name a folder with its weights with --base, or build it again and "
+            "load them with peft.PeftModel.from_pretrained",
         )
     if Path(named).is_absolute() and not Path(named).is_dir():
         raise ModelError(
             f"the base of the adapters no longer exists: {named}",
             where=str(folder / SETTINGS),
-            hint="restore the folder, or write its new path as base_model_name_or_path into this file",
+            hint="restore the folder, or name its new place with --base FOLDER",
         )
     return str(named)
 
 
-def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
+def read_model(
+    factory: Any, folder: Path, config: PreTrainedConfig, *, base_folder: str | None = None
+) -> tuple[Any, dict[str, Any]]:
     """Read the base model, merge the adapters into it, and return it with the loading info of ``from_pretrained``.
 
     Args:
         factory: transformers' class for the task, such as ``AutoModelForCausalLM``.
         folder: contains the adapters.
         config: from :func:`read_config`.
+        base_folder: folder of the base, if it is not where the adapters say.
+
+    Raises:
+        ModelError: the base does not exist, or it has other weights than the one of the training.
     """
     from peft import PeftModel
 
-    named = base_of(folder)
+    named = base_of(folder, base_folder)
     reader = own_reader(Path(named))
     base, info = (
         reader.read_model(factory, Path(named), config)
@@ -161,6 +212,7 @@ def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[An
             output_loading_info=True,
         )
     )
+    check_base(base, folder, named)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = PeftModel.from_pretrained(base, str(folder))

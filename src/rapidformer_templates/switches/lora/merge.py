@@ -14,13 +14,17 @@ from rapidformer_templates.switches.mixture_of_experts.exported import mark
 from rapidformer_templates.system.files import new_folder
 
 
-def merge(adapters: Path, output: Path) -> None:
+def merge(adapters: Path, output: Path, base_folder: str | None = None) -> None:
     """Add adapters to the weights of their base model, in fp32, and write the model in transformers' format.
 
+    Args:
+        base_folder: folder of the base, if it is not where the adapters say.
+
     Raises:
-        ModelError: the base does not exist, transformers does not have its class, or the output would replace it.
+        ModelError: the base does not exist or has other weights, transformers does not have its class, or the output
+            would replace it.
     """
-    base = Path(base_of(adapters)).resolve()
+    base = Path(base_of(adapters, base_folder)).resolve()
     if output.resolve() == base:
         message = f"the base of the adapters, {base}, would be replaced"
         raise ModelError(message, where="--output", hint="give another folder")
@@ -33,7 +37,7 @@ def merge(adapters: Path, output: Path) -> None:
             where=str(adapters / "config.json"),
             hint="load the model with its own code and merge with peft: PeftModel.merge_and_unload()",
         )
-    model, _ = read_model(factory, adapters, config)
+    model, _ = read_model(factory, adapters, config, base_folder=base_folder)
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = True  # training switches it off
     logging.disable_progress_bar()

@@ -23,7 +23,13 @@ from transformers.pytorch_utils import Conv1D
 from rapidformer_templates.engines.local import COMPUTE_TYPES
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.adapters import FrozenBase, fingerprint, identity_of, set_frozen_base
+from rapidformer_templates.models.adapters import (
+    FrozenBase,
+    fingerprint,
+    fp32_fingerprint,
+    identity_of,
+    set_frozen_base,
+)
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import placement_of, whole
 from rapidformer_templates.models.stand_ins import AbsentModule, SkippedBlock
@@ -50,7 +56,7 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
     _check_matrices(model, targets, options)
     of_all = targets.of_all(building.workers) if building.has_values else targets
     refuse_missing(model, of_all, options.lora_target_modules, options.lora_modules_to_save)
-    identity = _identity(model, building.workers) if building.has_values else ""
+    identity, fingerprints = _identify(model, building.workers, of_all) if building.has_values else ("", {})
     config = _peft_config(targets, options)
     with warnings.catch_warnings(), nullcontext() if building.has_values else _moving_nothing():
         warnings.simplefilter("ignore")  # peft warns that Conv1D stores its matrix transposed, and then handles it
@@ -70,7 +76,7 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
     if building.has_values:
         _initialise(model, torch.initial_seed())
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
-    set_frozen_base(model, FrozenBase(frozen, identity))
+    set_frozen_base(model, FrozenBase(frozen, identity, fingerprints))
     described = _peft_config(of_all, options)
     # peft sets this while it adds adapters to a Conv1D.
     described.fan_in_fan_out = any(building.workers.gather(config.fan_in_fan_out)) if building.has_values else False
@@ -303,14 +309,18 @@ def _inside(name: str, modules: list[str]) -> bool:
     return any(f".{module}." in f".{name}." for module in modules)
 
 
-def _identity(model: nn.Module, workers: Workers) -> str:
-    """Return the identity of the frozen base. It is the same for all pipeline stages."""
+def _identify(model: nn.Module, workers: Workers, targets: Targets) -> tuple[str, dict[str, str]]:
+    """Return the identity of the model and the fingerprints of its frozen tensors, the same for all pipeline stages."""
     whole_name = placement_of(model).whole_name
-    values: dict[str, str] = {}
+    values: dict[str, tuple[str, str]] = {}
     for name, parameter in model.named_parameters():
         with whole(parameter):
-            values[whole_name(canonical_name(name))] = fingerprint(parameter)
-    return identity_of({name: value for others in workers.gather(values) for name, value in others.items()})
+            own = fingerprint(parameter)
+            in_fp32 = own if parameter.dtype == torch.float32 else fp32_fingerprint(parameter)
+            values[whole_name(canonical_name(name))] = own, in_fp32
+    gathered = {name: value for others in workers.gather(values) for name, value in others.items()}
+    frozen = {name: in_fp32 for name, (_, in_fp32) in gathered.items() if not _inside(name, targets.trained_whole)}
+    return identity_of({name: own for name, (own, _) in gathered.items()}), frozen
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:

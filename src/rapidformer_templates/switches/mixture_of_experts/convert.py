@@ -29,7 +29,7 @@ class MixtureSizes:
     Attributes:
         experts: number of experts in each layer.
         top_k: number of experts that process a token.
-        width: width of an expert's inner layer. None is that of the dense feed-forward.
+        width: width of an expert's inner layer. None means the width of the dense feed-forward.
         interval: one block in ``interval`` has a mixture. 2 means the second, the fourth, and so on.
         capacity_factor: see :func:`gate.within_capacity`. None drops nothing.
         balance, z: coefficients of the losses.
@@ -154,7 +154,7 @@ def make_sparse(model: nn.Module, blocks: Mapping[str, nn.Module], sizes: Mixtur
             raise ModelError(
                 f"the feed-forward of {name} ({type(block).__name__}) has an unknown structure",
                 where="--num-experts",
-                hint="supported are those of gpt2, gpt_neox, gptj, llama, mistral, qwen2, phi, bert, roberta and "
+                hint="supported are the blocks of gpt2, gpt_neox, gptj, llama, mistral, qwen2, phi, bert, roberta and "
                 "others built like them; mixtral, qwen2_moe, qwen3_moe … already have experts",
             )
         feed_forward.replace(_sparse(feed_forward, sizes, losses, number))

@@ -357,7 +357,7 @@ SWITCHES = (
             Rule(
                 "RF277",
                 "--expert-model-parallel-size divides the workers that have copies of everything else: data × context.",
-                "every group of them has one copy of the experts, and all groups are alike; --expert-parallel is one "
+                "every group of them has one copy of the experts, and all groups are equal; --expert-parallel is one "
                 "group of all of them",
                 "[M]",
                 _groups_fit,

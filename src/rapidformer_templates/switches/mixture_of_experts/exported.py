@@ -68,13 +68,16 @@ def with_mixtures(model: Any) -> Any:
     return model
 
 
-def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
+def read_model(
+    factory: Any, folder: Path, config: PreTrainedConfig, *, base_folder: str | None = None
+) -> tuple[Any, dict[str, Any]]:
     """Load the model in a marked folder. Also return the loading info that ``from_pretrained`` would give.
 
     Args:
         factory: transformers' class for the task, such as ``AutoModelForCausalLM``, or a model class.
         folder: a folder that :func:`mark` has marked.
         config: from :func:`read_config`.
+        base_folder: unused, because the folder has all weights.
     """
     build = getattr(factory, "from_config", factory)  # a model class builds from its own constructor
     model = with_mixtures(build(config).float())

@@ -5,9 +5,9 @@ adds the mean over the tokens of the global batch of
 
     ``balance coefficient · balance + z coefficient · z``
 
-The balance loss of a token is that of its sample. So both losses are sums over samples, and do not depend on the micro
-batch size, accumulation or the number of workers. (A balance loss over a micro batch would depend on its size, because
-it is a product of two means.)
+The balance loss of a token is the loss of its sample. So both losses are sums over samples. They do not depend on the
+micro batch size, accumulation or the number of workers. (A balance loss over a micro batch would depend on its size,
+because it is a product of two means.)
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Their experts are already stacked. This module adds grouped products, which also support mixed precision and fp64, and
 the losses. transformers adds its balance loss to the model's loss only if ``config.output_router_logits`` is set, and
-never if the loss is computed outside of the model. Here it is always part of the gradient, and the reported loss is
-that of the task alone.
+never if the loss is computed outside of the model. Here it is always part of the gradient, and the reported loss
+contains only the task.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def patch_native_experts(model: Any, *, balance: float | None, z: float) -> Bala
         raise ModelError(
             f"found no router in {type(model).__name__}",
             where="mixture of experts",
-            hint=f"known are those of {', '.join(sorted(OWN_EXPERTS))}",
+            hint=f"known are the routers of {', '.join(sorted(OWN_EXPERTS))}",
         )
     config.output_router_logits = False  # otherwise the model's loss would include them, too
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts)

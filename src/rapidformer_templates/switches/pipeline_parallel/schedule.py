@@ -1,6 +1,6 @@
 """The schedule of forwards, backwards and transfers on each worker of a pipeline. These functions are pure.
 
-1F1B and its interleaved form are those of Narayanan et al., 2021. torch.distributed.pipelining has them, too, but only
+1F1B and its interleaved form follow Narayanan et al., 2021. torch.distributed.pipelining has them, too, but only
 for micro batches of one shape. It also does not support every number of micro batches: fewer than stages, or a number
 that is not divisible by the rounds of the interleaved form. Here, every number has a schedule. The test compares with
 torch's schedule where torch has one.

@@ -104,11 +104,12 @@ class PipelineCut:
                 )
             return sizes
         if count % self.pipeline or self.pipeline >= count or stages > count:
+            hint = "choose a size below the number of blocks that divides it (RF010)"
+            if stages < count:
+                uneven = ",".join(str(count // stages + (stage < count % stages)) for stage in range(stages))
+                hint += f", or give the blocks of each stage: --pipeline-stages {uneven}"
             raise ModelError(
-                f"{count} blocks cannot be cut into {stages} stages",
-                where=type(self.model).__name__,
-                hint="choose a size below the number of blocks that divides it (RF010), or give the blocks of each "
-                "stage: --pipeline-stages 3,2",
+                f"{count} blocks cannot be cut into {stages} stages", where=type(self.model).__name__, hint=hint
             )
         front = self._cost(name for name, ranks in self.module_ranks.items() if 0 in ranks)
         back = self._cost(name for name, ranks in self.module_ranks.items() if self.pipeline - 1 in ranks)

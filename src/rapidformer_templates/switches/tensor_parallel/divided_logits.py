@@ -21,7 +21,7 @@ from rapidformer_templates.switches.tensor_parallel.collectives import Peers, ga
 
 
 class DividedLogits(DividedTensor):
-    """Logits with the last dimension divided over workers. Shape, type and device are those of the whole tensor.
+    """Logits with the last dimension divided over workers. Shape, type and device describe the whole tensor.
 
     Attributes:
         local: this worker's columns, with the autograd graph.

@@ -208,6 +208,9 @@ class ZeroState(ABC):
                 state[key] = torch.zeros_like(flat, requires_grad=False)
             for f in held:
                 read_into(f.of(state[key]), reader, "optimizer", f"{f.name}/{key}", f.shape, f.start)
+            if key == weight_average.KEY:  # a parameter that no step has updated equals its average
+                for f in (f for f in fragments if f not in held):
+                    read_into(f.of(state[key]), reader, "weights", f.name, f.shape, f.start)
         return state
 
     def _read_count(self, reader: StateReader, held: list[Fragment], key: str) -> Any:

@@ -1,0 +1,1 @@
+"""``rapidformer convert``: configurations of other trainers become YAML files of this library."""

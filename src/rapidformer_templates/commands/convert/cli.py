@@ -1,0 +1,187 @@
+"""``rapidformer convert``: reads another trainer's configuration, writes ours, and checks that its plan resolves."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rapidformer_templates.commands.convert.axolotl import convert_axolotl
+from rapidformer_templates.commands.convert.llama_factory import convert_llama_factory
+from rapidformer_templates.commands.convert.megatron import arguments_of_script, convert_megatron
+from rapidformer_templates.commands.convert.result import Options, Result, as_yaml, remarks
+from rapidformer_templates.commands.convert.source import Value, mapping_of, read_text
+from rapidformer_templates.commands.convert.trl import convert_arguments
+from rapidformer_templates.commands.words import Parser
+from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
+from rapidformer_templates.planning.config import dashed
+from rapidformer_templates.planning.device_kinds import DEVICE_KINDS
+from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.tasks import TASKS, check_data_flags, check_task_flags
+from rapidformer_templates.run.best import check_metric
+from rapidformer_templates.system.files import write_text, writing
+
+FORMATS: Mapping[str, Callable[[dict[str, Value], Options], Result]] = {
+    "axolotl": convert_axolotl,
+    "llama-factory": convert_llama_factory,
+    "transformers": convert_arguments,
+}
+"""Formats of keys and values. ``megatron`` is the fourth one, a shell script."""
+
+USUAL_GPU = "a100-80gb"
+
+NEWEST = "99.0"
+"""A version that every rule about an optional package accepts."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert the file, write the result and check its plan.
+
+    Args:
+        argv: words after ``rapidformer convert``.
+
+    Returns:
+        0 if the plan of the result resolves, else the exit status of the refusal.
+
+    Raises:
+        RapidformerError: the file cannot be read, is of no known format, or asks for a training that is not supported.
+    """
+    asked = build_parser().parse_args(dashed(argv))
+    file = Path(asked.file)
+    output = Path(asked.output) if asked.output else None
+    if output and output.exists() and not asked.overwrite:
+        raise ConfigError(f"{output} already exists and is left unchanged", where="--output", hint="add --overwrite")
+    options = Options(asked.world_size, asked.samples, asked.task, (Path(), *file.absolute().parents))
+    name, result = converted(file, asked.format, options)
+    text = as_yaml(result, f"Converted by rapidformer convert from {file.name} ({name})")
+    with tempfile.TemporaryDirectory() as folder:
+        target = output or Path(folder) / "converted.yaml"
+        with writing(target):
+            write_text(target, text)
+        if output:
+            print(f"wrote {output}", *remarks(result), sep="\n")
+        else:
+            print(text, end="")
+            sys.stdout.flush()
+        refusal, packages = refusal_of(target, result.workers, asked.device_kind)
+    workers = f"{result.workers} worker{'s' if result.workers > 1 else ''}"
+    if refusal is not None:
+        hints = [f"  help   {note}" for note in result.notes if "--samples" in note]
+        print(f"The plan for {workers} does not resolve yet:", refusal.render(), *hints, sep="\n", file=sys.stderr)
+        return refusal.exit_status
+    print(f"The plan for {workers} resolves.", *packages, sep="\n  ", file=sys.stderr)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``rapidformer convert``."""
+    parser = Parser(
+        prog="rapidformer convert",
+        description="Convert a configuration of another trainer to a YAML file for --config, name what has no "
+        "counterpart, and check that the plan of the result resolves.",
+    )
+    parser.add_argument(
+        "file", metavar="FILE", help="YAML of axolotl, LLaMA-Factory or TRL, JSON of TrainingArguments, or a shell "
+        "script that starts Megatron-LM",
+    )  # fmt: skip
+    parser.add_argument(
+        "--from", dest="format", choices=(*FORMATS, "megatron"), help="format (default: recognized by its keys)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="file to write (default: standard output)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    parser.add_argument("--world-size", type=_count, metavar="N", help="workers (default: those in the file, else 1)")
+    parser.add_argument(
+        "--samples", type=_count, metavar="N", help="samples of an epoch, with which epochs become steps; with "
+        "packing: packed rows",
+    )  # fmt: skip
+    parser.add_argument("--task", choices=tuple(TASKS), help="task (default: from the file)")
+    parser.add_argument(
+        "--device-kind", choices=tuple(DEVICE_KINDS), default=USUAL_GPU, help=f"GPU of the plan (default: {USUAL_GPU})"
+    )
+    return parser
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, not '{word}'")
+    return int(word)
+
+
+def converted(file: Path, name: str | None, options: Options) -> tuple[str, Result]:
+    """Convert a file.
+
+    Args:
+        name: the format, or None to recognize it by its keys.
+
+    Returns:
+        The format and the result.
+
+    Raises:
+        RapidformerError: the file cannot be read or converted.
+    """
+    text = read_text(file)
+    if file.suffix == ".sh" or (name == "megatron" and file.suffix not in (".yaml", ".yml")):
+        script, arguments, workers = arguments_of_script(text)
+        return "megatron", convert_megatron(script, arguments, workers, options)
+    values = mapping_of(text, file)
+    arguments_of_test = values.get("MODEL_ARGS")
+    if name in (None, "megatron") and isinstance(arguments_of_test, dict):
+        arguments = {key.removeprefix("--"): value for key, value in arguments_of_test.items()}
+        named = re.search(r"pretrain_\w+\.py", text)
+        return "megatron", convert_megatron(named[0] if named else "pretrain_gpt.py", arguments, None, options)
+    name = name or recognized(values, file)
+    if name not in FORMATS:
+        raise ConfigError(f"{file} is not a shell script", where="--from megatron", hint="leave --from out")
+    return name, FORMATS[name](values, options)
+
+
+def recognized(values: Mapping[str, Value], file: Path) -> str:
+    """Return the format of a mapping by its keys.
+
+    Raises:
+        ConfigError: the keys are of no format that can be converted.
+    """
+    keys = values.keys()
+    if "base_model" in keys:
+        return "axolotl"
+    is_version_1 = {"model", "train_dataset"} <= keys
+    if is_version_1 or ("model_name_or_path" in keys and keys & {"finetuning_type", "cutoff_len", "dataset_dir"}):
+        return "llama-factory"
+    if keys & {"compute_environment", "distributed_type"}:
+        hint = "convert the file of the training. rapidformer starts workers by --nproc-per-node or torchrun"
+        raise ConfigError(f"{file} is a file for accelerate launch, which starts workers", where="FILE", hint=hint)
+    if keys & {"output_dir", "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size"}:
+        return "transformers"
+    hint = "name its format with --from"
+    raise ConfigError(f"the keys of {file} are not those of a training configuration", where="FILE", hint=hint)
+
+
+def refusal_of(file: Path, workers: int, device_kind: str) -> tuple[RapidformerError | None, tuple[str, ...]]:
+    """Return why the plan of a file for ``--config`` is refused, or None if it resolves.
+
+    The plan is for GPUs, and for a machine with all optional packages. The second value has a line for each of these
+    packages that is missing here.
+    """
+    from rapidformer_templates.commands.main import plan_request
+
+    words = ["--config", str(file), "--world-size", str(workers)]
+    if not re.search("^device:", file.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        words += ["--device-kind", device_kind]
+    try:
+        config, environment, _ = plan_request(words)
+        everywhere = dict.fromkeys(OPTIONAL_PACKAGES, NEWEST) | dict(environment.packages)
+        resolve(config, dataclasses.replace(environment, packages=everywhere))
+        for check in [check_task_flags, check_data_flags, check_metric] if config.training.task else []:
+            check(config)
+    except RapidformerError as error:
+        return error, ()
+    try:
+        resolve(config, environment)
+    except Refused as refused:
+        return None, tuple(diagnostic.message for diagnostic in refused.diagnostics)
+    return None, ()

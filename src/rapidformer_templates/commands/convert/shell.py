@@ -1,0 +1,190 @@
+"""The words of a command in a shell script, with the values of the variables that the script sets."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from rapidformer_templates.errors import ConfigError
+
+_TOKEN = re.compile(
+    r"""(?P<document><<-?\s*['"]?(?P<mark>\w+)['"]?[^\n]*\n.*?^\s*(?P=mark)$)
+    |(?P<quoted>'[^']*'|"(?:\\.|[^"\\])*"|\\.|\$\(\([^()]*\)\)|\$\([^()]*\))
+    |(?P<comment>(?<!\S)\#[^\n]*)
+    |(?P<other>.)""",
+    re.DOTALL | re.MULTILINE | re.VERBOSE,
+)
+_VARIABLE = re.compile(r"\$\{(\w+)(\[[@*]\])?(:?[-=]([^{}]*))?\}|\$(\w+)")
+_ARITHMETIC = re.compile(r"\$\(\(([^()$]*)\)\)")
+_SETTING = re.compile(
+    r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?(\w+)(\+?)=(\(.*\)|\"[^\"]*\"|'[^']*'|\S*)$", re.DOTALL
+)
+_TEST = re.compile(r"\[\[?\s+(.*?)\s+\]?\]", re.DOTALL)
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_JOINING = ("then", "do", "done", "{", "}")
+
+
+@dataclass
+class _Branch:
+    """An ``if`` or a ``case`` whose end was not read yet.
+
+    Attributes:
+        word: the word that a ``case`` compares, or None for an ``if``.
+        is_taken: whether the commands of the current branch run.
+        is_done: whether one of the branches was taken.
+    """
+
+    word: str | None
+    is_taken: bool
+    is_done: bool
+
+    def take(self, *, holds: bool) -> None:
+        """Begin the next branch."""
+        self.is_taken = holds and not self.is_done
+        self.is_done = self.is_done or self.is_taken
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a script.
+
+    Variables have the values that the script gives them. A variable from elsewhere keeps its name: ``$1``. A branch
+    runs if it compares texts and its condition holds. Other conditions do not hold. The body of a loop runs once.
+
+    Raises:
+        ConfigError: a command that starts a Python script has a quote that is not closed.
+    """
+    variables: dict[str, str] = {}
+    branches: list[_Branch] = []
+    for statement in _statements(text):
+        if _is_branch(statement, branches, variables) or not all(branch.is_taken for branch in branches):
+            continue
+        setting = _SETTING.fullmatch(statement)
+        if setting:
+            name, more, value = setting.groups()
+            value = _value(expanded(value, variables))
+            variables[name] = f"{variables.get(name, '')} {value}".strip() if more else value
+        elif ".py" in (command := expanded(statement, variables)):
+            yield _words(command)
+
+
+def _statements(text: str) -> Iterator[str]:
+    """Yield the statements of a script without comments. A list in parentheses is one statement."""
+    statement, depth = "", 0
+    for token in _TOKEN.finditer(text.replace("\\\n", " ") + "\n"):
+        character = token["other"]
+        if token["comment"] or token["document"]:
+            continue
+        if character == "(" and (depth or statement.endswith("=")):
+            depth += 1
+        elif character == ")" and depth:
+            depth -= 1
+        if character and character in ";\n" and not depth:
+            for word in _JOINING:  # a command may follow "then" on its line
+                statement = re.sub(rf"^\s*{re.escape(word)}(?=\s|$)", "", statement)
+            if statement.strip():
+                yield statement.strip()
+            statement = ""
+        else:
+            statement += token[0]
+
+
+def _is_branch(statement: str, branches: list[_Branch], variables: dict[str, str]) -> bool:
+    """Return whether a statement begins or ends a branch, and do so."""
+    first, _, rest = statement.partition(" ")
+    branch = branches[-1] if branches else None
+    if first == "if":
+        holds = _holds(rest, variables)
+        branches.append(_Branch(None, holds, holds))
+    elif first == "case":
+        branches.append(_Branch(_value(expanded(rest.removesuffix(" in").strip(), variables)), False, False))
+    elif branch and first in ("fi", "esac"):
+        branches.pop()
+    elif branch and branch.word is None and first in ("elif", "else"):
+        branch.take(holds=first == "else" or _holds(rest, variables))
+    elif branch and branch.word is not None and statement.endswith(")") and "(" not in statement:
+        patterns = (pattern.strip(" \"'") for pattern in statement[:-1].split("|"))
+        branch.take(holds=any(fnmatchcase(branch.word or "", pattern) for pattern in patterns))
+    else:
+        return False
+    return True
+
+
+def _holds(condition: str, variables: dict[str, str]) -> bool:
+    """Return whether a condition holds, if it tests texts. ``||`` joins several tests."""
+    return any(_test_holds(part.strip(), variables) for part in condition.split("||"))
+
+
+def _test_holds(test: str, variables: dict[str, str]) -> bool:
+    inside = _TEST.fullmatch(test)
+    if inside is None:
+        return False
+    # A variable that the script does not set is empty.
+    operands = [_value(expanded(word, variables, unset="")) for word in inside[1].split()]
+    if len(operands) == 3 and operands[1] in ("==", "=", "!="):
+        return fnmatchcase(operands[0], operands[2]) == (operands[1] != "!=")
+    if len(operands) == 2 and operands[0] in ("-z", "-n"):
+        return (operands[1] == "") == (operands[0] == "-z")
+    return False
+
+
+def expanded(text: str, variables: dict[str, str], unset: str | None = None) -> str:
+    """Return a text with the values of variables and of whole-number arithmetic.
+
+    Args:
+        unset: the value of a variable that is not set. None keeps its name.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[5]
+        default = match[4] if match[3] else match[0] if unset is None else unset
+        return variables.get(name) or default
+
+    for _ in range(4):  # values and defaults may name variables, too
+        text = _ARITHMETIC.sub(lambda match: _computed(match, variables), _VARIABLE.sub(value, text))
+    return text
+
+
+def _computed(match: re.Match[str], variables: dict[str, str]) -> str:
+    """Return the result of an arithmetic expression, or the expression if it is not one of whole numbers."""
+    named = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
+    try:
+        return str(_evaluated(ast.parse(named.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return match[0]
+
+
+def _evaluated(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluated(node.left), _evaluated(node.right))
+    raise ValueError
+
+
+def _value(text: str) -> str:
+    """Return the value of a setting without its quotes. A list is a text with spaces."""
+    text = text.strip()
+    if text.startswith("(") and text.endswith(")"):
+        # An item "--name value" becomes two words, because scripts use lists without quotes.
+        return " ".join(word if " " in word else shlex.quote(word) for word in _words(text[1:-1]))
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
+        return text[1:-1].strip()
+    return text
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"a command cannot be read ({error}): {text[:60]}", where="FILE") from error

@@ -1,0 +1,139 @@
+"""Keys and values of another trainer's configuration."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.system.files import explain
+
+Value: TypeAlias = "bool | int | float | str | list[Value] | dict[str, Value] | None"
+
+_TRUTH = {"true": True, "yes": True, "false": False, "no": False, "none": False}
+
+
+class Source:
+    """A configuration that remembers which of its keys were read.
+
+    Args:
+        values: the values by key, as in the file.
+        names: keys of this trainer by the key of ``TrainingArguments`` that means the same.
+        defaults: values that the trainer uses if a key is absent. A key is one of ``TrainingArguments``, if ``names``
+            has it.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Value],
+        names: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Value] | None = None,
+    ) -> None:
+        self.values, self.names, self.defaults = values, names or {}, defaults or {}
+        self._read: set[str] = set()
+
+    def own(self, key: str) -> str:
+        """Return the trainer's own name of a key."""
+        return self.names.get(key, key)
+
+    def get(self, *keys: str) -> Value:
+        """Return the value of the first of these keys that has one, else a default. All of them count as read."""
+        self._read.update(map(self.own, keys))
+        present = (self.values.get(self.own(key)) for key in keys)
+        default = next((self.defaults[key] for key in keys if key in self.defaults), None)
+        return next((value for value in present if value not in (None, "")), default)
+
+    def text(self, *keys: str) -> str | None:
+        value = self.get(*keys)
+        return None if value is None else str(value)
+
+    def number(self, *keys: str) -> float | None:
+        """Return a number, which may also be written as a text, such as 2e-5 in YAML 1.1.
+
+        Raises:
+            ConfigError: the value is not a finite number.
+        """
+        value = self.get(*keys)
+        if value is None:
+            return None
+        try:
+            number = float("nan") if isinstance(value, bool | list | dict) else float(value)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            hint = "write the number in place of the variable" if "$" in str(value) else None
+            raise ConfigError(f"{self.own(keys[0])} needs a number, not {value!r}", where=self.own(keys[0]), hint=hint)
+        return number
+
+    def whole(self, *keys: str) -> int | None:
+        """Return a whole number.
+
+        Raises:
+            ConfigError: the value is not a whole number.
+        """
+        number = self.number(*keys)
+        if number is not None and number != int(number):
+            raise ConfigError(f"{self.own(keys[0])} needs a whole number, not {number}", where=self.own(keys[0]))
+        return None if number is None else int(number)
+
+    def is_on(self, *keys: str) -> bool:
+        """Return whether a key is true.
+
+        Raises:
+            ConfigError: the value is neither true nor false.
+        """
+        value = self.get(*keys)
+        truth = _TRUTH.get(value.lower()) if isinstance(value, str) else bool(value)
+        if truth is None:
+            raise ConfigError(f"{self.own(keys[0])} needs true or false, not {value!r}", where=self.own(keys[0]))
+        return truth
+
+    def words(self, *keys: str) -> list[str]:
+        """Return a list, which may also be written as a text with commas or spaces."""
+        value = self.get(*keys)
+        if isinstance(value, list):
+            return [str(one) for one in value]
+        return [] if value is None else str(value).replace(",", " ").split()
+
+    def unread(self) -> dict[str, Value]:
+        """Return the keys that nothing has read, with their values."""
+        return {key: value for key, value in self.values.items() if key not in self._read}
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a text.
+        RapidformerError: the file cannot be read.
+    """
+    if not path.is_file():
+        raise ConfigError(f"the file {path} does not exist", where="FILE")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file: {error}", where="FILE") from error
+    except OSError as error:
+        what, to_do = explain(error)
+        raise RapidformerError(f"{path} cannot be read: {what}", hint=to_do) from error
+
+
+def mapping_of(text: str, path: Path) -> dict[str, Value]:
+    """Return the keys and values of a JSON or YAML text.
+
+    Raises:
+        ConfigError: the text is neither, or it does not map keys to values.
+    """
+    try:
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise ConfigError(f"{path} is not {kind}: {error}", where="FILE") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{path} must map keys to values", where="FILE")
+    return values

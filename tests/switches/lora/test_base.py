@@ -1,0 +1,120 @@
+"""Adapters whose base has moved or changed: every command that reads the base names it, and ``--base`` replaces it."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rapidformer_templates import Trainer
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.run.saved_model import open_saved
+from tests.support.preference_runs import pretrained, words
+from tests.support.texts import write_jsonl
+
+Capture = pytest.CaptureFixture[str]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
+    """A run with adapters. Its base, ``start``, is now in ``moved``."""
+    folder = tmp_path_factory.mktemp("base")
+    start = pretrained(folder / "start", gpt_folder)
+    write_jsonl(folder / "train.jsonl", [{"text": words(3 + i % 9, i)} for i in range(12)])
+    write_jsonl(folder / "valid.jsonl", [{"text": words(4, i)} for i in range(5)])
+    flags = f"--task causal_lm --lora-rank 2 --train-iters 2 --lr 1e-2 --seq-length 32 --data-dir {folder}"
+    Trainer(f"{flags} --pretrained-model-name-or-path {start} --save {folder / 'run'}".split()).fit()
+    (folder / "rows.jsonl").write_text(json.dumps({"text": words(4, 1)}) + "\n")
+    start.rename(folder / "moved")
+    return folder / "run"
+
+
+def _words(command: str, run: Path, *more: str) -> list[str]:
+    own = {
+        "evaluate": [],
+        "predict": ["--input", str(run.parent / "rows.jsonl"), "--max-new-tokens", "2"],
+        "chat": ["--max-new-tokens", "2"],
+        "export": ["--merge"],
+        "train": ["--task", "causal_lm", "--train-iters", "1", "--seq-length", "32", "--lr", "1e-3", "--no-save"],
+    }[command]
+    if command == "train":
+        name = ["--data-dir", str(run.parent), "--pretrained-model-name-or-path", str(run / "export")]
+        return [*own, *name, *more]
+    return [command, str(run), *own, *more]
+
+
+COMMANDS = ("evaluate", "predict", "chat", "export", "train")
+
+
+def _call(words: list[str]) -> int:
+    with mock.patch("sys.stdin", io.StringIO("the cat\n")):
+        return main(words)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_base_that_has_moved_is_named(command: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
+    output = ["--output", str(tmp_path / "out")] if command in ("export", "predict") else []
+    assert _call(_words(command, run, *output)) == 2
+    error = capsys.readouterr().err
+    assert f"the base of the adapters no longer exists: {run.parent / 'start'}" in error
+    assert "--base FOLDER" in error
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_new_place_can_be_named(command: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
+    output = ["--output", str(tmp_path / "out")] if command in ("export", "predict") else []
+    assert _call(_words(command, run, "--base", str(run.parent / "moved"), *output)) == 0
+    if command == "evaluate":
+        capsys.readouterr()
+        assert _call(_words(command, run, "--base", str(run.parent / "moved"), "--json")) == 0
+        metrics = json.loads(capsys.readouterr().out)
+        expected = json.loads((run / "summary.json").read_text())["metrics"]["eval_loss"]
+        assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    if command == "export":
+        plain = AutoModelForCausalLM.from_pretrained(run.parent / "moved")
+        merged = PeftModel.from_pretrained(plain, run / "export").merge_and_unload()
+        ids = torch.arange(4)[None]
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+        torch.testing.assert_close(found, merged(ids).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_base_with_other_weights_is_refused(command: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run.parent / "moved", other)
+    weights = load_file(other / "model.safetensors")
+    name = next(name for name in weights if name.endswith("c_attn.weight"))
+    weights[name][0, 0] += 1e-3
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    output = ["--output", str(tmp_path / "out")] if command in ("export", "predict") else []
+    assert _call(_words(command, run, "--base", str(other), *output)) == 2
+    error = capsys.readouterr().err
+    assert "are not those with which the adapters" in error
+    assert name in error
+
+
+def test_python_names_it_too(run: Path) -> None:
+    opened = open_saved(run, base=run.parent / "moved")
+    assert json.loads((run / "summary.json").read_text())["parameters"] > opened.model.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("evaluate {moved} --base {moved} --data-dir {run}/..", "there are no adapters that need a base"),
+        ("evaluate {run} --base {run}", "there is no config.json in"),
+        ("export {run} --base {moved} --output {run}/new", "only --merge reads the base of adapters"),
+    ],
+)
+def test_a_base_that_nobody_reads_is_refused(words: str, message: str, run: Path, capsys: Capture) -> None:
+    assert _call(words.format(run=run, moved=run.parent / "moved").split()) == 2
+    assert message in capsys.readouterr().err
