@@ -1,6 +1,6 @@
 """Pictures of README and manual: ``python scripts/pictures.py`` writes docs/pictures/ from real output and figures.
 
-``--train`` first trains the runs of the picture about parity again, and stores their losses in ``parity.json``. It takes
+``--train`` first trains the runs of the picture about parity again. It stores their losses in ``parity.json`` and takes
 about ten minutes on two cores.
 """
 
