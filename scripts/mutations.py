@@ -66,7 +66,7 @@ LINES = {
     ),
     "copies of a tied parameter are not added up": Line(
         "engines/parallel/replicas.py",
-        "dist.all_reduce(self._sums[window], group=self.tied[self._kind[window].stages])",
+        "dist.all_reduce(self._sums[bucket], group=self.tied[self._keys[bucket].stages])",
         "pass",
         ("tests/engines/parallel/test_engine.py",),
     ),

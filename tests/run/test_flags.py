@@ -208,7 +208,7 @@ ELSEWHERE = {
     "async_save": "tests/run/test_loop.py",
     "run_name": "tests/run/test_trackers.py",
     "project_name": "tests/planning/test_trackers.py",
-    "grad_reduce_dtype": "tests/engines/parallel/test_narrow.py",
+    "grad_reduce_dtype": "tests/engines/parallel/test_master_weights.py",
     "zero_3_max_live_parameters": "tests/planning/deepspeed_file/test_file.py",
     "zero_3_param_persistence_threshold": "tests/switches/zero/test_engine.py",
     "zero_3_prefetch_bucket_size": "tests/planning/deepspeed_file/test_file.py",

@@ -129,7 +129,7 @@ PER_PARAMETER = (
 """This library's optimizers that accept the gradients of some parameters before those of others."""
 
 
-def updates_apart(kind: str) -> bool:
+def updates_in_chunks(kind: str) -> bool:
     """Return whether an optimizer accepts the gradients of some parameters before those of others.
 
     This requires that an update depends on no other parameter, and that a step skips parameters without a gradient.
@@ -155,7 +155,7 @@ ELEMENTWISE = {
 """(package, class) of optimizers that update each element only from its own gradient and state."""
 
 
-def updates_elements(kind: str) -> bool:
+def updates_elementwise(kind: str) -> bool:
     """Return whether an optimizer accepts ranges of parameters: no element's update depends on another element.
 
     Other optimizers get whole parameters: those with LAMB's norms, Adafactor's means, Muon's products or blocks of

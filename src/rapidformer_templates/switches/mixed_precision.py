@@ -10,7 +10,7 @@ from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import needs_template
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.optimizers import implementation, updates_apart
+from rapidformer_templates.planning.optimizers import implementation, updates_in_chunks
 from rapidformer_templates.planning.request import precision, wide_weights
 from rapidformer_templates.planning.switch import (
     Example,
@@ -54,7 +54,7 @@ def _notes(request: Request) -> Sequence[str]:
     chosen, why = precision(request.config, request.environment), wide_weights(request)
     kept = f"the parameters are not converted to 16-bit weights with fp32 masters ({why})"
     notes = [kept if why else f"weights are {chosen}, with fp32 masters next to the optimizer's state"]
-    if not why and request.config.get("grad_accum_dtype") != "fp32" and not updates_apart(implementation(request)):
+    if not why and request.config.get("grad_accum_dtype") != "fp32" and not updates_in_chunks(implementation(request)):
         together = f"{implementation(request)} needs all gradients at once, so all of them are copied to fp32"
         notes.append(f"{together}; --optimizer adamw_torch_fused takes them bucket by bucket")
     if request.config.get("mixed_precision") == "auto":

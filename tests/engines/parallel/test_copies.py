@@ -16,7 +16,7 @@ from rapidformer_templates.switches.mixture_of_experts.expert_parallel import Ex
 from tests.support.worker_pool import run_in_workers
 
 SIZE = 8
-"""Rows and columns of each matrix. A window has room for one matrix."""
+"""Rows and columns of each matrix. A bucket has room for one matrix."""
 
 
 def _matrices() -> dict[str, nn.Parameter]:
@@ -40,7 +40,7 @@ def _in_two_workers(workers: Any, shards: str | None) -> dict[str, torch.Tensor]
     of, rank = _matrices(), workers.rank
     copies = {name: Copies() if name == "expert" else Copies(2, rank) for name in of}
     trained = [TrainedParameter(name, parameter, copies[name]) for name, parameter in of.items()]
-    shared = ShardedGradients(trained, workers, shards=shards, tied={}, window=SIZE * SIZE)
+    shared = ShardedGradients(trained, workers, shards=shards, tied={}, bucket_size=SIZE * SIZE)
     tokens = dist.new_group()
     there = [0, 3] if rank == 0 else [3, 0]
 
@@ -54,7 +54,7 @@ def _in_two_workers(workers: Any, shards: str | None) -> dict[str, torch.Tensor]
     shared.end_backward()
     shared.reduce()
     found: dict[str, torch.Tensor] = {}
-    for _ in shared.iter_update_chunks(apart=True):
+    for _ in shared.iter_update_chunks(in_chunks=True):
         found |= {unit.of.name: unit.values.grad.clone().view(-1) for unit in shared.units}  # type: ignore[union-attr]
     return found
 
@@ -79,14 +79,14 @@ def _in_two_stages(workers: Any) -> list[torch.Tensor]:
     parameter = nn.Parameter(torch.arange(4.0).view(2, 2))
     stage: Any = SimpleNamespace(copies=1, mesh=None)
     trained = [TrainedParameter("tied", parameter, Copies(), (0, 1))]
-    shared = ShardedGradients(trained, stage, shards=None, tied={(0, 1): dist.new_group()}, window=4)
+    shared = ShardedGradients(trained, stage, shards=None, tied={(0, 1): dist.new_group()}, bucket_size=4)
     shared.begin_backward(last=True)
     if workers.rank == 0:
         parameter.square().sum().backward()
     shared.end_backward()
     shared.reduce()
     found: list[torch.Tensor] = []
-    for _ in shared.iter_update_chunks(apart=True):
+    for _ in shared.iter_update_chunks(in_chunks=True):
         found += [unit.values.grad.clone().view(-1) for unit in shared.units if unit.values.grad is not None]
     return found
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.engines.parallel import engine
-from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters, sum_rows_in_fp32
+from rapidformer_templates.engines.parallel.compute_dtype import parameters_with_masters, sum_rows_in_fp32
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
 from rapidformer_templates.errors import RapidformerError
 from tests.support.jobs import CausalJob, _pad, _sequences
@@ -56,7 +56,7 @@ def _precision(flags: str) -> str:
 
 def _two_workers(workers: Any, folder: str) -> dict[str, Any]:
     cases = {name: ("gpt2-4-tied", False, f"{STEPS} {flags}") for name, flags in TWO.items()}
-    with mock.patch.object(engine, "window_for", return_value=700):
+    with mock.patch.object(engine, "bucket_size_for", return_value=700):
         runs = train_all(workers, cases)
     curve: list[tuple[float, float]] = []
     for flags, dies_after in CHAIN:
@@ -171,7 +171,7 @@ def _broken_off(workers: Any) -> list[list[torch.Tensor]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
         trained = [TrainedParameter(name, parameter) for name, parameter in model.named_parameters()]
-        shards = ShardedGradients(trained, workers, shards="gradients", tied={}, window=64)
+        shards = ShardedGradients(trained, workers, shards="gradients", tied={}, bucket_size=64)
         if breaks:
             hook = model[0].weight.register_hook(lambda gradient: 1 / 0)
             shards.begin_backward(last=True)
@@ -256,8 +256,8 @@ def test_the_export_is_of_the_masters(tmp_path: Path) -> None:
 
 def test_norms_stay_fp32_and_nothing_else() -> None:
     model = CausalJob(["--lr", "1"]).make()
-    narrowed = narrowed_parameters(model)
-    assert {name for name, p in model.named_parameters() if id(p) not in narrowed} == {
+    with_masters = parameters_with_masters(model)
+    assert {name for name, p in model.named_parameters() if id(p) not in with_masters} == {
         name for name, _ in model.named_parameters() if ".ln_" in name
     }
 
@@ -316,7 +316,7 @@ def _reentrant(forward: Any) -> Any:
 def _comes_twice(workers: Any) -> str:
     job = ComesTwice([*STEPS.split(), "--lr", "1e-3", "--micro-batch-size", "4", *BF16.split(), DISTRIBUTED])
     with (
-        mock.patch.object(engine, "window_for", return_value=700),
+        mock.patch.object(engine, "bucket_size_for", return_value=700),
         pytest.raises(RapidformerError, match="was ready twice in one backward") as refused,
     ):
         job.fit()

@@ -1,4 +1,4 @@
-"""16-bit sums of gradients: an update window by window equals one with all gradients at once, bit for bit."""
+"""16-bit sums of gradients: an update bucket by bucket equals one with all gradients at once, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.worker_pool import run_in_workers
 
 Job: Any = JOBS["gpt2-4-tied"]
 LIMIT, LARGEST, CLIP = 700, VOCABULARY * 16, 0.01
-"""Elements of a window and of the largest parameter, and a norm that every gradient here exceeds."""
+"""Elements of a bucket and of the largest parameter, and a norm that every gradient here exceeds."""
 STEPS = (
     f"--train-iters 3 --global-batch-size 8 --micro-batch-size 2 --lr 1e-3 --clip-grad {CLIP} --weight-decay 0.1 "
     "--grad-accum-dtype bf16 --no-export-model"
@@ -91,12 +91,12 @@ def _train(kind: type[Trainer], flags: str) -> tuple[Trained, Gradients]:
 
 
 def _both(workers: Any, cases: dict[str, str]) -> dict[str, Any]:
-    """Train each case window by window and with all gradients at once."""
+    """Train each case bucket by bucket and with all gradients at once."""
     found = {}
-    with mock.patch.object(engine, "window_for", return_value=LIMIT):
+    with mock.patch.object(engine, "bucket_size_for", return_value=LIMIT):
         for name, flags in cases.items():
             apart = _train(Job, flags)
-            with mock.patch.object(engine, "updates_apart", return_value=False):
+            with mock.patch.object(engine, "updates_in_chunks", return_value=False):
                 found[name] = apart, _train(Job, flags)
     return found
 
@@ -110,26 +110,26 @@ def runs() -> dict[str, Any]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", [*ALONE, *TOGETHER])
 def test_the_update_is_that_of_all_gradients_at_once(case: str, runs: Any) -> None:
-    (apart, by_window), (at_once, whole) = runs[case]
+    (apart, by_bucket), (at_once, whole) = runs[case]
     assert apart["curve"] == at_once["curve"]
     assert all(torch.equal(apart["weights"][name], weight) for name, weight in at_once["weights"].items())
-    assert max(by_window.elements) <= LARGEST
+    assert max(by_bucket.elements) <= LARGEST
     assert max(whole.elements) > LARGEST
-    assert len(by_window.elements) > 2 * len(whole.elements)
+    assert len(by_bucket.elements) > 2 * len(whole.elements)
 
 
 @pytest.mark.parametrize("case", ["default", "loss scale", "adamw_torch"])
 def test_gradients_are_clipped_by_the_norm_of_all(case: str, runs: Any) -> None:
-    (_, by_window), (at_once, whole) = runs[case]
+    (_, by_bucket), (at_once, whole) = runs[case]
     assert all(norm > CLIP for _, norm in at_once["curve"])
     updates = [norm for norm in whole.norms if norm]
     assert updates == pytest.approx([CLIP] * len(updates), rel=2e-5)
-    together = sum(norm**2 for norm in by_window.norms) ** 0.5
+    together = sum(norm**2 for norm in by_bucket.norms) ** 0.5
     assert together == pytest.approx(CLIP * len(updates) ** 0.5, rel=2e-5)
 
 
 def test_an_optimizer_of_somebody_else_has_all_gradients_at_once() -> None:
-    with mock.patch.object(engine, "window_for", return_value=LIMIT):
+    with mock.patch.object(engine, "bucket_size_for", return_value=LIMIT):
         _, found = _train(WithEstimate, BF16)
     assert len(found.elements) == 3
     assert min(found.elements) > LARGEST
@@ -163,14 +163,14 @@ def test_the_planner_predicts_the_peak(apart: bool) -> None:
         return {"input_ids": rows, "labels": rows, "attention_mask": rows}
 
     with (
-        mock.patch.object(engine, "window_for", return_value=20_000),
-        mock.patch.object(stage_memory, "window_for", return_value=20_000),
-        mock.patch.object(engine, "updates_apart", return_value=apart),
+        mock.patch.object(engine, "bucket_size_for", return_value=20_000),
+        mock.patch.object(stage_memory, "bucket_size_for", return_value=20_000),
+        mock.patch.object(engine, "updates_in_chunks", return_value=apart),
     ):
         job = Large([*STEPS.split(), *BF16.split()])
         job.fit()
         shapes = ModelShapes(lambda blocks: job.make().train(), batch)
-        setting = replace(setting_of(job.plan, shapes.width), updates_apart=apart)
+        setting = replace(setting_of(job.plan, shapes.width), updates_in_chunks=apart)
         predicted = predict(shapes, Layout(micro_batch=2, accumulation=4), setting)
     assert predicted.total == pytest.approx(max(job.peaks[1:]), rel=0.03)
     parameters = sum(p.numel() for p in job.make().parameters())

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.stand_in_host import ROOM, StandInHost
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.parallel.narrowing import GradientTypes, narrowed_parameters
+from rapidformer_templates.engines.parallel.buckets import bucket_size_for
+from rapidformer_templates.engines.parallel.compute_dtype import GradientTypes, parameters_with_masters
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
-from rapidformer_templates.engines.parallel.windows import window_for
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.width import width_of
@@ -77,14 +77,14 @@ def test_a_trace_has_weights_of_16_bits_as_the_engine_has_them(name: str, sums: 
     """Norms stay fp32. A 16-bit gradient is freed as soon as it is added to its sum."""
     variant = Variant(2, precision="bf16", weights="masters", sums=sums.itemsize)
     model = real_model(name, 5, variant)
-    narrowed = narrowed_parameters(model)
+    with_masters = parameters_with_masters(model)
     trained = [
-        TrainedParameter(name, parameter, narrow=torch.bfloat16 if id(parameter) in narrowed else None)
+        TrainedParameter(name, parameter, compute_dtype=torch.bfloat16 if id(parameter) in with_masters else None)
         for name, parameter in model.named_parameters()
     ]
     alone = Workers(0, 0, 1, torch.device("cpu"))
-    types, window = GradientTypes(accumulate=sums), window_for(width_of(model))
-    shards = ShardedGradients(trained, alone, shards=None, tied={}, window=window, types=types)
+    types, bucket_size = GradientTypes(accumulate=sums), bucket_size_for(width_of(model))
+    shards = ShardedGradients(trained, alone, shards=None, tied={}, bucket_size=bucket_size, types=types)
     with LiveStorages([*model.parameters(), *model.buffers()]) as live:
         shards.begin_backward(last=True)
         real_step(model, variant)

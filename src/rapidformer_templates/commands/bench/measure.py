@@ -41,11 +41,11 @@ def facts_of(scale: Scale) -> list[Facts]:
     """Return the facts of all parameters of a scale's model, without allocating their data."""
     import torch
 
-    from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters
+    from rapidformer_templates.engines.parallel.compute_dtype import parameters_with_masters
 
     with torch.device("meta"):
         model: nn.Module = build_model(scale)
-    narrowed = narrowed_parameters(model)
+    narrowed = parameters_with_masters(model)
     return [Facts(tuple(p.shape), decays=p.ndim >= 2, narrows=id(p) in narrowed) for p in model.parameters()]
 
 

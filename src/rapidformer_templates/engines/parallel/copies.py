@@ -31,7 +31,7 @@ class Copies:
     group: dist.ProcessGroup | None = field(default=None, compare=False)
 
 
-NONE = Copies()
+NO_COPIES = Copies()
 """For tensors that only one worker has."""
 
 

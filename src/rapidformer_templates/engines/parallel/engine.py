@@ -13,22 +13,22 @@ from torch import nn
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.parallel import state as parallel_state
-from rapidformer_templates.engines.parallel.copies import copies_of
-from rapidformer_templates.engines.parallel.narrowing import (
+from rapidformer_templates.engines.parallel.buckets import bucket_size_for
+from rapidformer_templates.engines.parallel.compute_dtype import (
     IN_FP32,
     TYPES,
     GradientTypes,
-    narrowed_parameters,
+    parameters_with_masters,
     sum_rows_in_fp32,
 )
+from rapidformer_templates.engines.parallel.copies import copies_of
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter, UpdateShard
-from rapidformer_templates.engines.parallel.windows import window_for
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.models.width import width_of
-from rapidformer_templates.planning.optimizers import updates_apart, updates_elements
+from rapidformer_templates.planning.optimizers import updates_elementwise, updates_in_chunks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
@@ -55,16 +55,16 @@ class ParallelEngine(SingleEngine):
         self._sync_initial_weights(tied)
         persistent = model.state_dict(keep_vars=True)
         self._kept_buffers = [buffer for name, buffer in model.named_buffers() if name in persistent]
-        trained = self._trained()
+        trained = self._trained_parameters()
         types = self._gradient_types or IN_FP32
-        window = window_for(max(self.workers.gather(width_of(self.model))))  # the same in all stages
+        bucket_size = bucket_size_for(max(self.workers.gather(width_of(self.model))))  # the same in all stages
         self._shards = ShardedGradients(
             trained,
             self.workers,
             shards=self._sharding,
             tied=tied,
-            window=window,
-            whole=not updates_elements(_path_of(recipe.cls)),
+            bucket_size=bucket_size,
+            whole=not updates_elementwise(_path_of(recipe.cls)),
             types=types,
         )
         sum_rows_in_fp32(self.model)
@@ -73,25 +73,25 @@ class ParallelEngine(SingleEngine):
         if not named:  # only frozen blocks, or fewer elements than replicas: optimizers reject an empty list
             named, differing = [("", nn.Parameter(torch.empty(0, 0, device=self.workers.device)))], {"": {}}
         self._parameters = [values for _, values in named]
-        self._counted = self._units_in_norm()
+        self._norm_units = self._units_in_norm()
         self.optimizer = self._build_optimizer(recipe, named, differing)
-        self._updates_apart = updates_apart(_path_of(type(self.optimizer)))
+        self._updates_in_chunks = updates_in_chunks(_path_of(type(self.optimizer)))
 
     def _units_in_norm(self) -> list[UpdateShard]:
         """Units that this worker adds to the global norm. Over all workers, each value counts once."""
-        held = self._held_tensors()
-        return [u for u in self._shards.units if held[u.of.name].counts and (u.is_run or u.of.copies.rank == 0)]
+        tensors = self._model_tensors()
+        return [u for u in self._shards.units if tensors[u.of.name].counts and (u.is_run or u.of.copies.rank == 0)]
 
-    def _trained(self) -> list[TrainedParameter]:
+    def _trained_parameters(self) -> list[TrainedParameter]:
         placement, trained = placement_of(self.model), []
-        narrowed = narrowed_parameters(self.model) if self._gradient_types else set()
+        with_masters = parameters_with_masters(self.model) if self._gradient_types else set()
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 whole = placement.whole_name(canonical_name(name))
                 stages, chunk = placement.stages.get(whole, ()), placement.chunks.get(whole)
-                narrow = self.compute_type if id(parameter) in narrowed else None
+                compute_dtype = self.compute_type if id(parameter) in with_masters else None
                 trained.append(
-                    TrainedParameter(whole, parameter, copies_of(parameter, self.workers), stages, chunk, narrow)
+                    TrainedParameter(whole, parameter, copies_of(parameter, self.workers), stages, chunk, compute_dtype)
                 )
         return trained
 
@@ -140,7 +140,7 @@ class ParallelEngine(SingleEngine):
         self._shards.end_backward()
 
     def _reduce(self) -> None:
-        self._shards.adopt()
+        self._shards.sync_masters()
         self._shards.reduce()
         if self.workers.copies > 1:
             self.receipts["gradient_exchange"] = self._shards.exchange()
@@ -150,7 +150,7 @@ class ParallelEngine(SingleEngine):
 
     def _grad_norm(self) -> torch.Tensor:
         """Return the global norm of the summed gradients of all units, without the loss scale."""
-        norms = self._shards.norms(self._counted)
+        norms = self._shards.norms(self._norm_units)
         square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
         if norms:
             square = torch.stack(norms).to(torch.float64).square().sum()
@@ -158,7 +158,7 @@ class ParallelEngine(SingleEngine):
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _iter_update_chunks(self) -> Iterator[None]:
-        yield from self._shards.iter_update_chunks(apart=self._updates_apart)
+        yield from self._shards.iter_update_chunks(in_chunks=self._updates_in_chunks)
         self._shards.gather()
 
     def _weights_were_set(self) -> None:
@@ -173,22 +173,24 @@ class ParallelEngine(SingleEngine):
         masters = [unit.values for unit in self._shards.units] if self._gradient_types else []
         return {**held, "gradients": self._shards.gradients(), "optimizer": [*held["optimizer"], *masters]}
 
-    def _held_tensors(self) -> dict[str, parallel_state.Held]:
-        return parallel_state.held_tensors(self.model, self.workers)
+    def _model_tensors(self) -> dict[str, parallel_state.LocalTensor]:
+        return parallel_state.model_tensors(self.model, self.workers)
 
     def pieces(self, kind: str) -> Iterator[Piece]:
         shards = self._shards
-        shards.adopt()
-        return parallel_state.pieces(self._held_tensors(), shards.units, self.optimizer, kind, narrow=shards.narrow)
+        shards.sync_masters()
+        return parallel_state.pieces(
+            self._model_tensors(), shards.units, self.optimizer, kind, with_masters=shards.with_masters
+        )
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         parallel_state.load(
-            self._held_tensors(), self._shards.units, self.optimizer, reader, self.workers, optimizer_state=optimizer
+            self._model_tensors(), self._shards.units, self.optimizer, reader, self.workers, optimizer_state=optimizer
         )
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
-        self._shards.adopt()
-        return parallel_state.full_weights(self._held_tensors(), self._shards.masters(), self.workers)
+        self._shards.sync_masters()
+        return parallel_state.full_weights(self._model_tensors(), self._shards.masters(), self.workers)
 
 
 def _path_of(kind: Any) -> str:
@@ -196,6 +198,6 @@ def _path_of(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else ""
 
 
-def _gradient_types(asked: Mapping[str, str] | None) -> GradientTypes | None:
+def _gradient_types(names: Mapping[str, str] | None) -> GradientTypes | None:
     """Return the gradient types of 16-bit parameters. None if parameters keep their type."""
-    return None if asked is None else GradientTypes(TYPES[asked["accumulate"]], TYPES[asked["reduce"]])
+    return None if names is None else GradientTypes(TYPES[names["accumulate"]], TYPES[names["reduce"]])

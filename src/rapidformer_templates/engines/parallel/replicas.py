@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rapidformer_templates.engines.parallel.copies import NONE, Copies
-from rapidformer_templates.engines.parallel.narrowing import IN_FP32, GradientTypes, narrow
-from rapidformer_templates.engines.parallel.windows import Window, turns, windows_of_kinds
+from rapidformer_templates.engines.parallel.buckets import Bucket, buckets_by_key, update_chunks
+from rapidformer_templates.engines.parallel.compute_dtype import IN_FP32, GradientTypes, cast_to_compute_dtype
+from rapidformer_templates.engines.parallel.copies import NO_COPIES, Copies
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers, all_gather, reduce_scatter
@@ -36,17 +36,17 @@ class TrainedParameter:
         name: canonical name in the whole model.
         parameter: the parameter of the model, a DTensor under tensor parallelism.
         copies: the workers of all replicas that hold the same values.
-        narrow: 16-bit type of the parameter, which then has a master in its original type. None keeps its type.
+        compute_dtype: 16-bit type of the parameter, which then has a master in its original type. None keeps its type.
         stages: pipeline ranks that hold a copy of it. Empty if this is the only one.
         chunk: the local pipeline chunk whose backward produces its gradient. None means any chunk.
     """
 
     name: str
     parameter: nn.Parameter
-    copies: Copies = NONE
+    copies: Copies = NO_COPIES
     stages: tuple[int, ...] = ()
     chunk: int | None = None
-    narrow: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
 
     @property
     def local(self) -> torch.Tensor:
@@ -90,13 +90,13 @@ class ShardedGradients:
         workers: this process and its peers.
         shards: ``None``, ``optimizer`` (ZeRO-1) or ``gradients`` (ZeRO-2).
         tied: process group of the workers that hold copies of a parameter, by their pipeline ranks.
-        window: number of elements that are exchanged, or converted, at a time.
+        bucket_size: number of elements that are exchanged, or converted, at a time.
         whole: whether each parameter has a single owner, for updates that need the whole parameter.
         types: gradient types of 16-bit parameters. Other gradients have the type of their parameter.
 
     Attributes:
         units: what the optimizer of this rank updates.
-        narrow: names of the 16-bit parameters that have masters.
+        compute_dtype: names of the 16-bit parameters that have masters.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ShardedGradients:
         *,
         shards: str | None,
         tied: Mapping[tuple[int, ...], dist.ProcessGroup],
-        window: int,
+        bucket_size: int,
         whole: bool = False,
         types: GradientTypes = IN_FP32,
     ) -> None:
@@ -115,56 +115,56 @@ class ShardedGradients:
         self.replicas = workers.copies
         self.group = workers.mesh.get_group("copies") if workers.mesh else None
         sharded = shards is not None and self.replicas > 1
-        self.early = sharded and shards == "gradients"
+        self.reduce_every_micro_batch = sharded and shards == "gradients"
         self._types = types
-        self._window = window
-        self._windows, self._kind = _windows(trained, window, whole=whole and sharded)
-        # Only windows with several workers are sharded.
-        self._runs: dict[Window, list[tuple[UpdateShard, int]]] = {
-            w: [] for w in self._windows if sharded and w.ranks > 1
+        self._bucket_size = bucket_size
+        self._buckets, self._keys = _build_buckets(trained, bucket_size, whole=whole and sharded)
+        # Only buckets with several workers are sharded.
+        self._runs: dict[Bucket, list[tuple[UpdateShard, int]]] = {
+            w: [] for w in self._buckets if sharded and w.ranks > 1
         }
-        runs = self._divide()
-        self._shared = {segment.parameter for window in self._runs for segment in window.segments}
-        self._exchanged = {segment.parameter for window in self._windows for segment in window.segments}
+        runs = self._build_shards()
+        self._shared = {segment.parameter for bucket in self._runs for segment in bucket.segments}
+        self._exchanged = {segment.parameter for bucket in self._buckets for segment in bucket.segments}
         # Sending experts to other workers makes replicas wait for each other within a backward.
         self._collectives_in_backward = any(entry.copies.size < self.replicas for entry in trained)
-        self._whole = {
+        self._unsharded = {
             index: UpdateShard(entry, 0, nn.Parameter(entry.local), False)
             for index, entry in enumerate(trained)
             if index not in self._shared
         }
-        self.units = [*runs, *self._whole.values()]
-        self.narrow = {entry.name for entry in trained if entry.narrow}
+        self.units = [*runs, *self._unsharded.values()]
+        self.with_masters = {entry.name for entry in trained if entry.compute_dtype}
         for entry in trained:
-            if entry.narrow:
-                narrow(entry.parameter, entry.narrow)
-        self._sums: dict[Window, torch.Tensor] = {}  # this rank's share of the summed gradients
-        self._complete: dict[UpdateShard, torch.Tensor] = {}  # the summed gradients of units
+            if entry.compute_dtype:
+                cast_to_compute_dtype(entry.parameter, entry.compute_dtype)
+        self._sums: dict[Bucket, torch.Tensor] = {}  # this rank's share of the summed gradients
+        self._reduced_gradients: dict[UpdateShard, torch.Tensor] = {}  # the summed gradients of units
         self._fp32_accumulated: dict[int, torch.Tensor] = {}  # gradients of 16-bit parameters accumulated so far
         self._reached = [False] * len(trained)
         self._exchanging = False  # whether the current backward exchanges gradients
         self._ready: set[int] = set()
-        self._left: set[int] = set()
-        self._queue: deque[Window] = deque()
-        self._sent: set[Window] = set()
+        self._sent_gradients: set[int] = set()
+        self._queue: deque[Bucket] = deque()
+        self._sent_buckets: set[Bucket] = set()
         self._pending: _PendingReduce | None = None
-        self._starts = self._early_starts = 0
-        self._waited = 0.0  # seconds that the host has waited in this step
-        self._seen = self._versions()
+        self._sends = self._sends_in_backward = 0
+        self._wait_seconds = 0.0  # seconds that the host has waited in this step
+        self._synced_versions = self._versions()
         for index, entry in enumerate(trained):
-            if entry.narrow or self.replicas > 1:
+            if entry.compute_dtype or self.replicas > 1:
                 entry.parameter.register_post_accumulate_grad_hook(
                     lambda _, index=index: self._on_gradient_ready(index)
                 )
 
-    def _divide(self) -> list[UpdateShard]:
+    def _build_shards(self) -> list[UpdateShard]:
         units = []
-        for window in self._runs:
-            for (index, start, count), offset in window.owned(self._kind[window].copies.rank):
+        for bucket in self._runs:
+            for (index, start, count), offset in bucket.owned(self._keys[bucket].copies.rank):
                 entry = self.trained[index]
-                run = entry.local if window.owner is not None else entry.local.view(-1)[start : start + count]
-                unit = UpdateShard(entry, start, nn.Parameter(run.clone() if entry.narrow else run), True)
-                self._runs[window].append((unit, offset))
+                run = entry.local if bucket.owner is not None else entry.local.view(-1)[start : start + count]
+                unit = UpdateShard(entry, start, nn.Parameter(run.clone() if entry.compute_dtype else run), True)
+                self._runs[bucket].append((unit, offset))
                 units.append(unit)
         return units
 
@@ -177,53 +177,53 @@ class ShardedGradients:
             chunk: the local pipeline chunk of this pass. None is the whole model.
             last: whether this is the last pass of the step for these parameters.
         """
-        self._exchanging = self.early or (last and self.replicas > 1)
+        self._exchanging = self.reduce_every_micro_batch or (last and self.replicas > 1)
         self._ready.clear()
-        self._left.clear()
+        self._sent_gradients.clear()
         if self._exchanging:
             # A parameter used by several chunks is complete only after the last of them.
-            chunks = (None, chunk) if self.early or chunk is None else (chunk,)
-            self._queue = deque(w for w in self._windows if self._kind[w].chunk in chunks)
+            chunks = (None, chunk) if self.reduce_every_micro_batch or chunk is None else (chunk,)
+            self._queue = deque(w for w in self._buckets if self._keys[w].chunk in chunks)
 
     def end_backward(self) -> None:
         """Finish a backward pass. Unused parameters count as zero, because other ranks may have used them."""
         while self._queue:
             self._start(self._queue.popleft())
-        if self.early:
+        if self.reduce_every_micro_batch:
             self._finish()
         self._exchanging = False
-        self._left.clear()
+        self._sent_gradients.clear()
 
     def _on_gradient_ready(self, index: int) -> None:
-        """Queue a gradient. All ranks send windows in the same order, each as soon as it is complete."""
-        if index in self._left:
+        """Queue a gradient. All ranks send buckets in the same order, each as soon as it is complete."""
+        if index in self._sent_gradients:
             raise RapidformerError(
                 f"the gradient of {self.trained[index].name} was ready twice in one backward, and had "
                 "already been sent",
                 where="compute_loss()",
                 hint="checkpoint with use_reentrant=False, or with --checkpoint-activations",
             )
-        leaves_at_once = self._exchanging and index in self._shared and index not in self._fp32_accumulated
-        if self.trained[index].narrow and not leaves_at_once:
-            self._widen(index)
+        is_sent_at_once = self._exchanging and index in self._shared and index not in self._fp32_accumulated
+        if self.trained[index].compute_dtype and not is_sent_at_once:
+            self._accumulate_in_fp32(index)
         if self._exchanging:
             self._ready.add(index)
-            while self._queue and self._may_leave(self._queue[0]):
+            while self._queue and self._may_send(self._queue[0]):
                 self._start(self._queue.popleft())
-                self._early_starts += 1
+                self._sends_in_backward += 1
 
-    def _may_leave(self, window: Window) -> bool:
-        """Whether a window is complete and can be sent without a possible deadlock.
+    def _may_send(self, bucket: Bucket) -> bool:
+        """Whether a bucket is complete and can be sent without a possible deadlock.
 
-        The loss may use a parameter on this rank but not on others, where its window is sent after the backward. If the
+        The loss may use a parameter on this rank but not on others, where its bucket is sent after the backward. If the
         backward exchanges tokens between ranks, theirs ends only if this one continues, so it must not wait here for
-        the previous window.
+        the previous bucket.
         """
-        if self._collectives_in_backward and self._pending is not None and not self._pending.has_come:
+        if self._collectives_in_backward and self._pending is not None and not self._pending.is_complete:
             return False
-        return all(segment.parameter in self._ready for segment in window.segments)
+        return all(segment.parameter in self._ready for segment in bucket.segments)
 
-    def _widen(self, index: int) -> None:
+    def _accumulate_in_fp32(self, index: int) -> None:
         """Add a 16-bit gradient to the accumulated one, and free it."""
         gradient = self.trained[index].gradient
         assert gradient is not None
@@ -242,89 +242,89 @@ class ShardedGradients:
     def reduce(self) -> None:
         """Complete the sums of the gradients over the replicas. Parameters that no loss used have none."""
         if self.replicas > 1 or self.tied:
-            if not self.early:
-                for window in self._windows:
-                    if window not in self._sent:
-                        self._start(window)
+            if not self.reduce_every_micro_batch:
+                for bucket in self._buckets:
+                    if bucket not in self._sent_buckets:
+                        self._start(bucket)
                 self._finish()
             self._sum_tied()
             reached = self._reached_anywhere()
         else:
             reached = [self._gradient(index) is not None for index in range(len(self.trained))]
-        self._complete = dict(self._gradients_of_units(reached))
+        self._reduced_gradients = dict(self._gradients_of_units(reached))
 
     def _gradients_of_units(self, reached: Sequence[bool]) -> Iterator[tuple[UpdateShard, torch.Tensor]]:
-        for index, unit in self._whole.items():
+        for index, unit in self._unsharded.items():
             if reached[index]:
                 yield unit, self._summed(index)
-        there = {id(entry) for entry, flag in zip(self.trained, reached, strict=True) if flag}
-        for window, runs in self._runs.items():
+        used = {id(entry) for entry, flag in zip(self.trained, reached, strict=True) if flag}
+        for bucket, runs in self._runs.items():
             for unit, offset in runs:
-                if id(unit.of) in there:
-                    yield unit, self._sums[window][offset : offset + unit.values.numel()].view(unit.values.shape)
+                if id(unit.of) in used:
+                    yield unit, self._sums[bucket][offset : offset + unit.values.numel()].view(unit.values.shape)
 
-    def _start(self, window: Window) -> None:
-        """Start the reduction of a window, and finish that of the previous one."""
-        self._sent.add(window)
-        self._starts += 1
-        flat, copies = self._pack(window), self._kind[window].copies
+    def _start(self, bucket: Bucket) -> None:
+        """Start the reduction of a bucket, and finish that of the previous one."""
+        self._sent_buckets.add(bucket)
+        self._sends += 1
+        flat, copies = self._pack(bucket), self._keys[bucket].copies
         received, work = flat, None
-        if window.owner is not None:
-            received = flat if window.owner == copies.rank else flat.new_empty(0)
-            work = dist.reduce(flat, group=copies.group, group_dst=window.owner, async_op=True)
-        elif window in self._runs:
-            received = flat.new_empty(window.share)
+        if bucket.owner is not None:
+            received = flat if bucket.owner == copies.rank else flat.new_empty(0)
+            work = dist.reduce(flat, group=copies.group, group_dst=bucket.owner, async_op=True)
+        elif bucket in self._runs:
+            received = flat.new_empty(bucket.share)
             work = reduce_scatter(received, flat, group=copies.group, async_op=True)
         elif copies.size > 1:
             work = dist.all_reduce(flat, group=copies.group, async_op=True)
         self._finish()
-        self._pending = _PendingReduce(window, flat, received, work)
+        self._pending = _PendingReduce(bucket, flat, received, work)
 
-    def _pack(self, window: Window) -> torch.Tensor:
-        """Pack the gradients of a window end to end. Missing gradients are zeros."""
-        like = self.trained[window.segments[0].parameter]
-        dtype = self._types.reduce if like.narrow else like.local.dtype
-        flat = like.local.new_zeros(window.packed, dtype=dtype)
-        for (index, start, count), offset in window.with_offsets():
+    def _pack(self, bucket: Bucket) -> torch.Tensor:
+        """Pack the gradients of a bucket end to end. Missing gradients are zeros."""
+        like = self.trained[bucket.segments[0].parameter]
+        dtype = self._types.reduce if like.compute_dtype else like.local.dtype
+        flat = like.local.new_zeros(bucket.packed, dtype=dtype)
+        for (index, start, count), offset in bucket.with_offsets():
             gradient = self._gradient(index)
             if gradient is not None:
                 self._reached[index] = True
                 flat[offset : offset + count] = gradient.reshape(-1)[start : start + count]
-                self._left.add(index)
-                if window in self._runs and start + count == gradient.numel():
+                self._sent_gradients.add(index)
+                if bucket in self._runs and start + count == gradient.numel():
                     self.trained[index].parameter.grad = None
                     self._fp32_accumulated.pop(index, None)
         return flat
 
     def _finish(self) -> None:
-        """Wait for the pending window."""
+        """Wait for the pending bucket."""
         if self._pending is None:
             return
-        window, _, received, work = self._pending
+        bucket, _, received, work = self._pending
         self._pending = None
         if work is not None:
             begin = time.perf_counter()
             work.wait()
-            self._waited += time.perf_counter() - begin
-        if self._kind[window].narrow:
+            self._wait_seconds += time.perf_counter() - begin
+        if self._keys[bucket].compute_dtype:
             received = received.to(self._types.accumulate)
-        if self.early and window in self._sums:
-            self._sums[window] += received
+        if self.reduce_every_micro_batch and bucket in self._sums:
+            self._sums[bucket] += received
         else:
-            self._sums[window] = received
-        if window not in self._runs and not self._kind[window].stages:
-            self._unpack(window)
+            self._sums[bucket] = received
+        if bucket not in self._runs and not self._keys[bucket].stages:
+            self._unpack(bucket)
 
-    def _unpack(self, window: Window) -> None:
+    def _unpack(self, bucket: Bucket) -> None:
         """Copy the sums back into the gradients of the model."""
-        flat = self._sums.pop(window)
-        for (index, start, count), offset in window.with_offsets():
+        flat = self._sums.pop(bucket)
+        for (index, start, count), offset in bucket.with_offsets():
             self._summed(index).view(-1)[start : start + count] = flat[offset : offset + count]
 
     def _summed(self, index: int) -> torch.Tensor:
         """Return the tensor for the summed gradient of a parameter."""
         entry = self.trained[index]
-        if entry.narrow:
+        if entry.compute_dtype:
             if index not in self._fp32_accumulated:
                 self._fp32_accumulated[index] = torch.zeros_like(entry.local, dtype=self._types.accumulate)
             return self._fp32_accumulated[index]
@@ -334,19 +334,19 @@ class ShardedGradients:
 
     def _sum_tied(self) -> None:
         """Sum the gradients of parameters that have copies in several stages."""
-        for window in [w for w in self._windows if self._kind[w].stages]:
-            dist.all_reduce(self._sums[window], group=self.tied[self._kind[window].stages])
-            if window not in self._runs:
-                self._unpack(window)
+        for bucket in [w for w in self._buckets if self._keys[w].stages]:
+            dist.all_reduce(self._sums[bucket], group=self.tied[self._keys[bucket].stages])
+            if bucket not in self._runs:
+                self._unpack(bucket)
 
     def _reached_anywhere(self) -> list[bool]:
         """For each parameter, whether the loss of any replica, or of any stage that has it, used it."""
         # An exchanged gradient is a sum by now. It is zero if no loss used the parameter.
-        here = [
+        local_use = [
             sent if index in self._exchanged else self._gradient(index) is not None
             for index, sent in enumerate(self._reached)
         ]
-        flags = torch.tensor(here, dtype=torch.float32)  # known on the host, so no device wait
+        flags = torch.tensor(local_use, dtype=torch.float32)  # known on the host, so no device wait
         if self.replicas > 1:
             dist.all_reduce(flags, group=self.group)
         for stages, group in self.tied.items():
@@ -362,89 +362,92 @@ class ShardedGradients:
         """Return the gradient norm of each unit that has a gradient, in the unit's type."""
         by_types: dict[tuple[torch.dtype, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for unit in units:
-            if unit in self._complete:
-                gradient = self._complete[unit]
+            if unit in self._reduced_gradients:
+                gradient = self._reduced_gradients[unit]
                 by_types[unit.values.dtype, gradient.dtype].append(gradient)
         groups = by_types.items()
         return [norm for (dtype, _), values in groups for norm in torch._foreach_norm(values, dtype=dtype)]
 
-    def iter_update_chunks(self, *, apart: bool) -> Iterator[None]:
+    def iter_update_chunks(self, *, in_chunks: bool) -> Iterator[None]:
         """Yield while units have their gradients, in their own type. The caller then updates those units.
 
         Args:
-            apart: whether units may be updated separately. If so, 16-bit gradients are converted window by window. All
-                of them in fp32 would need twice the memory that was saved.
+            in_chunks: whether units may be updated separately. If so, 16-bit gradients are converted bucket by bucket.
+                All of them in fp32 would need twice the memory that was saved.
         """
-        for units in self._turns if apart else [self.units]:
+        for units in self._update_chunks if in_chunks else [self.units]:
             for unit in units:
-                gradient = self._complete.get(unit)
+                gradient = self._reduced_gradients.get(unit)
                 unit.values.grad = None if gradient is None else gradient.to(unit.values.dtype)
             yield
             for unit in units:
                 unit.values.grad = None
 
     @cached_property
-    def _turns(self) -> list[list[UpdateShard]]:
+    def _update_chunks(self) -> list[list[UpdateShard]]:
         """Groups of units that are updated together. A single group if no gradient is converted."""
-        if self._types.accumulate == torch.float32 or not self.narrow:
+        if self._types.accumulate == torch.float32 or not self.with_masters:
             return [self.units]
         of_windows = [[unit for unit, _ in runs] for runs in self._runs.values()]
-        whole = list(self._whole.values())
+        whole = list(self._unsharded.values())
         sizes = [unit.values.numel() for unit in whole]
-        return [*of_windows, *([whole[place] for place in places] for places in turns(sizes, self._window))]
+        return [
+            *of_windows,
+            *([whole[place] for place in places] for places in update_chunks(sizes, self._bucket_size)),
+        ]
 
     def _versions(self) -> dict[str, int]:
         """In-place modification counts of 16-bit parameters, from autograd."""
-        return {entry.name: entry.parameter._version for entry in self.trained if entry.narrow}
+        return {entry.name: entry.parameter._version for entry in self.trained if entry.compute_dtype}
 
     @torch.no_grad()
-    def adopt(self) -> None:
+    def sync_masters(self) -> None:
         """Copy external changes of 16-bit parameters, for example by a masking hook, to their masters."""
-        found = self._versions()
+        versions = self._versions()
         for unit in self.units:
-            if unit.of.narrow and found[unit.of.name] != self._seen[unit.of.name]:
+            if unit.of.compute_dtype and versions[unit.of.name] != self._synced_versions[unit.of.name]:
                 master = unit.values.detach().view(-1)
-                here = unit.of.local.reshape(-1)[unit.start : unit.start + master.numel()]
-                master.copy_(torch.where(here == master.to(here.dtype), master, here.to(master.dtype)))
-        self._seen = found
+                weight = unit.of.local.reshape(-1)[unit.start : unit.start + master.numel()]
+                master.copy_(torch.where(weight == master.to(weight.dtype), master, weight.to(master.dtype)))
+        self._synced_versions = versions
 
     @torch.no_grad()
     def gather(self) -> None:
         """Send this rank's updates to all replicas."""
         self._all_gather_parameters()
-        self._seen = self._versions()
+        self._synced_versions = self._versions()
 
     def _all_gather_parameters(self) -> None:
-        for unit in self._whole.values():
-            if unit.of.narrow:
+        for unit in self._unsharded.values():
+            if unit.of.compute_dtype:
                 unit.of.local.copy_(unit.values)
-        for window in self._runs:
-            like = self.trained[window.segments[0].parameter].local
-            flat = self._gather_bucket(window, like.dtype)
-            for (index, start, count), offset in window.with_offsets():
+        for bucket in self._runs:
+            like = self.trained[bucket.segments[0].parameter].local
+            flat = self._gather_bucket(bucket, like.dtype)
+            for (index, start, count), offset in bucket.with_offsets():
                 self.trained[index].local.view(-1)[start : start + count] = flat[offset : offset + count]
 
-    def _gather_bucket(self, window: Window, dtype: torch.dtype) -> torch.Tensor:
-        """Gather a window's units from all replicas, packed end to end."""
-        share = self.trained[window.segments[0].parameter].local.new_zeros(window.share, dtype=dtype)
-        for unit, offset in self._runs[window]:
+    def _gather_bucket(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """Gather a bucket's units from all replicas, packed end to end."""
+        share = self.trained[bucket.segments[0].parameter].local.new_zeros(bucket.share, dtype=dtype)
+        for unit, offset in self._runs[bucket]:
             share[offset : offset + unit.values.numel()] = unit.values.detach().view(-1)
-        group = self._kind[window].copies.group
-        if window.owner is not None:
-            dist.broadcast(share, group=group, group_src=window.owner)
+        group = self._keys[bucket].copies.group
+        if bucket.owner is not None:
+            dist.broadcast(share, group=group, group_src=bucket.owner)
             return share
-        flat = share.new_empty(window.packed)
+        flat = share.new_empty(bucket.packed)
         all_gather(flat, share, group=group)
         return flat
 
     @torch.no_grad()
     def masters(self) -> dict[str, torch.Tensor]:
         """Return the local part of each 16-bit parameter in fp32 on its first copy. Call it on every worker."""
-        whole = {unit.of.name: unit.values.detach() for unit in self._whole.values() if unit.of.narrow}
-        for window in (window for window in self._runs if self._kind[window].narrow):
-            flat = self._gather_bucket(window, torch.float32)
-            is_first = self._kind[window].copies.rank == 0
-            for (index, start, count), offset in window.with_offsets() if is_first else ():
+        whole = {unit.of.name: unit.values.detach() for unit in self._unsharded.values() if unit.of.compute_dtype}
+        for bucket in (bucket for bucket in self._runs if self._keys[bucket].compute_dtype):
+            flat = self._gather_bucket(bucket, torch.float32)
+            is_first = self._keys[bucket].copies.rank == 0
+            for (index, start, count), offset in bucket.with_offsets() if is_first else ():
                 entry = self.trained[index]
                 values = whole.setdefault(entry.name, torch.empty(entry.local.shape))  # on the host
                 values.view(-1)[start : start + count] = flat[offset : offset + count]
@@ -455,11 +458,11 @@ class ShardedGradients:
         self._pending = None  # does not wait, because the other workers may be gone
         self._queue.clear()
         self._sums.clear()
-        self._complete.clear()
+        self._reduced_gradients.clear()
         self._fp32_accumulated.clear()
-        self._sent.clear()
-        self._starts = self._early_starts = 0
-        self._waited = 0.0
+        self._sent_buckets.clear()
+        self._sends = self._sends_in_backward = 0
+        self._wait_seconds = 0.0
         self._reached = [False] * len(self.trained)
         for unit in self.units:
             unit.values.grad = None
@@ -469,17 +472,17 @@ class ShardedGradients:
     def exchange(self) -> dict[str, Any]:
         """Return statistics of the gradient exchange in this step.
 
-        They are the number of windows that were exchanged, the number of them that were sent during a backward, and the
+        They are the number of buckets that were exchanged, the number of them that were sent during a backward, and the
         seconds in which this worker's host only waited for them (zero if a device does the waiting).
         """
         return {
-            "windows": self._starts,
-            "sent_in_backward": self._early_starts,
-            "waited_seconds": round(self._waited, 6),
+            "windows": self._sends,
+            "sent_in_backward": self._sends_in_backward,
+            "waited_seconds": round(self._wait_seconds, 6),
         }
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients on this rank, after pending windows have arrived."""
+        """Return the gradients on this rank, after pending buckets have arrived."""
         self._finish()
         whole = [entry.gradient for entry in self.trained]
         return [
@@ -490,7 +493,7 @@ class ShardedGradients:
 
 
 class _PendingReduce(NamedTuple):
-    """A window that is being reduced.
+    """A bucket that is being reduced.
 
     Attributes:
         flat: the data to send.
@@ -498,55 +501,55 @@ class _PendingReduce(NamedTuple):
         work: handle of the collective. None if there is nothing to wait for.
     """
 
-    window: Window
+    bucket: Bucket
     flat: torch.Tensor
     received: torch.Tensor
     work: Any
 
     @property
-    def has_come(self) -> bool:
+    def is_complete(self) -> bool:
         return self.work is None or bool(self.work.is_completed())
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """The properties that all parameters of a window share."""
+class _BucketKey:
+    """The properties that all parameters of a bucket share."""
 
     copies: Copies
     dtype: torch.dtype
-    narrow: torch.dtype | None
+    compute_dtype: torch.dtype | None
     stages: tuple[int, ...]
     chunk: int | None
 
 
-def _windows(
+def _build_buckets(
     trained: Sequence[TrainedParameter], limit: int, *, whole: bool
-) -> tuple[list[Window], dict[Window, _Kind]]:
-    """Build the windows in the order in which a backward completes them, about the reverse order of the model.
+) -> tuple[list[Bucket], dict[Bucket, _BucketKey]]:
+    """Build the buckets in the order in which a backward completes them, about the reverse order of the model.
 
-    Parameters without copies on other workers are in no window.
+    Parameters without copies on other workers are in no bucket.
 
     Parameters with copies in other stages come last, sorted by name. This gives every worker with a copy the same
     order.
     """
-    members: dict[_Kind, list[tuple[int, int]]] = defaultdict(list)
+    members: dict[_BucketKey, list[tuple[int, int]]] = defaultdict(list)
     for index, entry in reversed(list(enumerate(trained))):
-        kind = _Kind(entry.copies, entry.parameter.dtype, entry.narrow, entry.stages, entry.chunk)
+        key = _BucketKey(entry.copies, entry.parameter.dtype, entry.compute_dtype, entry.stages, entry.chunk)
         if entry.copies.size > 1 or entry.stages:
-            members[kind].append((index, entry.local.numel()))
-    for kind in (kind for kind in members if kind.stages):
-        members[kind].sort(key=lambda size: trained[size[0]].name)
-    by_stages = {kind: members[kind] for kind in sorted(members, key=lambda kind: kind.stages)}
-    kinds = windows_of_kinds(
+            members[key].append((index, entry.local.numel()))
+    for key in (key for key in members if key.stages):
+        members[key].sort(key=lambda size: trained[size[0]].name)
+    by_stages = {key: members[key] for key in sorted(members, key=lambda key: key.stages)}
+    keys = buckets_by_key(
         by_stages,
         limit,
-        ranks=lambda kind: kind.copies.size,
+        ranks=lambda key: key.copies.size,
         whole=whole,
-        is_tied=lambda kind: kind.stages != (),
+        is_tied=lambda key: key.stages != (),
     )
 
-    def comes(window: Window) -> tuple[bool, int]:
-        there = kinds[window].stages != ()
-        return there, 0 if there else -min(segment.parameter for segment in window.segments)
+    def sort_key(bucket: Bucket) -> tuple[bool, int]:
+        is_tied = keys[bucket].stages != ()
+        return is_tied, 0 if is_tied else -min(segment.parameter for segment in bucket.segments)
 
-    return sorted(kinds, key=comes), kinds
+    return sorted(keys, key=sort_key), keys

@@ -15,7 +15,7 @@ from rapidformer_templates.engines import flat_runs as flat
 from rapidformer_templates.engines import group_values
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.parallel.boxes import Box, divided_over, local_boxes, whole_shape
-from rapidformer_templates.engines.parallel.copies import NONE, Copies, copies_of
+from rapidformer_templates.engines.parallel.copies import NO_COPIES, Copies, copies_of
 from rapidformer_templates.engines.parallel.replicas import UpdateShard
 from rapidformer_templates.engines.pieces import check_optimizer, check_weights, local_part, named_tensors
 from rapidformer_templates.models.placement import placement_of
@@ -23,7 +23,7 @@ from rapidformer_templates.system.workers import Workers
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTensor:
     """A parameter or buffer of this worker, in terms of the whole model.
 
     Attributes:
@@ -34,7 +34,7 @@ class Held:
 
     tensor: torch.Tensor
     counts: bool
-    copies: Copies = NONE
+    copies: Copies = NO_COPIES
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,25 +52,25 @@ class Held:
         return local_part(self.tensor).detach()
 
 
-def held_tensors(model: nn.Module, workers: Workers) -> dict[str, Held]:
+def model_tensors(model: nn.Module, workers: Workers) -> dict[str, LocalTensor]:
     """Return the parameters and persistent buffers of this worker, by their names in the whole model."""
     placement = placement_of(model)
-    held = {}
+    entries = {}
     for name, tensor in named_tensors(model).items():
         whole = placement.whole_name(name)
         first = placement.stages.get(whole, (workers.pipeline_rank,))[0]
         counts = first == workers.pipeline_rank and (divided_over(tensor, "tensor") > 1 or workers.tensor_rank == 0)
-        held[whole] = Held(tensor, counts, copies_of(tensor, workers))
-    return held
+        entries[whole] = LocalTensor(tensor, counts, copies_of(tensor, workers))
+    return entries
 
 
 def pieces(
-    held: Mapping[str, Held],
+    entries: Mapping[str, LocalTensor],
     units: Sequence[UpdateShard],
     optimizer: torch.optim.Optimizer,
     kind: str,
     *,
-    narrow: Collection[str] = (),
+    with_masters: Collection[str] = (),
 ) -> Iterator[Piece]:
     """Yield the pieces of ``weights`` or ``optimizer`` that this rank writes.
 
@@ -79,26 +79,26 @@ def pieces(
     """
     loads: dict[Copies, list[int]] = {}
     owned = set()
-    for name, entry in held.items():
+    for name, entry in entries.items():
         so_far = loads.setdefault(entry.copies, [0] * entry.copies.size)
         owner = so_far.index(min(so_far))
         so_far[owner] += entry.local.numel()
         if entry.counts and owner == entry.copies.rank:
             owned.add(name)
-    mine = [unit for unit in units if (held[unit.of.name].counts if unit.is_run else unit.of.name in owned)]
+    written = [unit for unit in units if (entries[unit.of.name].counts if unit.is_run else unit.of.name in owned)]
     if kind == "weights":
-        for name, entry in held.items():
-            if name in owned and name not in narrow:
+        for name, entry in entries.items():
+            if name in owned and name not in with_masters:
                 yield from _run_pieces(name, entry, 0, entry.local.reshape(-1))
-        for unit in (unit for unit in mine if unit.of.narrow):
-            yield from _run_pieces(unit.of.name, held[unit.of.name], unit.start, unit.values.detach().reshape(-1))
+        for unit in (unit for unit in written if unit.of.compute_dtype):
+            yield from _run_pieces(unit.of.name, entries[unit.of.name], unit.start, unit.values.detach().reshape(-1))
         return
-    kept = group_values.of_parameters(optimizer)
-    for unit in mine:
-        yield from _state_pieces(held[unit.of.name], unit, kept.get(id(unit.values), {}))
+    states = group_values.of_parameters(optimizer)
+    for unit in written:
+        yield from _state_pieces(entries[unit.of.name], unit, states.get(id(unit.values), {}))
 
 
-def _state_pieces(entry: Held, unit: UpdateShard, state: Mapping[str, Any]) -> Iterator[Piece]:
+def _state_pieces(entry: LocalTensor, unit: UpdateShard, state: Mapping[str, Any]) -> Iterator[Piece]:
     for key, value in sorted(state.items()):
         if value is None:
             continue
@@ -111,7 +111,7 @@ def _state_pieces(entry: Held, unit: UpdateShard, state: Mapping[str, Any]) -> I
             )  # a count, or a factor of the whole tensor
 
 
-def _run_pieces(name: str, entry: Held, start: int, values: torch.Tensor) -> Iterator[Piece]:
+def _run_pieces(name: str, entry: LocalTensor, start: int, values: torch.Tensor) -> Iterator[Piece]:
     """Yield a run of the flattened local part from ``start`` as boxes of the whole tensor."""
     shape, done = tuple(entry.local.shape), 0
     for offset, size in flat.boxes(shape, start, values.numel()):
@@ -122,7 +122,7 @@ def _run_pieces(name: str, entry: Held, start: int, values: torch.Tensor) -> Ite
         done += count
 
 
-def _read_run(reader: StateReader, kind: str, name: str, entry: Held, start: int, target: torch.Tensor) -> None:
+def _read_run(reader: StateReader, kind: str, name: str, entry: LocalTensor, start: int, target: torch.Tensor) -> None:
     """Fill ``target`` (1-D) with a run of the flattened local part."""
     shape, done = tuple(entry.local.shape), 0
     for offset, size in flat.boxes(shape, start, target.numel()):
@@ -148,7 +148,7 @@ def _in_whole(
 
 
 def load(
-    held: Mapping[str, Held],
+    entries: Mapping[str, LocalTensor],
     units: Sequence[UpdateShard],
     optimizer: torch.optim.Optimizer,
     reader: StateReader,
@@ -157,27 +157,30 @@ def load(
     optimizer_state: bool,
 ) -> None:
     """Load the local part of the model and, if requested, of the optimizer. Call it on every rank."""
-    mine = ({name: entry.shape for name, entry in held.items()}, {unit.of.name for unit in units})
+    local_names = ({name: entry.shape for name, entry in entries.items()}, {unit.of.name for unit in units})
     shapes: dict[str, tuple[int, ...]] = {}
     trained: set[str] = set()
-    for theirs in workers.gather(mine):
-        shapes |= theirs[0]
-        trained |= theirs[1]
+    for rank_names in workers.gather(local_names):
+        shapes |= rank_names[0]
+        trained |= rank_names[1]
     check_weights(shapes, reader.names("weights"))
     if optimizer_state:
         check_optimizer(trained, reader.names("optimizer"))
-        _load_optimizer(held, units, optimizer, reader)
-    for name, entry in held.items():
+        _load_optimizer(entries, units, optimizer, reader)
+    for name, entry in entries.items():
         values = torch.empty(entry.local.numel(), dtype=entry.local.dtype)
         _read_run(reader, "weights", name, entry, 0, values)
         entry.local.copy_(values.view(entry.local.shape))
-    for unit in (unit for unit in units if unit.of.narrow):
+    for unit in (unit for unit in units if unit.of.compute_dtype):
         master = unit.values.detach().view(-1)
-        _read_run(reader, "weights", unit.of.name, held[unit.of.name], unit.start, master)
+        _read_run(reader, "weights", unit.of.name, entries[unit.of.name], unit.start, master)
 
 
 def _load_optimizer(
-    held: Mapping[str, Held], units: Sequence[UpdateShard], optimizer: torch.optim.Optimizer, reader: StateReader
+    entries: Mapping[str, LocalTensor],
+    units: Sequence[UpdateShard],
+    optimizer: torch.optim.Optimizer,
+    reader: StateReader,
 ) -> None:
     saved: dict[str, dict[str, tuple[int, ...]]] = {}
     for entry, shape in reader.names("optimizer").items():
@@ -194,16 +197,18 @@ def _load_optimizer(
         keys, _ = group_values.split(optimizer, list(shapes))
         group_values.check_count(optimizer, unit.of.name, list(shapes))
         state[index] = {
-            key: _read_state(reader, f"{unit.of.name}/{key}", shapes[key], held[unit.of.name], unit) for key in keys
+            key: _read_state(reader, f"{unit.of.name}/{key}", shapes[key], entries[unit.of.name], unit) for key in keys
         }
     groups = optimizer.state_dict()["param_groups"]
     for number, group in enumerate(optimizer.param_groups):
-        here = [by_values[id(values)].of.name for values in group["params"] if id(values) in by_values]
-        groups[number] |= group_values.read(optimizer, number, list(dict.fromkeys(here)), reader)
+        names = [by_values[id(values)].of.name for values in group["params"] if id(values) in by_values]
+        groups[number] |= group_values.read(optimizer, number, list(dict.fromkeys(names)), reader)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _read_state(reader: StateReader, name: str, shape: tuple[int, ...], entry: Held, unit: UpdateShard) -> torch.Tensor:
+def _read_state(
+    reader: StateReader, name: str, shape: tuple[int, ...], entry: LocalTensor, unit: UpdateShard
+) -> torch.Tensor:
     """Read an entry of optimizer state: the run of this unit, or the whole entry if its shape differs (a count)."""
     if shape != entry.shape:
         return reader.read("optimizer", name, (0,) * len(shape), shape)
@@ -213,7 +218,7 @@ def _read_state(reader: StateReader, name: str, shape: tuple[int, ...], entry: H
 
 
 def full_weights(
-    held: Mapping[str, Held], masters: Mapping[str, torch.Tensor], workers: Workers
+    entries: Mapping[str, LocalTensor], masters: Mapping[str, torch.Tensor], workers: Workers
 ) -> dict[str, torch.Tensor] | None:
     """Return the full weights on the host of rank 0, None on other ranks. Call it on every rank.
 
@@ -222,12 +227,12 @@ def full_weights(
     Args:
         masters: values for the 16-bit parameters of a worker with their first copies.
     """
-    mine = {name: entry for name, entry in held.items() if entry.counts and entry.copies.rank == 0}
-    values_of = {name: masters.get(name, entry.local) for name, entry in mine.items()}
+    first_copies = {name: entry for name, entry in entries.items() if entry.counts and entry.copies.rank == 0}
+    values_of = {name: masters.get(name, entry.local) for name, entry in first_copies.items()}
     described = workers.gather(
         [
             (name, entry.shape, tuple(entry.local.shape), values_of[name].dtype, entry.boxes)
-            for name, entry in mine.items()
+            for name, entry in first_copies.items()
         ]
     )
     if not workers.is_main:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
-from rapidformer_templates.engines.parallel.narrowing import narrow, narrowed_parameters
-from rapidformer_templates.engines.parallel.windows import Window, window_for, windows_of_kinds
+from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, buckets_by_key
+from rapidformer_templates.engines.parallel.compute_dtype import cast_to_compute_dtype, parameters_with_masters
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of
 from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.balance import balanced_cut
@@ -114,7 +114,7 @@ class Exchanged(NamedTuple):
         over: number of workers that one copy of its parameters is divided over.
     """
 
-    window: Window
+    window: Bucket
     narrow: bool
     is_tied: bool
     part: int
@@ -169,7 +169,7 @@ class ModelShapes:
     def all_parameters(self) -> dict[str, Facts]:
         """Trained and frozen parameters by canonical name. Tied parameters appear once."""
         tables, experts, depths = tables_of(self.whole), _expert_parameters(self.whole), depths_of(self.whole)
-        narrowed = narrowed_parameters(self.whole)
+        narrowed = parameters_with_masters(self.whole)
         return {
             name: Facts(
                 shape_of(p),
@@ -445,7 +445,7 @@ class ModelShapes:
             masters: whether some parameters have 16 bits and fp32 masters.
             whole: whether each parameter has a single owner, as an update of whole parameters needs.
         """
-        key, limit = (coordinates, data, masters, whole), window_for(self.width)
+        key, limit = (coordinates, data, masters, whole), bucket_size_for(self.width)
         if key not in self._windows:
             own = list(self.stage_parameters(coordinates).items())
             kinds: dict[_Kind, list[tuple[int, int]]] = {}
@@ -458,7 +458,7 @@ class ModelShapes:
                     kinds.setdefault(kind, []).append((index, facts.count))
             for sizes in (sizes for kind, sizes in kinds.items() if kind.ends):
                 sizes.sort(key=lambda size: own[size[0]][0])
-            of_kinds = windows_of_kinds(
+            of_kinds = buckets_by_key(
                 kinds, limit, ranks=lambda kind: data // kind.over, whole=whole, is_tied=lambda kind: bool(kind.ends)
             )
             found = [
@@ -514,11 +514,11 @@ def _narrow(model: nn.Module, weights: str, dtype: torch.dtype) -> None:
     """Convert parameters to 16 bits, as ``Variant.weights`` specifies."""
     if weights == "narrow":
         for parameter in (p for p in model.parameters() if p.is_floating_point()):
-            narrow(parameter, dtype)
+            cast_to_compute_dtype(parameter, dtype)
     if weights == "masters":
-        narrowed = narrowed_parameters(model)
+        narrowed = parameters_with_masters(model)
         for parameter in (p for p in model.parameters() if id(p) in narrowed):
-            narrow(parameter, dtype)
+            cast_to_compute_dtype(parameter, dtype)
 
 
 def _of_model(variant: Variant) -> Variant:

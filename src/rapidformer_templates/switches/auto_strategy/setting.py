@@ -7,7 +7,7 @@ from typing import Any
 
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, filled
-from rapidformer_templates.planning.optimizers import updates_apart, updates_elements
+from rapidformer_templates.planning.optimizers import updates_elementwise, updates_in_chunks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, STATES
@@ -43,8 +43,8 @@ class Setting:
         reshards: whether FSDP frees a block's whole parameters between forward and backward.
         narrow: 16-bit weights with masters. None leaves weights unchanged, or as DeepSpeed and FSDP convert them.
         context_kind: how attention covers divided sequences. None: the number of heads decides.
-        updates_apart: whether the optimizer accepts some gradients before others.
-        updates_elements: whether the optimizer accepts pieces of parameters.
+        updates_in_chunks: whether the optimizer accepts some gradients before others.
+        updates_elementwise: whether the optimizer accepts pieces of parameters.
     """
 
     precision: str = "fp32"
@@ -55,8 +55,8 @@ class Setting:
     reshards: bool = True
     narrow: NarrowWeights | None = None
     offloads_activations: bool = False
-    updates_apart: bool = True
-    updates_elements: bool = True
+    updates_in_chunks: bool = True
+    updates_elementwise: bool = True
     context_kind: str | None = None
 
     def by_parallel_engine(self, layout: Layout) -> bool:
@@ -96,7 +96,7 @@ def setting_of(plan: Plan, width: int) -> Setting:
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
         narrow=narrow,
         offloads_activations="offload-activations" in plan.switches,
-        updates_apart=updates_apart(plan.optimizer_implementation),
-        updates_elements=updates_elements(plan.optimizer_implementation),
+        updates_in_chunks=updates_in_chunks(plan.optimizer_implementation),
+        updates_elementwise=updates_elementwise(plan.optimizer_implementation),
         context_kind=plan.engine_options.get("context_kind"),
     )

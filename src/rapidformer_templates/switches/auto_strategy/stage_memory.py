@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from rapidformer_templates.engines.parallel.windows import Window, turns, window_for
+from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, update_chunks
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, Exchanged, ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, Facts
@@ -145,13 +145,13 @@ class Stage:
     @cached_property
     def largest_replica(self) -> int:
         """The replica that updates most. If runs are sharded, it is the first one, whose shares have no padding."""
-        if not self._is_sharded or self.setting.updates_elements:
+        if not self._is_sharded or self.setting.updates_elementwise:
             return 0
         counts = [sum(part.count for part in self._runs_of(replica)) for replica in range(self.layout.replicas)]
         return counts.index(max(counts))
 
     def _runs_of(self, replica: int) -> list[Facts]:
-        whole = not self.setting.updates_elements
+        whole = not self.setting.updates_elementwise
         return self.model.runs(self.coordinates, self.layout.replicas, replica, masters=self._has_masters, whole=whole)
 
     @property
@@ -317,9 +317,9 @@ class Stage:
             sizes = [each.narrow * each.share_of(self.largest_replica) for each in self._windows]
         else:
             facts = list(self.parameters.values())
-            parts = turns([each.count for each in facts], window_for(self.model.width))
+            parts = update_chunks([each.count for each in facts], bucket_size_for(self.model.width))
             sizes = [sum(facts[place].narrows * facts[place].count for place in part) for part in parts]
-        return FP32 * (max(sizes, default=0) if self.setting.updates_apart else sum(sizes))
+        return FP32 * (max(sizes, default=0) if self.setting.updates_in_chunks else sum(sizes))
 
     def _beside_states(self, activations: int, gradients: int, buffers: int) -> Moment:
         """Build a moment in which gradients beyond those that the update needs count as buffers."""
@@ -334,7 +334,7 @@ class Stage:
 
     @cached_property
     def _windows(self) -> list[Exchanged]:
-        whole = self._is_sharded and not self.setting.updates_elements
+        whole = self._is_sharded and not self.setting.updates_elementwise
         return self.model.windows(self.coordinates, self.layout.replicas, masters=self._has_masters, whole=whole)
 
     @cached_property
@@ -386,7 +386,7 @@ class Stage:
         return traced * sum(facts.count for facts in self.parameters.values()) // sum(f.count for f in everything)
 
     @staticmethod
-    def _gathered(window: Window) -> int:
+    def _gathered(window: Bucket) -> int:
         """Elements in addition to the weights while a window's updated ones are sent."""
         return window.packed if window.owner is not None else window.share + window.packed
 
@@ -397,5 +397,5 @@ class Stage:
     def _on_their_way(self, begun: Iterable[int], count: int) -> int:
         """Bytes of the ``count`` largest windows in flight, and of the shares that they produce."""
         largest = sorted(begun, reverse=True)[:count]
-        shares = self._sums_early and self.setting.updates_elements  # else a whole parameter's owner sums in place
+        shares = self._sums_early and self.setting.updates_elementwise  # else a whole parameter's owner sums in place
         return sum(size + (size // self.layout.replicas if shares else 0) for size in largest)

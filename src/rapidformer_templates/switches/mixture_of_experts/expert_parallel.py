@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rapidformer_templates.engines.local import DDPEngine
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.parallel.copies import COPIES, NONE, copies_of
+from rapidformer_templates.engines.parallel.copies import COPIES, NO_COPIES, copies_of
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import base_of
@@ -166,7 +166,7 @@ class ExpertParallelEngine(DDPEngine):
         self._divided = [p for p in self._parameters if isinstance(p, DTensor)]
         self._copied = [p for p in self._parameters if not isinstance(p, DTensor)]
         named = [(name, p) for name, p in self.model.named_parameters() if isinstance(p, DTensor)]
-        self._sharers = copies_of(named[0][1], self.workers) if named else NONE  # a single worker divides nothing
+        self._sharers = copies_of(named[0][1], self.workers) if named else NO_COPIES  # a single worker divides nothing
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [name for name, _ in named])
         return super()._distribute()
 

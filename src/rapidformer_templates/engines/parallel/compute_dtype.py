@@ -29,7 +29,7 @@ class GradientTypes:
 IN_FP32 = GradientTypes()
 
 
-def narrowed_parameters(model: nn.Module) -> set[int]:
+def parameters_with_masters(model: nn.Module) -> set[int]:
     """Return the ids of the parameters for which 16 bits are enough: trained fp32 parameters, except those of norms.
 
     Norms are the modules whose own parameters all have fewer than two dimensions. Autocast computes them in fp32 for
@@ -49,7 +49,7 @@ def narrowed_parameters(model: nn.Module) -> set[int]:
 
 
 @torch.no_grad()
-def narrow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+def cast_to_compute_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Round a parameter to 16 bits in place, so that all references to it see the change."""
     if not isinstance(parameter, DTensor):
         parameter.data = parameter.data.to(dtype)
@@ -71,17 +71,21 @@ def sum_rows_in_fp32(model: nn.Module) -> None:
             weight, plain = module.weight, module.max_norm is None and not module.scale_grad_by_freq
             if plain and weight.device.type == "cpu" and weight.element_size() == 2 and not isinstance(weight, DTensor):
                 # Runs before all other hooks, to keep their changes to the rows (such as noise).
-                module.register_forward_hook(_look_up, prepend=True, with_kwargs=True)
+                module.register_forward_hook(_look_up_rows, prepend=True, with_kwargs=True)
 
 
-def _look_up(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
+def _look_up_rows(
+    module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor
+) -> torch.Tensor:
     if not output.requires_grad:
         return output
-    rows: torch.Tensor = _Rows.apply(module.weight, inputs[0] if inputs else named["input"], module.padding_idx)
+    rows: torch.Tensor = _EmbeddingRows.apply(
+        module.weight, inputs[0] if inputs else named["input"], module.padding_idx
+    )
     return rows
 
 
-class _Rows(torch.autograd.Function):
+class _EmbeddingRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: torch.Tensor, places: torch.Tensor, padding: int | None) -> torch.Tensor:
         ctx.save_for_backward(places)
@@ -91,10 +95,10 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         (places,), (shape, dtype) = ctx.saved_tensors, ctx.table
-        found, numbers = places.flatten().unique(return_inverse=True)  # most tables have more rows than a batch uses
-        sums = torch.zeros(len(found), shape[1]).index_add_(0, numbers, gradients[0].flatten(0, -2).float())
+        rows, numbers = places.flatten().unique(return_inverse=True)  # most tables have more rows than a batch uses
+        sums = torch.zeros(len(rows), shape[1]).index_add_(0, numbers, gradients[0].flatten(0, -2).float())
         if ctx.padding is not None:
-            sums[found == ctx.padding] = 0
+            sums[rows == ctx.padding] = 0
         whole = torch.zeros(shape, dtype=dtype)
-        whole[found] = sums.to(dtype)
+        whole[rows] = sums.to(dtype)
         return whole, None, None

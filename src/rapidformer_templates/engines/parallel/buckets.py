@@ -1,4 +1,4 @@
-"""Windows (buckets) of parameters packed end to end: the unit of a reduction, and which rank updates which run."""
+"""Buckets of parameters packed end to end: the unit of a reduction, and which rank updates which run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import NamedTuple, TypeVar
 
 from rapidformer_templates.planning.deepspeed_file.buckets import LEAST
 
-Kind = TypeVar("Kind", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
 
-MOST = 2**23
-"""Elements of the largest window: 32 MB in fp32, enough to saturate a link."""
+MAX_ELEMENTS = 2**23
+"""Elements of the largest bucket: 32 MB in fp32, enough to saturate a link."""
 
-WINDOWS_EACH = 4
-"""Minimum number of whole-parameter windows per worker, if parameters are small enough. It balances the shares."""
+MIN_BUCKETS_PER_RANK = 4
+"""Minimum number of whole-parameter buckets per worker, if parameters are small enough. It balances the shares."""
 
 
-def window_for(width: int) -> int:
-    """Return the elements of a window: one matrix of a square block, like a ZeRO bucket. Small compared with a model.
+def bucket_size_for(width: int) -> int:
+    """Return the elements of a bucket: one matrix of a square block, like a ZeRO bucket. Small compared with a model.
 
     Args:
         width: hidden size of the model.
     """
-    return min(max(width * width, LEAST), MOST)
+    return min(max(width * width, LEAST), MAX_ELEMENTS)
 
 
 class Segment(NamedTuple):
@@ -42,13 +42,13 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class Bucket:
     """Runs of consecutive parameters, packed end to end.
 
     Attributes:
         segments: the runs in their order.
         ranks: number of workers that share it. Each updates one of ``ranks`` equal shares. The last one is padded.
-        owner: the rank that updates the whole window. None if the ranks share it.
+        owner: the rank that updates the whole bucket. None if the ranks share it.
     """
 
     segments: tuple[Segment, ...]
@@ -75,7 +75,7 @@ class Window:
         return self.share if self.owner in (None, rank) else 0
 
     def with_offsets(self) -> Iterator[tuple[Segment, int]]:
-        """Yield the runs with their offsets in the window."""
+        """Yield the runs with their offsets in the bucket."""
         offset = 0
         for segment in self.segments:
             yield segment, offset
@@ -91,16 +91,16 @@ class Window:
                 yield Segment(index, start + low - offset, high - low), low - begin
 
 
-def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int) -> list[Window]:
-    """Divide parameters, packed end to end, into windows.
+def split_into_buckets(sizes: Sequence[tuple[int, int]], ranks: int, limit: int) -> list[Bucket]:
+    """Divide parameters, packed end to end, into buckets.
 
     Args:
         sizes: (index, elements) of each parameter.
-        ranks: number of workers that share each window.
-        limit: elements of a window, rounded down to a multiple of ``ranks``, so that only the last one is padded.
+        ranks: number of workers that share each bucket.
+        limit: elements of a bucket, rounded down to a multiple of ``ranks``, so that only the last one is padded.
     """
     limit = max(1, limit // ranks) * ranks
-    finished: list[Window] = []
+    finished: list[Bucket] = []
     segments: list[Segment] = []
     room = limit
     for index, size in sizes:
@@ -110,83 +110,83 @@ def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int) -> list[Wi
             segments.append(Segment(index, start, count))
             start, room = start + count, room - count
             if room == 0:
-                finished.append(Window(tuple(segments), ranks))
+                finished.append(Bucket(tuple(segments), ranks))
                 segments, room = [], limit
-    return [*finished, Window(tuple(segments), ranks)] if segments else finished
+    return [*finished, Bucket(tuple(segments), ranks)] if segments else finished
 
 
-def whole_windows(sizes: Sequence[tuple[int, int]], loads: list[int], limit: int) -> list[Window]:
+def assign_whole_parameters(sizes: Sequence[tuple[int, int]], loads: list[int], limit: int) -> list[Bucket]:
     """Distribute whole parameters among workers, for updates that need more of a parameter than a run.
 
-    A window has one owner. Starting with the largest window, each goes to the worker with the fewest elements, as OSS
+    A bucket has one owner. Starting with the largest bucket, each goes to the worker with the fewest elements, as OSS
     distributes parameters.
 
     Args:
         sizes: (index, elements) of each parameter.
-        loads: elements that each worker has so far. The elements of these windows are added to it.
-        limit: elements of a window. A larger parameter gets its own window. A small model has a lower limit, so that
+        loads: elements that each worker has so far. The elements of these buckets are added to it.
+        limit: elements of a bucket. A larger parameter gets its own bucket. A small model has a lower limit, so that
             each worker gets some parameters.
     """
-    limit = min(limit, sum(size for _, size in sizes) // (WINDOWS_EACH * len(loads)))
-    found = [
-        Window(tuple(Segment(sizes[place][0], 0, sizes[place][1]) for place in places), len(loads))
-        for places in turns([size for _, size in sizes], limit)
+    limit = min(limit, sum(size for _, size in sizes) // (MIN_BUCKETS_PER_RANK * len(loads)))
+    buckets = [
+        Bucket(tuple(Segment(sizes[place][0], 0, sizes[place][1]) for place in places), len(loads))
+        for places in update_chunks([size for _, size in sizes], limit)
     ]
-    owners: dict[Window, int] = {}
-    for window in sorted(found, key=lambda window: -window.length):
-        owners[window] = loads.index(min(loads))
-        loads[owners[window]] += window.length
-    return [replace(window, owner=owners[window]) for window in found]
+    owners: dict[Bucket, int] = {}
+    for bucket in sorted(buckets, key=lambda bucket: -bucket.length):
+        owners[bucket] = loads.index(min(loads))
+        loads[owners[bucket]] += bucket.length
+    return [replace(bucket, owner=owners[bucket]) for bucket in buckets]
 
 
-def windows_of_kinds(
-    members: Mapping[Kind, Sequence[tuple[int, int]]],
+def buckets_by_key(
+    members: Mapping[Key, Sequence[tuple[int, int]]],
     limit: int,
     *,
-    ranks: Callable[[Kind], int],
+    ranks: Callable[[Key], int],
     whole: bool,
-    is_tied: Callable[[Kind], bool],
-) -> dict[Window, Kind]:
-    """Build windows that each contain parameters of only one kind.
+    is_tied: Callable[[Key], bool],
+) -> dict[Bucket, Key]:
+    """Build buckets that each contain parameters of only one kind.
 
     Args:
         members: (index, elements) of each parameter, by kind.
-        limit: elements of a window.
-        ranks: returns the number of workers that share the windows of a kind.
+        limit: elements of a bucket.
+        ranks: returns the number of workers that share the buckets of a kind.
         whole: whether each parameter has a single owner.
         is_tied: whether parameters of a kind have copies in other stages. All copies need the same owner, so the
             other parameters of a stage must not affect the choice.
     """
-    found: dict[Window, Kind] = {}
+    buckets: dict[Bucket, Key] = {}
     loads: dict[int, list[int]] = {}
-    for kind in sorted(members, key=lambda kind: not is_tied(kind)):
-        count = ranks(kind)
+    for key in sorted(members, key=lambda key: not is_tied(key)):
+        count = ranks(key)
         so_far = loads.setdefault(count, [0] * count)
         if not whole:
-            mine = windows(members[kind], count, limit)
-        elif is_tied(kind):
+            of_key = split_into_buckets(members[key], count, limit)
+        elif is_tied(key):
             alone = [0] * count
-            mine = whole_windows(members[kind], alone, limit)
+            of_key = assign_whole_parameters(members[key], alone, limit)
             so_far[:] = [load + more for load, more in zip(so_far, alone, strict=True)]
         else:
-            mine = whole_windows(members[kind], so_far, limit)
-        found |= dict.fromkeys(mine, kind)
-    return found
+            of_key = assign_whole_parameters(members[key], so_far, limit)
+        buckets |= dict.fromkeys(of_key, key)
+    return buckets
 
 
-def turns(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Group whole parameters, by index, into turns of at most ``limit`` elements. Larger ones get their own turn.
+def update_chunks(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Group whole parameters, by index, into chunks of at most ``limit`` elements. Larger ones get their own chunk.
 
     Args:
         sizes: elements of each parameter.
-        limit: elements of a turn.
+        limit: elements of a chunk.
     """
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     room = 0
     for place, size in enumerate(sizes):
-        if not found or size > room:
-            found.append([])
+        if not groups or size > room:
+            groups.append([])
             room = limit
-        found[-1].append(place)
+        groups[-1].append(place)
         room -= size
-    return found
+    return groups
