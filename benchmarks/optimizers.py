@@ -19,7 +19,7 @@ from benchmarks.contest import Answer, Contest, Flag, Row, table
 from benchmarks.models import gpt2
 from benchmarks.texts import docstrings
 from rapidformer_templates.commands.bench.output import Advance, progress
-from rapidformer_templates.engines.pieces import bytes_held, state_tensors
+from rapidformer_templates.engines.pieces import bytes_by_kind, state_tensors
 from rapidformer_templates.engines.recipe import default_optimizer, schedule, undecayed
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flags import TrainingFlags
@@ -105,7 +105,7 @@ class Contender:
     def state_bytes(self) -> float:
         """Return the bytes of optimizer state per parameter, over the whole model, counted from its storages."""
         parameters = sum(p.numel() for p in self.model.parameters())
-        return bytes_held({"optimizer": state_tensors(self.optimizer)})["optimizer"] / parameters
+        return bytes_by_kind({"optimizer": state_tensors(self.optimizer)})["optimizer"] / parameters
 
 
 def _wait(device: torch.device) -> None:

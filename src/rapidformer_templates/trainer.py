@@ -25,8 +25,8 @@ from rapidformer_templates.data.targets import count_targets, samples_in
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult
-from rapidformer_templates.engines.given_optimizer import TAKES_OPTIONS, as_recipe, as_schedule
 from rapidformer_templates.engines.layerwise_rates import layerwise
+from rapidformer_templates.engines.optimizer_instances import TAKES_OPTIONS, as_recipe, as_schedule
 from rapidformer_templates.engines.recipe import (
     GroupOptions,
     OptimizerSpec,

@@ -10,7 +10,7 @@ import torch
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.mask_checks import answered, watch_positions
+from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
 from tests.support.ahead import CountReads
 from tests.support.mask_hooks import HOOKS, _batch, _model, job_of
 
@@ -24,7 +24,7 @@ def test_a_forward_reads_nothing_and_is_the_same(name: str, kind: str) -> None:
     with torch.no_grad(), CountReads() as plain:
         expected = model(**batch).logits
     watch_positions(model)
-    with torch.no_grad(), answered(microbatch, batch), CountReads() as counted:
+    with torch.no_grad(), mask_answers(microbatch, batch), CountReads() as counted:
         actual = model(**batch).logits
     assert counted.reads == 0
     assert (plain.reads > 0) == (kind in ("full mask", "padded") or name in ("gpt2", "llama"))
@@ -33,7 +33,7 @@ def test_a_forward_reads_nothing_and_is_the_same(name: str, kind: str) -> None:
 
 def _looked_at(batch: Any) -> MicroBatch:
     microbatch = MicroBatch(batch, [0, 1])
-    microbatch.look()
+    microbatch.inspect_masks()
     return microbatch
 
 
@@ -61,7 +61,7 @@ def test_answers_are_of_one_thread() -> None:
         with torch.no_grad():
             found.append(model(**padded).logits)
 
-    with answered(_looked_at(full), full):
+    with mask_answers(_looked_at(full), full):
         other = threading.Thread(target=elsewhere)
         other.start()
         other.join()

@@ -11,8 +11,8 @@ from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.loss import weighted_loss
-from rapidformer_templates.engines.reached import reached_parameters
-from rapidformer_templates.engines.traces import kept_buffers, preserve_state
+from rapidformer_templates.engines.side_effects import preserve_state, restored_buffers
+from rapidformer_templates.engines.unused_parameters import reached_parameters
 from tests.support.jobs import ClassJob
 
 INPUT = torch.ones(4, 3)
@@ -73,7 +73,7 @@ def test_a_hook_that_sees_that_nothing_counts_still_comes_to_the_model() -> None
 def test_buffers_are_as_before() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with kept_buffers(model):
+    with restored_buffers(model):
         loss = model(INPUT + torch.randn(4, 3)).square().sum()
         model[1].running_mean = torch.ones(3)  # replaced by another tensor
     loss.backward()  # the tensors that it needs still exist

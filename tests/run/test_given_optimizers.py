@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
 from rapidformer_templates import OptimizerSpec, RapidformerError, Trainer, compose
-from rapidformer_templates.engines.given_optimizer import as_recipe, as_schedule
+from rapidformer_templates.engines.optimizer_instances import as_recipe, as_schedule
 from rapidformer_templates.errors import CheckpointError, ConfigError
 from tests.support.worker_pool import run_in_workers
 

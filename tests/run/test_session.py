@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from examples import own_loop
 from rapidformer_templates import Data, OptimizerSpec, RapidformerError, Trainer, compose
-from rapidformer_templates.engines.given_optimizer import as_recipe
+from rapidformer_templates.engines.optimizer_instances import as_recipe
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, OutOfMemory, Refused
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers

@@ -30,7 +30,7 @@ OPTIMIZERS = ["apex_adam", "adamw_torch", "adafactor"]
 
 def _elsewhere() -> Any:
     """Make the engine treat the CPU as a device with separate memory."""
-    return mock.patch("rapidformer_templates.engines.local.lies_in_host_memory", return_value=False)
+    return mock.patch("rapidformer_templates.engines.local.is_in_host_memory", return_value=False)
 
 
 @pytest.fixture

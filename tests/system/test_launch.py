@@ -59,7 +59,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
     """Capture the output of workers that start as in a new program, without the calls of earlier tests."""
     end_pool()
-    monkeypatch.setattr(calls, "_outcomes", [])
+    monkeypatch.setattr(calls, "_monitor", [])
     return capfd
 
 

@@ -150,12 +150,12 @@ def _optimizers() -> str:
     rows = []
     for name, facts in OPTIMIZERS.items():
         needs = " and ".join([*([facts.package] if facts.package else []), *(["a GPU"] if facts.needs_cuda else [])])
-        stand_in = facts.stand_in or ""
+        fallback = facts.fallback or ""
         rows.append(
             (
                 f"`{name}`",
                 facts.implementation,
-                stand_in,
+                fallback,
                 needs,
                 f"{facts.state_bytes:g}",
                 ", ".join(sorted(facts.not_under)),

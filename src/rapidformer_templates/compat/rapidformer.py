@@ -24,7 +24,7 @@ from rapidformer_templates.compat.targets import checked_targets
 from rapidformer_templates.data.loader import eval_requests, load, sample_lengths, to_device
 from rapidformer_templates.data.targets import samples_in
 from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.engines.given_optimizer import as_recipe, as_schedule
+from rapidformer_templates.engines.optimizer_instances import as_recipe, as_schedule
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig

@@ -47,7 +47,7 @@ class MicroBatch:
         targets: number of targets that its loss is a mean over.
         idle: the batch does not count.
         size: (samples, tokens) in it if the order or the data set knows them. None if they can be read from the batch.
-        looked: see :meth:`look`.
+        mask_facts: see :meth:`inspect_masks`.
         positions: for each row, the position of its sample in the order. -1 for a row that does not count.
         bookmark: position of a stream before these samples.
     """
@@ -57,23 +57,24 @@ class MicroBatch:
     targets: float = 0
     idle: bool = False
     size: tuple[int, int] | None = None
-    looked: dict[str, bool] = field(default_factory=dict)
+    mask_facts: dict[str, bool] = field(default_factory=dict)
     positions: Sequence[int] = ()
     bookmark: Bookmark | None = None
 
-    def look(self) -> None:
+    def inspect_masks(self) -> None:
         """Precompute what models query about masks and positions while the batch is on the host.
 
-        ``looked`` then has one bool for ``attention_mask`` (nothing is masked) and one for ``position_ids`` (each row
-        is consecutive). It only has entries for fields that exist, with integers or bools of shape (samples, tokens).
+        ``mask_facts`` then has one bool for ``attention_mask`` (nothing is masked) and one for ``position_ids`` (each
+        row is consecutive). It only has entries for fields that exist, with integers or bools of shape (samples,
+        tokens).
         """
-        self.looked = {}
+        self.mask_facts = {}
         for name, question in QUESTIONS.items():
             tensor = field_of(self.batch, name)
             if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
                 continue
             if tensor.ndim == 2 and tensor.is_cpu:
-                self.looked[name] = question(tensor.numpy())
+                self.mask_facts[name] = question(tensor.numpy())
 
     @property
     def sample_count(self) -> int:

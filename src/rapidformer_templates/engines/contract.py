@@ -128,7 +128,7 @@ class Engine(Protocol):
     def measuring(self) -> AbstractContextManager[nn.Module]:
         """Yield the model for a forward without side effects: random state, buffers and gradients are preserved."""
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the tensors on this rank: ``parameters``, ``gradients``, ``optimizer`` state and send ``buckets``."""
 
     def keep_average(self, decay: float) -> None:

@@ -27,7 +27,7 @@ from rapidformer_templates.errors import ModelError
 FLAG = "--neftune-alpha"
 
 
-class _Running:
+class _NoisyBatch:
     """The micro batch that the model is processing.
 
     Attributes:
@@ -42,17 +42,17 @@ class _Running:
         self.is_noisy = False
 
 
-_running: ContextVar[_Running | None] = ContextVar("rows", default=None)
+_current_batch: ContextVar[_NoisyBatch | None] = ContextVar("rows", default=None)
 
 
 @contextmanager
 def rows_of(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
     """Context for a training forward on ``batch``, the device copy of ``microbatch``."""
-    token = _running.set(_Running(microbatch, batch))
+    token = _current_batch.set(_NoisyBatch(microbatch, batch))
     try:
         yield
     finally:
-        _running.reset(token)
+        _current_batch.reset(token)
 
 
 def add_noise(model: nn.Module, alpha: float, seed: int) -> None:
@@ -72,39 +72,39 @@ def add_noise(model: nn.Module, alpha: float, seed: int) -> None:
             hint="leave it out",
         )
     embeddings: Any = reader.get_input_embeddings()
-    embeddings.register_forward_hook(_Adds(alpha, seed))
+    embeddings.register_forward_hook(_AddNoise(alpha, seed))
     reader.register_forward_hook(_check)
 
 
-class _Adds:
+class _AddNoise:
     """Forward hook of the embeddings."""
 
     def __init__(self, alpha: float, seed: int) -> None:
         self.alpha, self.seed = alpha, seed
 
     def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-        running = _running.get()
-        if running is None or not module.training:
+        current = _current_batch.get()
+        if current is None or not module.training:
             return None  # an evaluation, or a forward outside a training step
         rows, tokens, features = output.shape
-        mask = torch.ones(rows, tokens, device=output.device) if running.mask is None else running.mask
-        if mask.shape != (rows, tokens) or len(running.positions) != rows:
+        mask = torch.ones(rows, tokens, device=output.device) if current.mask is None else current.mask
+        if mask.shape != (rows, tokens) or len(current.positions) != rows:
             raise ModelError(
-                f"the embeddings have {rows} rows × {tokens} tokens, but the batch has {len(running.positions)} "
+                f"the embeddings have {rows} rows × {tokens} tokens, but the batch has {len(current.positions)} "
                 f"samples and a mask of {' × '.join(map(str, mask.shape))}",
                 where=FLAG,
                 hint="noise needs batches with one row per sample; leave it out",
             )
-        running.is_noisy = True
-        share = uniform(keys_of(running.positions, self.seed).to(output.device, non_blocking=True), mask, features)
+        current.is_noisy = True
+        share = uniform(keys_of(current.positions, self.seed).to(output.device, non_blocking=True), mask, features)
         lengths = mask.sum(dim=1).clamp(min=1)
         reach = self.alpha / (lengths * features).sqrt()
         return output + (share * reach[:, None, None]).to(output.dtype)
 
 
 def _check(model: nn.Module, inputs: Any, output: Any) -> None:
-    running = _running.get()
-    if running is not None and model.training and not running.is_noisy:
+    current = _current_batch.get()
+    if current is not None and model.training and not current.is_noisy:
         raise ModelError(
             f"{type(model).__name__} does not call its input embeddings", where=FLAG, hint="give it input_ids"
         )

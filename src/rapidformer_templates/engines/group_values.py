@@ -22,16 +22,16 @@ from rapidformer_templates.errors import CheckpointError
 
 PREFIX = "group."
 COUNT = "step"
-COUNT_BESIDE_PARAMETERS = ("torch.", "deepspeed.", "rapidformer_templates.")
-NOT_KEPT = frozenset({"params", "lr"})  # the schedule sets the rate
+COUNTS_PER_PARAMETER = ("torch.", "deepspeed.", "rapidformer_templates.")
+NOT_SAVED = frozenset({"params", "lr"})  # the schedule sets the rate
 
-_fresh: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+_initial_values: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 _counts_in_groups: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
 
 def remember(optimizer: Optimizer) -> None:
     """Remember the groups as built, before the first step and before anything is loaded."""
-    _fresh[optimizer] = [_scalars_of(group) for group in optimizer.param_groups]
+    _initial_values[optimizer] = [_scalars_of(group) for group in optimizer.param_groups]
 
 
 def entries(optimizer: Optimizer, index: int, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -40,26 +40,26 @@ def entries(optimizer: Optimizer, index: int, state: Mapping[str, Any]) -> dict[
     Args:
         state: the optimizer state of the parameter.
     """
-    return _beside(_changed(optimizer, index), state)
+    return _prefixed(_changed(optimizer, index), state)
 
 
-def of_parameters(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+def values_by_parameter(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """Return for each parameter, by its ``id``, its state and the values of its group."""
     by_index: dict[int, dict[str, Any]] = {}
     for index, group in enumerate(optimizer.param_groups):
         changed = _changed(optimizer, index)
         for parameter in group["params"]:
             state = dict(optimizer.state.get(parameter, {}))
-            by_index[id(parameter)] = state | _beside(changed, state)
+            by_index[id(parameter)] = state | _prefixed(changed, state)
     return by_index
 
 
 def _changed(optimizer: Optimizer, index: int) -> dict[str, torch.Tensor]:
-    fresh, now = _fresh[optimizer][index], _scalars_of(optimizer.param_groups[index])
-    return {key: value for key, value in now.items() if key not in fresh or not _equal(value, fresh[key])}
+    initial, now = _initial_values[optimizer][index], _scalars_of(optimizer.param_groups[index])
+    return {key: value for key, value in now.items() if key not in initial or not _equal(value, initial[key])}
 
 
-def _beside(changed: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _prefixed(changed: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     prefixed = {PREFIX + key: value for key, value in changed.items() if key != COUNT}
     if COUNT in changed and state and COUNT not in state:
         prefixed[COUNT] = changed[COUNT].to(torch.float32)  # like the counts of torch's optimizers
@@ -68,12 +68,12 @@ def _beside(changed: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> di
 
 def split(optimizer: Optimizer, keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split checkpoint keys into (those of a parameter, those of its group)."""
-    own: list[str] = []
+    per_parameter: list[str] = []
     shared: list[str] = []
     for key in keys:
         in_group = key.startswith(PREFIX) or (key == COUNT and counts_in_groups(optimizer))
-        (shared if in_group else own).append(key)
-    return own, shared
+        (shared if in_group else per_parameter).append(key)
+    return per_parameter, shared
 
 
 def read(optimizer: Optimizer, index: int, names: Sequence[str], reader: StateReader) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def read(optimizer: Optimizer, index: int, names: Sequence[str], reader: StateRe
                 hint="this optimizer has one for many parameters; continue with the one that it was saved by",
             )
         scalars[key.removeprefix(PREFIX)] = next(iter(values.values()))
-    return _as_kept(group, scalars)
+    return _in_group_form(group, scalars)
 
 
 def counts_in_groups(optimizer: Optimizer) -> bool:
@@ -106,7 +106,7 @@ def counts_in_groups(optimizer: Optimizer) -> bool:
     The optimizers of torch, DeepSpeed and this library count per parameter. For others, a trial step on a dummy
     parameter decides.
     """
-    if type(optimizer).__module__.startswith(COUNT_BESIDE_PARAMETERS):
+    if type(optimizer).__module__.startswith(COUNTS_PER_PARAMETER):
         inner = getattr(optimizer, "inner", None)  # offloaded to the host
         return isinstance(inner, Optimizer) and counts_in_groups(inner)
     if optimizer not in _counts_in_groups:
@@ -138,36 +138,36 @@ def step_once(zero: Any) -> None:
         zero: DeepSpeed's stage 3 optimizer, which wraps ours.
     """
     groups = zero.optimizer.param_groups
-    if type(zero.optimizer).__module__.startswith(COUNT_BESIDE_PARAMETERS):
+    if type(zero.optimizer).__module__.startswith(COUNTS_PER_PARAMETER):
         return
     update = zero._optimizer_step
-    begun: dict[int, dict[str, Any]] = {}
+    first_values: dict[int, dict[str, Any]] = {}
 
     def update_one(sub_group: int) -> None:
-        mine = zero.sub_group_to_group_id[sub_group]
+        own_group = zero.sub_group_to_group_id[sub_group]
         if sub_group == 0:
-            begun.clear()
-        if mine in begun:  # another part of the group was already updated in this step
-            _put(groups[mine], begun[mine])
-        before = {index: _copied(group) for index, group in enumerate(groups)}
-        begun.setdefault(mine, before[mine])
+            first_values.clear()
+        if own_group in first_values:  # another part of the group was already updated in this step
+            _replace_values(groups[own_group], first_values[own_group])
+        before = {index: _copy_of(group) for index, group in enumerate(groups)}
+        first_values.setdefault(own_group, before[own_group])
         update(sub_group)
         for index, group in enumerate(groups):
-            if index != mine:
-                _put(group, before[index])
+            if index != own_group:
+                _replace_values(group, before[index])
 
     zero._optimizer_step = update_one
 
 
-def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in group.items() if key != "params"}
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
+def _copy_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key != "params"}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
 
 
-def _put(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _replace_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     parameters = group["params"]
     group.clear()
-    group.update(_copied(values), params=parameters)
+    group.update(_copy_of(values), params=parameters)
 
 
 def check_count(optimizer: Optimizer, name: str, keys: Sequence[str]) -> None:
@@ -187,7 +187,7 @@ def _scalars_of(group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the numbers and flags of a group as scalar tensors. Items of a list have their index as suffix."""
     scalars: dict[str, torch.Tensor] = {}
     for key, value in group.items():
-        if key in NOT_KEPT:
+        if key in NOT_SAVED:
             continue
         several = isinstance(value, (tuple, list)) and all(isinstance(part, (bool, int, float)) for part in value)
         for name, part in [(f"{key}.{i}", part) for i, part in enumerate(value)] if several else [(key, value)]:
@@ -203,7 +203,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return first == second or (isinstance(first, float) and math.isnan(first) and math.isnan(second))
 
 
-def _as_kept(group: Mapping[str, Any], scalars: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _in_group_form(group: Mapping[str, Any], scalars: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Convert scalars of a checkpoint to the form in the group: a number, a tensor, or an item of a list."""
     values: dict[str, Any] = {}
     for name, scalar in scalars.items():
@@ -212,8 +212,8 @@ def _as_kept(group: Mapping[str, Any], scalars: Mapping[str, torch.Tensor]) -> d
             parts = list(values.get(key, group[key]))
             parts[int(index)] = scalar.item()
             values[key] = type(group[key])(parts)
-        elif isinstance(kept := group.get(name), torch.Tensor):
-            values[name] = scalar.to(kept).reshape(kept.shape)
+        elif isinstance(current := group.get(name), torch.Tensor):
+            values[name] = scalar.to(current).reshape(current.shape)
         elif name == COUNT:
             values[name] = int(scalar)
         else:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from rapidformer_templates.engines.recipe import OptimizerSpec
 
 
-def lies_in_host_memory(device: torch.device) -> bool:
+def is_in_host_memory(device: torch.device) -> bool:
     """Whether parameters and optimizer state are in host memory without offload."""
     return device.type == "cpu"
 
@@ -51,18 +51,18 @@ class HostOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
         assert closure is None, "engines do not call a closure"
-        moving = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter in moving:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter in parameters:
             self._fetch(parameter)
-        if not lies_in_host_memory(moving[0].device):
+        if not is_in_host_memory(parameters[0].device):
             torch.accelerator.synchronize()  # the copies to the host are asynchronous
-        for own, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            own.update(_options(group))
+        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
+            inner.update(_options(group))
         self.inner.step()
-        for own, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            group.update(_options(own))  # some optimizers keep a count or an estimate in their groups
-        self._show_state()
-        for parameter in moving:
+        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
+            group.update(_options(inner))  # some optimizers keep a count or an estimate in their groups
+        self._expose_state()
+        for parameter in parameters:
             if parameter.grad is not None:
                 # The next step writes to the copy only after it has waited for the device.
                 parameter.copy_(self._copies[parameter], non_blocking=True)
@@ -79,7 +79,7 @@ class HostOptimizer(Optimizer):
         copy.grad = self._gradients[parameter]
         copy.grad.copy_(parameter.grad, non_blocking=True)
 
-    def _show_state(self) -> None:
+    def _expose_state(self) -> None:
         """Make the state in host memory accessible under the device's parameters."""
         for parameter, copy in self._copies.items():
             if copy in self.inner.state:
@@ -88,15 +88,15 @@ class HostOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state into the host optimizer, whose parameters have the same order."""
         self.inner.load_state_dict(state_dict)
-        for own, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-            group.update(_options(own))
+        for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
+            group.update(_options(inner))
         self.state.clear()
-        self._show_state()
+        self._expose_state()
 
 
 def _on_host(like: torch.Tensor) -> torch.Tensor:
     """Allocate host memory for a tensor, page-locked if the tensor is on another device."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=not lies_in_host_memory(like.device))
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=not is_in_host_memory(like.device))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,15 +20,15 @@ from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines import pieces as engine_state
 from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses, auxiliary_losses_of
 from rapidformer_templates.engines.contract import ComputeLoss, Piece, StateReader, StepResult
-from rapidformer_templates.engines.delayed_outcomes import StepMonitor
 from rapidformer_templates.engines.embedding_noise import rows_of
-from rapidformer_templates.engines.host_optimizer import HostOptimizer, lies_in_host_memory
+from rapidformer_templates.engines.host_optimizer import HostOptimizer, is_in_host_memory
 from rapidformer_templates.engines.loss import Recorder, loss_and_count, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
-from rapidformer_templates.engines.mask_checks import answered, watch_positions
-from rapidformer_templates.engines.reached import reached_parameters, with_unused_parameters
+from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
 from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule
-from rapidformer_templates.engines.traces import kept_buffers, preserve_state
+from rapidformer_templates.engines.side_effects import preserve_state, restored_buffers
+from rapidformer_templates.engines.step_monitor import StepMonitor
+from rapidformer_templates.engines.unused_parameters import reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.planning.plan import Plan
@@ -73,7 +73,7 @@ class SingleEngine:
         self._callable: nn.Module  # the model that compute_loss receives
         self._parameters: list[nn.Parameter]
         self._lr_factor = 1.0
-        self._outcomes: StepMonitor | None = None  # None if the host waits for the device
+        self._monitor: StepMonitor | None = None  # None if the host waits for the device
         self._auxiliary: AuxiliaryLosses | None = None
         self._measured: Mapping[str, torch.Tensor] = {}
 
@@ -91,7 +91,7 @@ class SingleEngine:
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
         group_values.remember(self.optimizer)
         if self._supports_async_step():
-            self._outcomes = StepMonitor(self.workers.device)
+            self._monitor = StepMonitor(self.workers.device)
             watch_positions(self.model)
         if self.loss_scale is not None:
             self.loss_scale.to(self.workers.device)
@@ -124,7 +124,7 @@ class SingleEngine:
     def _build_optimizer(
         self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, Any]]
     ) -> torch.optim.Optimizer:
-        if self.offloads and not lies_in_host_memory(self.workers.device):
+        if self.offloads and not is_in_host_memory(self.workers.device):
             return HostOptimizer(recipe, trainable, differing)
         return recipe.build(trainable, differing)
 
@@ -146,8 +146,8 @@ class SingleEngine:
     def train_batch(
         self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float | Callable[[], float]
     ) -> StepResult:
-        if self._outcomes:
-            self._outcomes.begin()
+        if self._monitor:
+            self._monitor.begin()
         try:
             loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
         except BaseException:
@@ -165,8 +165,8 @@ class SingleEngine:
 
     @final
     def raise_pending_errors(self) -> None:
-        if self._outcomes:
-            self._outcomes.hear()
+        if self._monitor:
+            self._monitor.poll()
 
     def _finish_step(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool | torch.Tensor]:
         """Update if loss and gradient are finite. Returns the norm before clipping and whether the update was skipped.
@@ -175,7 +175,7 @@ class SingleEngine:
             NonFiniteLoss: see :meth:`train_batch`.
         """
         norm = self._grad_norm()
-        return norm, self._update_without_sync(loss, norm) if self._outcomes else self._update_after_sync(loss, norm)
+        return norm, self._update_without_sync(loss, norm) if self._monitor else self._update_after_sync(loss, norm)
 
     def _reduce(self) -> None:
         """Reduce the gradients for the optimizer, unless the exchange in the backward has done so."""
@@ -203,8 +203,8 @@ class SingleEngine:
 
         Loss scale and clipping are one division inside the update, which reads the gradients anyway.
         """
-        assert self._outcomes is not None
-        skipped = self._outcomes.judge(loss, norm, may_overflow=self.loss_scale is not None)
+        assert self._monitor is not None
+        skipped = self._monitor.check(loss, norm, may_overflow=self.loss_scale is not None)
         divisor = self.loss_scale.scale if self.loss_scale is not None else None
         if self.clip_grad > 0:
             excess = ((norm.to(torch.float32) + 1e-6) / self.clip_grad).clamp_(min=1.0)
@@ -228,7 +228,7 @@ class SingleEngine:
         """Update the parameters that have a gradient."""
         self.optimizer.step()
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
             "parameters": list(self.model.parameters()),
             "gradients": self._gradients(),
@@ -255,18 +255,18 @@ class SingleEngine:
     @final
     def _exchange(self, total: torch.Tensor) -> torch.Tensor:
         """Sum ``total`` over the workers. The same exchange finds parameters that received no gradient."""
-        missed = self._unused_here()
-        if self.workers.world == 1 and not missed:
+        unused = self._unused_here()
+        if self.workers.world == 1 and not unused:
             return total
-        if self._outcomes:  # an exchange between hosts, so that no host waits for its device
-            missing = self.workers.sum(len(missed))[0] > 0
+        if self._monitor:  # an exchange between hosts, so that no host waits for its device
+            any_unused = self.workers.sum(len(unused))[0] > 0
             total = self.workers.sum_tensor(total)
         else:
-            both = self.workers.sum_tensor(torch.stack([total, torch.full_like(total, len(missed))]))
-            total, missing = both[0], bool(both[1])
-        if missing:
+            both = self.workers.sum_tensor(torch.stack([total, torch.full_like(total, len(unused))]))
+            total, any_unused = both[0], bool(both[1])
+        if any_unused:
             flags = torch.zeros(len(self._parameters))
-            flags[list(missed)] = 1
+            flags[list(unused)] = 1
             counts = self.workers.sum(*flags.tolist())
             self._drop_unused([index for index, count in enumerate(counts) if count == self.workers.world])
         return total
@@ -303,10 +303,10 @@ class SingleEngine:
     def _loss_of(self, microbatch: MicroBatch, weight: float) -> torch.Tensor:
         """Return the sum of a micro batch's losses times ``weight``, with its graph."""
         batch, zeros = to_device(microbatch.batch, self.workers.device), self._needs_zero_gradients
-        later = self._outcomes.counted if self._outcomes else None
+        later = self._monitor.hook_counts if self._monitor else None
         # An idle batch repeats samples, so batch norm must not count them a second time.
-        kept = kept_buffers(self.model) if microbatch.idle else nullcontext()
-        with self.precision(), self._async_forward_context(microbatch, batch), kept:
+        buffers = restored_buffers(self.model) if microbatch.idle else nullcontext()
+        with self.precision(), self._async_forward_context(microbatch, batch), buffers:
             loss = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight, later, zeros=zeros)
         if microbatch.targets == 0 and not microbatch.idle:
             self._fill_zero_gradients(reached_parameters(loss))
@@ -328,7 +328,7 @@ class SingleEngine:
     @contextmanager
     def _async_forward_context(self, microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
         """Context for a forward. If the host runs ahead, the model must not wait for the device either."""
-        with rows_of(microbatch, batch), answered(microbatch, batch) if self._outcomes else nullcontext():
+        with rows_of(microbatch, batch), mask_answers(microbatch, batch) if self._monitor else nullcontext():
             yield
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -423,7 +423,7 @@ class DDPEngine(SingleEngine):
     as soon as it is ready, in any micro batch. Later micro batches add to it in place.
     """
 
-    _missing: Sequence[int] = ()
+    _unused: Sequence[int] = ()
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
@@ -445,9 +445,9 @@ class DDPEngine(SingleEngine):
         if self._exchanges:
             return allreduce_hook(self._callable.process_group, bucket)  # type: ignore[arg-type]
         device = self.workers.device
-        kept: Future[torch.Tensor] = Future(devices=[device] if accelerator.computes_apart(device) else None)
-        kept.set_result(bucket.buffer())
-        return kept
+        unchanged: Future[torch.Tensor] = Future(devices=[device] if accelerator.computes_apart(device) else None)
+        unchanged.set_result(bucket.buffer())
+        return unchanged
 
     @property
     def _exchanges(self) -> bool:
@@ -466,18 +466,18 @@ class DDPEngine(SingleEngine):
             self._callable.reducer.prepare_for_backward([])  # fills the buckets, which DDP skips under no_sync
         # DDP waits until the backward has reached every parameter, and does not know which ones are unused.
         # Searching the graph for them in every step would be slower.
-        super()._backward(with_unused_parameters(loss, self._parameters, then=self._look_for_missing))
+        super()._backward(with_unused_parameters(loss, self._parameters, then=self._find_unused))
         if not self._exchanges:
-            for index in self._missing:  # a later micro batch may use it
+            for index in self._unused:  # a later micro batch may use it
                 self._parameters[index].grad = None
         return None
 
-    def _look_for_missing(self) -> None:
+    def _find_unused(self) -> None:
         """List parameters without a gradient at the end of the backward, before DDP fills them with zeros."""
-        self._missing = [index for index, p in enumerate(self._parameters) if p.grad is None]
+        self._unused = [index for index, p in enumerate(self._parameters) if p.grad is None]
 
     def _unused_here(self) -> Sequence[int]:
-        return self._missing
+        return self._unused
 
 
 def _trained(model: nn.Module) -> Named:

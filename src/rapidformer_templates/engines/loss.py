@@ -14,7 +14,7 @@ from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.errors import RapidformerError
 
-Counted = tuple[torch.Tensor, MicroBatch]
+HookCount = tuple[torch.Tensor, MicroBatch]
 """Targets that the user's hook counted on the device, and their micro batch."""
 
 
@@ -24,7 +24,7 @@ def weighted_loss(
     batch: Batch,
     microbatch: MicroBatch,
     weight: float,
-    later: list[Counted] | None = None,
+    later: list[HookCount] | None = None,
     *,
     zeros: bool = False,
 ) -> torch.Tensor:
@@ -42,9 +42,9 @@ def weighted_loss(
         RapidformerError: the hook did not return a scalar, or its count differs from ``count_targets``.
     """
     if microbatch.idle or microbatch.targets == 0:
-        return _nothing_through(compute_loss, model, batch, zeros)
+        return _zero_loss(compute_loss, model, batch, zeros)
     result = compute_loss(model, batch)
-    loss, counted = loss_and_count(result)
+    loss, count = loss_and_count(result)
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(result).__name__
         raise RapidformerError(
@@ -58,13 +58,13 @@ def weighted_loss(
             where="compute_loss(model, batch)",
             hint="compute it from the model's output without .detach(), .item() or torch.no_grad()",
         )
-    if counted is None:
+    if count is None:
         weight *= microbatch.targets
         return loss if weight == 1.0 else loss * weight
-    if later is not None and isinstance(counted, torch.Tensor):
-        later.append((counted.detach(), microbatch))
-    elif float(counted) != microbatch.targets:
-        raise miscounted(float(counted), microbatch)
+    if later is not None and isinstance(count, torch.Tensor):
+        later.append((count.detach(), microbatch))
+    elif float(count) != microbatch.targets:
+        raise wrong_count_error(float(count), microbatch)
     return loss * weight
 
 
@@ -82,16 +82,16 @@ def loss_and_count(result: Any) -> tuple[Any, Any]:
     return loss, second if is_count else None
 
 
-def miscounted(counted: float, microbatch: MicroBatch) -> RapidformerError:
+def wrong_count_error(count: float, microbatch: MicroBatch) -> RapidformerError:
     """Return the error for a hook whose count of targets differs from ``count_targets``."""
     return RapidformerError(
-        f"compute_loss summed over {counted:g} targets, count_targets counted {microbatch.targets:g}",
+        f"compute_loss summed over {count:g} targets, count_targets counted {microbatch.targets:g}",
         where=f"samples {list(microbatch.samples)[:8]}",
         hint="override count_targets(batch) so that both counts are the same",
     )
 
 
-def _nothing_through(compute_loss: ComputeLoss, model: Any, batch: Batch, zeros: bool) -> torch.Tensor:
+def _zero_loss(compute_loss: ComputeLoss, model: Any, batch: Batch, zeros: bool) -> torch.Tensor:
     """Return a zero whose backward reaches everything that the loss depends on, without a gradient for any of it.
 
     It depends neither on the loss (0/0 without a target) nor on the model output (which may be infinite).

@@ -24,12 +24,12 @@ from transformers import PreTrainedModel, masking_utils
 
 from rapidformer_templates.data.loader import MicroBatch, field_of
 from rapidformer_templates.data.types import Batch
-from rapidformer_templates.system.replaced_functions import Answer, install
+from rapidformer_templates.system.replaced_functions import Answer, patch_function
 
 MASK, POSITIONS = "attention_mask", "position_ids"
 
 
-class _Seen:
+class _InspectedTensor:
     """A tensor of the batch, and the host's answer about it."""
 
     def __init__(self, tensor: torch.Tensor, answer: bool) -> None:
@@ -37,7 +37,7 @@ class _Seen:
         self._version = tensor._version
         self.answer = answer
 
-    def is_that(self, other: torch.Tensor) -> bool:
+    def has_values_of(self, other: torch.Tensor) -> bool:
         """Whether ``other`` has the inspected values: it is the same tensor, or a view of all of it."""
         same = other is self._tensor or (
             (other.dtype, other.device.type) == (self._tensor.dtype, self._tensor.device.type)
@@ -47,53 +47,55 @@ class _Seen:
         return same and self._tensor._version == self._version
 
 
-class _Running:
+class _InspectedBatch:
     """The micro batch that the model is processing."""
 
     def __init__(self, microbatch: MicroBatch, batch: Batch) -> None:
-        self._looked: dict[str, _Seen] = {}
-        for name, answer in microbatch.looked.items():
+        self._inspected: dict[str, _InspectedTensor] = {}
+        for name, answer in microbatch.mask_facts.items():
             tensor = field_of(batch, name)
             if tensor is not None:
-                self._looked[name] = _Seen(tensor, answer)
-        self._made: list[tuple[torch.Tensor, bool]] = []  # masks that transformers derived from the inspected one
-        self._given: list[bool] = []  # for each nested model call, whether it received positions
+                self._inspected[name] = _InspectedTensor(tensor, answer)
+        self._derived_masks: list[
+            tuple[torch.Tensor, bool]
+        ] = []  # masks that transformers derived from the inspected one
+        self._with_positions: list[bool] = []  # for each nested model call, whether it received positions
 
-    def of(self, name: str, tensor: torch.Tensor) -> bool | None:
+    def answer_for(self, name: str, tensor: torch.Tensor) -> bool | None:
         """Return the host's answer about a tensor, or None if the host has not inspected it."""
-        seen = self._looked.get(name)
-        return seen.answer if seen and seen.is_that(tensor) else None
+        inspected = self._inspected.get(name)
+        return inspected.answer if inspected and inspected.has_values_of(tensor) else None
 
     def record_derived_mask(self, tensor: torch.Tensor, answer: bool) -> None:
-        self._made.append((tensor, answer))
+        self._derived_masks.append((tensor, answer))
 
     def derived_mask(self, tensor: torch.Tensor) -> bool | None:
-        return next((answer for made, answer in self._made if made is tensor), None)
+        return next((answer for mask, answer in self._derived_masks if mask is tensor), None)
 
     def enter(self, *, with_positions: bool) -> None:
-        self._given.append(with_positions)
+        self._with_positions.append(with_positions)
 
     def leave(self) -> None:
-        self._given.pop()
+        self._with_positions.pop()
 
     @property
     def has_own_positions(self) -> bool:
         """Whether the model creates its own positions: 0, 1, 2 … in each row."""
-        return bool(self._given) and not any(self._given)
+        return bool(self._with_positions) and not any(self._with_positions)
 
 
-_running: ContextVar[_Running | None] = ContextVar("micro batch", default=None)
+_batch_variable: ContextVar[_InspectedBatch | None] = ContextVar("micro batch", default=None)
 
 
 @contextmanager
-def answered(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
+def mask_answers(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
     """Context for a forward of a :func:`watch_positions` model on ``batch``, the device copy of ``microbatch``."""
-    _install()
-    token = _running.set(_Running(microbatch, batch))
+    _patch_transformers()
+    token = _batch_variable.set(_InspectedBatch(microbatch, batch))
     try:
         yield
     finally:
-        _running.reset(token)
+        _batch_variable.reset(token)
 
 
 def watch_positions(model: nn.Module) -> None:
@@ -102,81 +104,81 @@ def watch_positions(model: nn.Module) -> None:
         if isinstance(part, PreTrainedModel):
             names = list(inspect.signature(part.forward).parameters)
             indices = [index for index, name in enumerate(names) if "position" in name]
-            part.register_forward_pre_hook(_Enters(indices), with_kwargs=True)
-            part.register_forward_hook(_leaves, always_call=True)
+            part.register_forward_pre_hook(_EnterModel(indices), with_kwargs=True)
+            part.register_forward_hook(_leave_model, always_call=True)
 
 
-class _Enters:
+class _EnterModel:
     """Pre-forward hook of a model. ``indices`` are the indices of its arguments that are positions."""
 
     def __init__(self, indices: list[int]) -> None:
         self._indices = indices
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        running = _now()
-        if running:
+        current = _current_batch()
+        if current:
             named = any(value is not None for name, value in kwargs.items() if "position" in name)
-            running.enter(with_positions=named or any(args[i] is not None for i in self._indices if i < len(args)))
+            current.enter(with_positions=named or any(args[i] is not None for i in self._indices if i < len(args)))
 
 
-def _leaves(model: nn.Module, args: Any, output: Any) -> None:
-    running = _now()
-    if running:
-        running.leave()
+def _leave_model(model: nn.Module, args: Any, output: Any) -> None:
+    current = _current_batch()
+    if current:
+        current.leave()
 
 
-def _now() -> _Running | None:
+def _current_batch() -> _InspectedBatch | None:
     """Return the current micro batch. None while a graph is compiled, because it must not depend on one batch."""
-    return None if torch.compiler.is_compiling() else _running.get()
+    return None if torch.compiler.is_compiling() else _batch_variable.get()
 
 
 @cache
-def _install() -> None:
-    install(masking_utils, "_preprocess_mask_arguments", _follow_mask)
-    install(masking_utils, "_ignore_causal_mask_sdpa", _causal_alone)
-    install(masking_utils, "_ignore_bidirectional_mask_sdpa", _sees_all)
-    install(masking_utils, "find_packed_sequence_indices", _packed)
+def _patch_transformers() -> None:
+    patch_function(masking_utils, "_preprocess_mask_arguments", _record_mask)
+    patch_function(masking_utils, "_ignore_causal_mask_sdpa", _causal_mask_suffices)
+    patch_function(masking_utils, "_ignore_bidirectional_mask_sdpa", _nothing_is_masked)
+    patch_function(masking_utils, "find_packed_sequence_indices", _packed_sequences)
     # A warning about padded batches without a mask. It reads the first and last token of each sample.
-    install(PreTrainedModel, "warn_if_padding_and_no_attention_mask", _hint)
+    patch_function(PreTrainedModel, "warn_if_padding_and_no_attention_mask", _skip_warning)
 
 
-def _follow_mask(check: Answer, config: Any, inputs: Any, mask: Any = None, *others: Any, **more: Any) -> Any:
+def _record_mask(check: Answer, config: Any, inputs: Any, mask: Any = None, *others: Any, **more: Any) -> Any:
     """Record the mask of bools that transformers derives from a mask before it checks it."""
-    given = mask if mask is not None else more.get(MASK)
+    source = mask if mask is not None else more.get(MASK)
     result = check(config, inputs, *(() if MASK in more else (mask,)), *others, **more)
-    running = _now()
-    if running and isinstance(given, torch.Tensor) and isinstance(result[1], torch.Tensor):
-        full = running.of(MASK, given)
+    current = _current_batch()
+    if current and isinstance(source, torch.Tensor) and isinstance(result[1], torch.Tensor):
+        full = current.answer_for(MASK, source)
         if full is not None:
-            running.record_derived_mask(result[1], full)
+            current.record_derived_mask(result[1], full)
     return result
 
 
-def _causal_alone(check: Answer, mask: Any, q_length: int, kv_length: int, *others: Any, **more: Any) -> Any:
+def _causal_mask_suffices(check: Answer, mask: Any, q_length: int, kv_length: int, *others: Any, **more: Any) -> Any:
     """Whether the causal mask is sufficient: a full padding mask counts as none, any other mask is needed."""
-    running = _now()
-    full = running.derived_mask(mask) if running and mask is not None else None
+    current = _current_batch()
+    full = current.derived_mask(mask) if current and mask is not None else None
     if full is None or not mask.shape[-1] == kv_length == q_length:
         return check(mask, q_length, kv_length, *others, **more)
     return full and check(None, q_length, kv_length, *others, **more)
 
 
-def _sees_all(check: Answer, mask: Any, kv_length: int, *others: Any, **more: Any) -> Any:
+def _nothing_is_masked(check: Answer, mask: Any, kv_length: int, *others: Any, **more: Any) -> Any:
     """Whether nothing is masked, so that every token sees every other one."""
-    running = _now()
-    full = running.derived_mask(mask) if running and mask is not None else None
+    current = _current_batch()
+    full = current.derived_mask(mask) if current and mask is not None else None
     if full is None or mask.shape[-1] != kv_length:
         return check(mask, kv_length, *others, **more)
     return full and check(None, kv_length, *others, **more)
 
 
-def _packed(check: Answer, positions: torch.Tensor) -> torch.Tensor | None:
+def _packed_sequences(check: Answer, positions: torch.Tensor) -> torch.Tensor | None:
     """Return the packed sequence of each token. None if each row is a single sequence."""
-    running = _now()
-    if running is None:
+    current = _current_batch()
+    if current is None:
         return check(positions)
-    in_rows = running.of(POSITIONS, positions)
-    if in_rows is None and not running.has_own_positions:
+    in_rows = current.answer_for(POSITIONS, positions)
+    if in_rows is None and not current.has_own_positions:
         return check(positions)
     if in_rows is not False:
         return None
@@ -184,5 +186,5 @@ def _packed(check: Answer, positions: torch.Tensor) -> torch.Tensor | None:
     return (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
 
 
-def _hint(check: Answer, *args: Any, **more: Any) -> Any:
-    return None if _now() else check(*args, **more)
+def _skip_warning(check: Answer, *args: Any, **more: Any) -> Any:
+    return None if _current_batch() else check(*args, **more)

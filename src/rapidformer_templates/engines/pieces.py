@@ -54,10 +54,10 @@ def pieces(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, worker
 def _same_replica(tensor: DTensor, owner: int) -> bool:
     """Whether this rank holds a part of the same copy of a tensor as another rank."""
     mesh = tensor.device_mesh
-    mine, its = mesh.get_coordinate(), (mesh.mesh == owner).nonzero()[0].tolist()
-    assert mine is not None
-    sides = zip(tensor.placements, mine, its, strict=True)
-    return all(here == there for placement, here, there in sides if placement.is_replicate())
+    own_coordinate, its_coordinate = mesh.get_coordinate(), (mesh.mesh == owner).nonzero()[0].tolist()
+    assert own_coordinate is not None
+    sides = zip(tensor.placements, own_coordinate, its_coordinate, strict=True)
+    return all(own == its for placement, own, its in sides if placement.is_replicate())
 
 
 def _tensors(
@@ -65,14 +65,14 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
     """Yield (name, tensor, rank that writes it if every rank has the whole tensor)."""
     loads = [0] * world
-    kept = group_values.of_parameters(optimizer) if kind == "optimizer" else {}
+    states = group_values.values_by_parameter(optimizer) if kind == "optimizer" else {}
     for name, parameter in named_tensors(model).items():
         owner = loads.index(min(loads))
         loads[owner] += parameter.numel()
         if kind == "weights":
             yield name, parameter.detach(), owner
             continue
-        for key, value in sorted(kept.get(id(parameter), {}).items()):
+        for key, value in sorted(states.get(id(parameter), {}).items()):
             if value is not None:
                 for part, tensor in plain_tensors(torch.as_tensor(value)):
                     yield f"{name}/{key}{part}", tensor, owner
@@ -167,8 +167,8 @@ def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opt
             state[index] = {key: _read_like(parameter, reader, f"{name}/{key}", shapes[key]) for key in keys}
     groups = optimizer.state_dict()["param_groups"]
     for number, group in enumerate(optimizer.param_groups):
-        here = [names[id(parameter)] for parameter in group["params"]]
-        groups[number] |= group_values.read(optimizer, number, here, reader)
+        group_names = [names[id(parameter)] for parameter in group["params"]]
+        groups[number] |= group_values.read(optimizer, number, group_names, reader)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -210,20 +210,20 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(together.values())
 
 
-def elements_held(tensors: Sequence[torch.Tensor]) -> int:
+def storage_elements(tensors: Sequence[torch.Tensor]) -> int:
     """Count the elements in the storages of these tensors on this rank. A shared storage counts once."""
     storages = {part.untyped_storage().data_ptr(): part for part in map(local_part, tensors)}
     return sum(part.untyped_storage().nbytes() // part.element_size() for part in storages.values())
 
 
-def bytes_held(held: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
+def bytes_by_kind(tensors_by_kind: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
     """Return bytes of the storages on this rank, by kind. A shared storage counts once, for its first kind."""
-    seen: set[int] = set()
-    sizes = dict.fromkeys(held, 0)
-    for kind, tensors in held.items():
+    counted: set[int] = set()
+    sizes = dict.fromkeys(tensors_by_kind, 0)
+    for kind, tensors in tensors_by_kind.items():
         for tensor in tensors:
             storage = local_part(tensor).untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
+            if storage.nbytes() and storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
                 sizes[kind] += storage.nbytes()
     return sizes

@@ -18,22 +18,22 @@ class TrainedAndFrozen(Receipt):
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
         whole_name = placement_of(engine.model).whole_name
-        mine = {
+        local = {
             whole_name(canonical_name(name)): (p.requires_grad, math.prod(shape_of(p)), bytes_of(p))
             for name, p in engine.model.named_parameters()
         }
-        found = of_whole_model(engine, mine).values()
+        parameters = merge_reports(engine, local).values()
         return {
-            "trained_parameters": sum(count for trained, count, _ in found if trained),
-            "trained_bytes": sum(size for trained, _, size in found if trained),
-            "frozen_parameters": sum(count for trained, count, _ in found if not trained),
-            "frozen_bytes": sum(size for trained, _, size in found if not trained),
+            "trained_parameters": sum(count for trained, count, _ in parameters if trained),
+            "trained_bytes": sum(size for trained, _, size in parameters if trained),
+            "frozen_parameters": sum(count for trained, count, _ in parameters if not trained),
+            "frozen_bytes": sum(size for trained, _, size in parameters if not trained),
         }
 
 
-def of_whole_model(engine: Engine, mine: dict[str, T]) -> dict[str, T]:
+def merge_reports(engine: Engine, local: dict[str, T]) -> dict[str, T]:
     """Merge the reports of all workers, by name in the whole model. The first worker that has a part counts."""
-    found: dict[str, T] = {}
-    for of_worker in reversed(engine.workers.gather(mine)):
-        found |= of_worker
-    return found
+    merged: dict[str, T] = {}
+    for of_worker in reversed(engine.workers.gather(local)):
+        merged |= of_worker
+    return merged

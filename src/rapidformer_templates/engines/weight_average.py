@@ -117,7 +117,7 @@ class WithoutAverages:
 def exchange(values: torch.Tensor, state: dict[str, Any]) -> None:
     """Swap the values with their average. A second call swaps them back."""
     if KEY in state:
-        here, there = local_part(values.detach()), local_part(state[KEY])
-        kept = here.clone()
-        here.copy_(there)
-        there.copy_(kept)
+        weight, average = local_part(values.detach()), local_part(state[KEY])
+        old_weight = weight.clone()
+        weight.copy_(average)
+        average.copy_(old_weight)

@@ -22,7 +22,7 @@ class OptimizerFacts:
         install: how to install the package.
         needs_cuda: whether it runs only on a GPU.
         cpu_since: the first version of the package that runs on a CPU, if older ones do not.
-        stand_in: the class that makes the same update if the package or a GPU is missing.
+        fallback: the class that makes the same update if the package or a GPU is missing.
         cpu_form: whether an offloaded state can be updated on the CPU.
         not_under: switches whose shards it cannot update. Under 3D parallelism, ZeRO works like the distributed
             optimizer, and divided experts like shards of tensor parallelism.
@@ -36,7 +36,7 @@ class OptimizerFacts:
     install: str | None = None
     needs_cuda: bool = False
     cpu_since: tuple[int, int] | None = None
-    stand_in: str | None = None
+    fallback: str | None = None
     cpu_form: bool = True
     not_under: frozenset[str] = frozenset()
     groups: str | None = None
@@ -52,11 +52,11 @@ TORCHAO = "pip install torchao"
 DIVIDES_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "tensor-parallel"})
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
-    "apex_adam": OptimizerFacts("apex.optimizers.FusedAdam", 8, stand_in=FUSED_ADAMW),
+    "apex_adam": OptimizerFacts("apex.optimizers.FusedAdam", 8, fallback=FUSED_ADAMW),
     "apex_lamb": OptimizerFacts(
         "apex.optimizers.FusedLAMB",
         8,
-        stand_in=LAMB,
+        fallback=LAMB,
         cpu_form=False,
         # Its kernel clips by a norm over all gradients that it gets.
         not_under=DIVIDES_PARAMETERS | {"distributed-optimizer"},
@@ -173,7 +173,7 @@ def implementation(request: Request) -> str:
     facts = OPTIMIZERS[request.config.get("optimizer")]
     if on_host_by_deepspeed(request):
         return CPU_ADAM
-    chosen = facts.stand_in if facts.stand_in and fallback_reason(request) else facts.implementation
+    chosen = facts.fallback if facts.fallback and fallback_reason(request) else facts.implementation
     return TORCH_ADAM.get(chosen, chosen) if decays_in_the_gradient(request) else chosen
 
 

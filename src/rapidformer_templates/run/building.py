@@ -17,7 +17,7 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
 from rapidformer_templates.engines.layerwise_rates import FirstUses, depths_of
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.traces import preserve_state
+from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.label_use import can_be_tried, in_evaluation, label_use

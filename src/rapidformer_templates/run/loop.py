@@ -75,7 +75,7 @@ def counted(template: Template, microbatch: MicroBatch) -> MicroBatch:
     """Record what the host must know about a micro batch (targets, size, masks) before it moves to the device."""
     microbatch.targets = 0 if microbatch.idle else checked_count(template.count_targets(microbatch.batch))
     microbatch.size = (microbatch.sample_count, microbatch.tokens)
-    microbatch.look()
+    microbatch.inspect_masks()
     return microbatch
 
 

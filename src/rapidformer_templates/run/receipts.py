@@ -19,7 +19,7 @@ from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.auxiliary_losses import receipts_of
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.parallel.boxes import divided_over
-from rapidformer_templates.engines.pieces import bytes_held, elements_held, local_part
+from rapidformer_templates.engines.pieces import bytes_by_kind, local_part, storage_elements
 from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.errors import SwitchDidNothing
 from rapidformer_templates.models.blocks import bytes_of, find_blocks, is_quantized, shape_of
@@ -140,9 +140,9 @@ class Receipts:
             yield from self._leaves(child)
 
     def _measure_gradients(self) -> None:
-        held = bytes_held(self.engine.held())
+        held = bytes_by_kind(self.engine.local_tensors())
         self._early["gradient_bytes"] = held["gradients"]
-        self._gradient_elements = elements_held(self.engine.held()["gradients"])
+        self._gradient_elements = storage_elements(self.engine.local_tensors()["gradients"])
         if "buckets" in held:
             self._early["bucket_bytes"] = held["buckets"]
 
@@ -152,9 +152,9 @@ class Receipts:
     def measured(self) -> dict[str, Any]:
         """Return all requested measurements, after the first step."""
         engine, rule = self.engine, self.engine.update_rule
-        tensors = engine.held()  # must come first: it makes FSDP reshard parameters after an evaluation
+        tensors = engine.local_tensors()  # must come first: it makes FSDP reshard parameters after an evaluation
         parameters = list(engine.model.parameters())
-        held = bytes_held(tensors)
+        held = bytes_by_kind(tensors)
         measures: dict[str, Callable[[], Any]] = {
             "parameter_dtypes": lambda: _types(parameters),
             "activation_dtypes": lambda: sorted(self._activations),

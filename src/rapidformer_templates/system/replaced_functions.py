@@ -14,15 +14,15 @@ Answer = Callable[..., Any]
 """Takes the original function and the arguments of the call."""
 
 
-def install(owner: Any, name: str, answer: Answer) -> None:
+def patch_function(owner: Any, name: str, answer: Answer) -> None:
     """Patch ``owner.name`` to call ``answer``. A name that this version does not have is skipped."""
     original = getattr(owner, name, None)
-    if not callable(original) or hasattr(original, "_rapidformer_stand_in"):
+    if not callable(original) or hasattr(original, "_rapidformer_replacement"):
         return
 
     @wraps(original)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         return answer(original, *args, **kwargs)
 
-    stand_in._rapidformer_stand_in = answer  # type: ignore[attr-defined]
-    setattr(owner, name, stand_in)
+    replacement._rapidformer_replacement = answer  # type: ignore[attr-defined]
+    setattr(owner, name, replacement)

@@ -105,7 +105,7 @@ def _go_on(workers: Any, folder: str, chain: tuple[tuple[str, int], ...]) -> lis
 
 def _four_workers(workers: Any, folder: str, layouts: list[str]) -> dict[str, Any]:
     runs = train_all(workers, _with_steps({name: FOUR[name] for name in layouts} | HALF))
-    with mock.patch("rapidformer_templates.engines.local.lies_in_host_memory", return_value=False):
+    with mock.patch("rapidformer_templates.engines.local.is_in_host_memory", return_value=False):
         runs |= train_all(workers, _with_steps({"offloaded": OFFLOADED}))
     begun = _go_on(workers, f"{folder}/chain", CHAIN[:2])
     if workers.is_main:

@@ -363,7 +363,7 @@ def test_what_is_not_run_here_is_named() -> None:
 
 def test_the_state_of_every_optimizer_is_known() -> None:
     classes = {facts.implementation for facts in OPTIMIZERS.values()} | {CPU_ADAM, *TORCH_ADAM.values()}
-    classes |= {facts.stand_in for facts in OPTIMIZERS.values() if facts.stand_in}
+    classes |= {facts.fallback for facts in OPTIMIZERS.values() if facts.fallback}
     assert classes == STATES.keys()
     large = Facts((1024, 4096), decays=True)
     for name, facts in OPTIMIZERS.items():

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.mask_checks import answered, watch_positions
+from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
 
 SIZES = {"cpu": 2048, "accelerator": 8192}
 """Rows and columns of the matrices. Larger ones are not faster."""
@@ -45,9 +45,9 @@ def training_flops(build: Callable[[], nn.Module], example: Mapping[str, torch.T
     if settings is not None:
         settings.use_cache = False
     watch_positions(model)
-    packed = MicroBatch(batch, [], looked={"position_ids": False})
+    packed = MicroBatch(batch, [], mask_facts={"position_ids": False})
     counter = FlopCounterMode(display=False)
-    with counter, answered(packed, batch):
+    with counter, mask_answers(packed, batch):
         model(**batch).loss.backward()
     return int(counter.get_total_flops())
 

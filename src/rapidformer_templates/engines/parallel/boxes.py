@@ -80,12 +80,12 @@ def boxes_of(
         mesh: size of each mesh dimension.
         coordinate: coordinate of the rank in the mesh.
     """
-    held: list[Segments] = [[(0, length)] for length in shape]
+    segments_of_dims: list[Segments] = [[(0, length)] for length in shape]
     for placement, size, rank in zip(placements, mesh, coordinate, strict=True):
         if isinstance(placement, (Shard, _StridedShard)):
             parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            held[placement.dim] = list(_share(held[placement.dim], parts, size, rank))
-    if not all(held):
+            segments_of_dims[placement.dim] = list(_share(segments_of_dims[placement.dim], parts, size, rank))
+    if not all(segments_of_dims):
         return []
     return [
         Box(
@@ -93,7 +93,7 @@ def boxes_of(
             shape=tuple(length for _, length, _ in stretches),
             local=tuple(slice(at, at + length) for _, length, at in stretches),
         )
-        for stretches in itertools.product(*(_with_offsets(segments) for segments in held))
+        for stretches in itertools.product(*(_with_offsets(segments) for segments in segments_of_dims))
     ]
 
 
@@ -105,8 +105,8 @@ def local_shape(
     for placement, size, rank in zip(placements, mesh, coordinate, strict=True):
         if isinstance(placement, (Shard, _StridedShard)):
             parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            held = _share([(0, lengths[placement.dim])], parts, size, rank)
-            lengths[placement.dim] = sum(length for _, length in held)
+            segments = _share([(0, lengths[placement.dim])], parts, size, rank)
+            lengths[placement.dim] = sum(length for _, length in segments)
     return tuple(lengths)
 
 

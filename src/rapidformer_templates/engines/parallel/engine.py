@@ -167,11 +167,11 @@ class ParallelEngine(SingleEngine):
     def _drop_gradients(self) -> None:
         self._shards.drop()
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        held = super().held()
+    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
+        tensors = super().local_tensors()
         # Without 16-bit parameters, the optimizer updates the parameters themselves.
         masters = [unit.values for unit in self._shards.units] if self._gradient_types else []
-        return {**held, "gradients": self._shards.gradients(), "optimizer": [*held["optimizer"], *masters]}
+        return {**tensors, "gradients": self._shards.gradients(), "optimizer": [*tensors["optimizer"], *masters]}
 
     def _model_tensors(self) -> dict[str, parallel_state.LocalTensor]:
         return parallel_state.model_tensors(self.model, self.workers)

@@ -93,7 +93,7 @@ def pieces(
         for unit in (unit for unit in written if unit.of.compute_dtype):
             yield from _run_pieces(unit.of.name, entries[unit.of.name], unit.start, unit.values.detach().reshape(-1))
         return
-    states = group_values.of_parameters(optimizer)
+    states = group_values.values_by_parameter(optimizer)
     for unit in written:
         yield from _state_pieces(entries[unit.of.name], unit, states.get(id(unit.values), {}))
 

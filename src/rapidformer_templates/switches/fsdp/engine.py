@@ -20,8 +20,8 @@ from torch.nn.utils import get_total_norm
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.pieces import by_mesh, bytes_held, local_part
-from rapidformer_templates.engines.reached import ForwardSequenceCheck
+from rapidformer_templates.engines.pieces import by_mesh, bytes_by_kind, local_part
+from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts, widthwise
@@ -167,11 +167,11 @@ class FSDPEngine(SingleEngine):
         if not self.reshards:
             # Parameters stay whole from the first micro batch to the last: without resharding there is memory for them.
             self._callable.set_reshard_after_backward(last)  # type: ignore[operator]
-        return self._route.followed() if self._route else nullcontext()
+        return self._route.checked() if self._route else nullcontext()
 
     def _backward(self, loss: torch.Tensor) -> None:
         if not self.receipts:
-            held = bytes_held({"parameters": list(self.model.parameters())})
+            held = bytes_by_kind({"parameters": list(self.model.parameters())})
             self.receipts["parameter_bytes_in_backward"] = held["parameters"]
             self.receipts["whole_in_backward"] = self._unsharded_fraction()
             self.receipts["gradients_summed_in"] = self._summed_in()
@@ -223,9 +223,9 @@ class FSDPEngine(SingleEngine):
         self._reshard()
         super()._exchange_averages()
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
         self._reshard()
-        return super().held()
+        return super().local_tensors()
 
     def pieces(self, kind: str) -> Iterator[Piece]:
         self._reshard()

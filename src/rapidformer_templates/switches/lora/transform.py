@@ -36,7 +36,7 @@ from rapidformer_templates.models.stand_ins import AbsentModule, SkippedBlock
 from rapidformer_templates.switches.lora import matrices
 from rapidformer_templates.switches.lora.exported import ADAPTER, CONFIG
 from rapidformer_templates.switches.lora.quantized import QuantizedLinear, quantize_stack
-from rapidformer_templates.system.replaced_functions import install
+from rapidformer_templates.system.replaced_functions import patch_function
 from rapidformer_templates.system.workers import Workers
 
 ALL_LINEAR = "all-linear"
@@ -107,7 +107,9 @@ def _moving_nothing() -> Iterator[None]:
 
     torch cannot move fake tensors, and these are already on the right device.
     """
-    install(nn.Module, "to", lambda to, module, *args, **kw: module if _planned.get() else to(module, *args, **kw))
+    patch_function(
+        nn.Module, "to", lambda to, module, *args, **kw: module if _planned.get() else to(module, *args, **kw)
+    )
     token = _planned.set(True)
     try:
         yield

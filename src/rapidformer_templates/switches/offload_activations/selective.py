@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rapidformer_templates.engines.kept_products import SavesMatmuls
+from rapidformer_templates.engines.saved_matmuls import SavesMatmuls
 from rapidformer_templates.switches.checkpoint_activations.transform import PRODUCTS
 from rapidformer_templates.switches.offload_activations.offloader import Offloader
 

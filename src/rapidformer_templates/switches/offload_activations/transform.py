@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.traces import backward_may_follow
+from rapidformer_templates.engines.side_effects import backward_may_follow
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.switches.offload_activations.host import PinnedMemory

@@ -52,8 +52,8 @@ def _notes(request: Request) -> Sequence[str]:
     name = request.config.get("optimizer")
     if on_host_by_deepspeed(request):
         return (f"{name}: its state is offloaded, and {CPU_ADAM} updates it on the host",)
-    stand_in, why = OPTIMIZERS[name].stand_in, fallback_reason(request)
-    return (f"{name}: {why}; {stand_in} is used instead",) if stand_in and why else ()
+    fallback, why = OPTIMIZERS[name].fallback, fallback_reason(request)
+    return (f"{name}: {why}; {fallback} is used instead",) if fallback and why else ()
 
 
 def _needs_gpu(request: Request) -> list[Finding]:

@@ -20,8 +20,8 @@ from torch.autograd import Variable
 from rapidformer_templates.engines import pieces as engine_state
 from rapidformer_templates.engines.contract import Piece
 from rapidformer_templates.engines.local import DDPEngine, Named, SingleEngine
-from rapidformer_templates.engines.reached import GradientSequence
 from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.unused_parameters import GradientSequence
 from rapidformer_templates.errors import RapidformerError
 
 
@@ -159,7 +159,7 @@ class SequencedSDP(ShardedDataParallel):
             if not self._bucket_flush_callback_set:
                 self._bucket_flush_callback_set = True
                 Variable._execution_engine.queue_callback(self._flush_reduce_calls)
-            self._sequence.take(self._positions[index])
+            self._sequence.add(self._positions[index])
 
         return ready
 

@@ -17,7 +17,7 @@ from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.engines.traces import kept_buffers
+from rapidformer_templates.engines.side_effects import restored_buffers
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
 from rapidformer_templates.switches.pipeline_parallel.schedule import LEAVING, Action, Kind, with_transfers
@@ -81,7 +81,7 @@ class PipelineEngine(ParallelEngine):
     def forward_of_part(self, microbatch: MicroBatch) -> Any:
         """Run the user's hook in a part that does not end with the loss."""
         batch = to_device(microbatch.batch, self.workers.device)
-        kept = kept_buffers(self.model) if microbatch.idle else nullcontext()
+        kept = restored_buffers(self.model) if microbatch.idle else nullcontext()
         with self.precision(), self._async_forward_context(microbatch, batch), kept:
             return self.compute_loss(self.model, batch)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.engines.reached import reached_parameters
+from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
 from rapidformer_templates.models.stand_ins import OutputShape, Placeholder, facts_of, replaced
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rapidformer_templates.engines.kept_products import products_are_kept
+from rapidformer_templates.engines.saved_matmuls import matmuls_are_saved
 from rapidformer_templates.system.workers import all_gather, reduce_scatter
 
 
@@ -119,7 +119,7 @@ class _EnterAll(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
-        return peers.sum(x.detach().clone() if products_are_kept() else x.detach())
+        return peers.sum(x.detach().clone() if matmuls_are_saved() else x.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

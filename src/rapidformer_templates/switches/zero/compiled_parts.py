@@ -32,7 +32,7 @@ from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.system.files import sync, write_json
-from rapidformer_templates.system.replaced_functions import install
+from rapidformer_templates.system.replaced_functions import patch_function
 
 ENGINE = "rapidformer_templates.switches.zero.engine:DeepSpeedEngine"
 FOLDER = "TORCH_EXTENSIONS_DIR"  # where torch looks for compiled parts
@@ -111,7 +111,7 @@ def ask_processor_once() -> None:
     with suppress(ImportError):
         import cpuinfo
 
-        install(cpuinfo, "get_cpu_info", _ask_once)
+        patch_function(cpuinfo, "get_cpu_info", _ask_once)
 
 
 @cache

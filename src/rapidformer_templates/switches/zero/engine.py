@@ -20,8 +20,8 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.reached import GradientSequence, reached_parameters, with_unused_parameters
 from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.unused_parameters import GradientSequence, reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, is_quantized
 from rapidformer_templates.models.width import width_of
@@ -137,7 +137,7 @@ class DeepSpeedEngine(SingleEngine):
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
         self._deepspeed.set_gradient_accumulation_boundary(last)
-        return self._route.followed() if self._route else contextlib.nullcontext()
+        return self._route.checked() if self._route else contextlib.nullcontext()
 
     def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
         self._reached: set[int] = set()
@@ -153,7 +153,7 @@ class DeepSpeedEngine(SingleEngine):
     def _on_gradient_ready(self, index: int) -> None:
         if self._parameters[index].grad is not None:
             self._reached.add(index)
-        self._sequence.take(index)
+        self._sequence.add(index)
 
     def _fill_zero_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         those = set(map(id, parameters))
@@ -192,8 +192,8 @@ class DeepSpeedEngine(SingleEngine):
     def _exchange_averages(self) -> None:
         self._state.exchange_averages()
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        return self._state.held()
+    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
+        return self._state.local_tensors()
 
     @property
     def swapped_bytes(self) -> int:

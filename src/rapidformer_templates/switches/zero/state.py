@@ -16,7 +16,7 @@ from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines import pieces as engine_state
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.flat_runs import pieces_of, read_into
-from rapidformer_templates.engines.reached import ForwardSequenceCheck
+from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.system.workers import Workers
@@ -103,8 +103,8 @@ class ZeroState(ABC):
         """Discard what DeepSpeed has recorded in a forward without a backward."""
 
     @abstractmethod
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors that this rank holds: see :meth:`Engine.held`."""
+    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors that this rank holds: see :meth:`Engine.local_tensors`."""
 
     # Methods that all stages share.
 
@@ -279,7 +279,7 @@ class FlatGroups(ZeroState):
 
         return send
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
         masters = self.optimizer.single_partition_of_fp32_groups
         return {
             "parameters": list(self.model.parameters()),
@@ -345,7 +345,7 @@ class PartitionedParameters(ZeroState):
         for piece in super().pieces(kind):  # the next partition from the disk reuses this memory
             yield Piece(piece.name, piece.tensor.clone(), piece.shape, piece.offset)
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def local_tensors(self) -> dict[str, list[torch.Tensor]]:
         masters = self.optimizer.fp32_partitioned_groups_flat
         shares = [p.__dict__["ds_tensor"] for p in self.model.parameters()]
         return {

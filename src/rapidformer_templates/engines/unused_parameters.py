@@ -30,20 +30,20 @@ def with_unused_parameters(
     Args:
         then: called at the end of the backward, before other callbacks that are queued for its end.
     """
-    passed: torch.Tensor = _ComeBy.apply(loss, then, *parameters)
+    passed: torch.Tensor = _ReachParameters.apply(loss, then, *parameters)
     return passed
 
 
 def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the parameters that a backward from ``loss`` reaches. It takes about a microsecond per operation."""
     reached: list[torch.Tensor] = []
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
             reached.append(variable)
@@ -51,7 +51,7 @@ def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
     return reached
 
 
-class _ComeBy(torch.autograd.Function):
+class _ReachParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, then: Callable[[], None], *parameters: torch.Tensor) -> torch.Tensor:
         ctx.then, ctx.count = then, len(parameters)
@@ -81,23 +81,23 @@ class GradientSequence:
 
     def begin(self) -> None:
         """Start a backward."""
-        self._on_gradient_ready: set[int] = set()
-        self._done = 0
+        self._ready: set[int] = set()
+        self._passed = 0
 
-    def take(self, index: int) -> None:
+    def add(self, index: int) -> None:
         """Record that a gradient has arrived."""
-        self._on_gradient_ready.add(index)
-        while self._done < len(self._sequence) and self._sequence[self._done] in self._on_gradient_ready:
+        self._ready.add(index)
+        while self._passed < len(self._sequence) and self._sequence[self._passed] in self._ready:
             self._next()
 
     def finish(self) -> None:
         """End the backward. No more gradients will arrive."""
-        while self._done < len(self._sequence):
+        while self._passed < len(self._sequence):
             self._next()
 
     def _next(self) -> None:
-        index = self._sequence[self._done]
-        self._done += 1
+        index = self._sequence[self._passed]
+        self._passed += 1
         self._send(index)
 
 
@@ -119,56 +119,56 @@ class ForwardSequenceCheck:
     ) -> None:
         self._parameters, self._workers, self._where = parameters, workers, where
         self._indices = {name: index for index, name in enumerate(modules)}
-        self._learned: list[tuple[str, bool]] | None = None
-        self._taken: list[tuple[str, bool]] = []
-        self._followed = False
+        self._expected: list[tuple[str, bool]] | None = None
+        self._visited: list[tuple[str, bool]] = []
+        self._is_active = False
         for name, module in modules.items():
-            module.register_forward_pre_hook(lambda *_, name=name: self._come(name, False), prepend=True)
-            module.register_forward_hook(lambda *args, name=name: self._watch(name, args[-1]), prepend=True)
+            module.register_forward_pre_hook(lambda *_, name=name: self._visit(name, False), prepend=True)
+            module.register_forward_hook(lambda *args, name=name: self._watch_backward(name, args[-1]), prepend=True)
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
+    def checked(self) -> Iterator[None]:
         """Context for the forward and backward of a micro batch.
 
         Raises:
             RapidformerError: it skipped a module. The error names the parameters.
         """
-        self._followed, self._taken = True, []
+        self._is_active, self._visited = True, []
         try:
             yield
         finally:
-            self._followed = False
-        if self._learned is None:
+            self._is_active = False
+        if self._expected is None:
             self._compare(None)
-            self._learned = self._taken
-        elif len(self._taken) < len(self._learned):
-            raise self._left(self._learned[len(self._taken)][0])
+            self._expected = self._visited
+        elif len(self._visited) < len(self._expected):
+            raise self._skipped_error(self._expected[len(self._visited)][0])
 
-    def _come(self, name: str, backward: bool) -> None:
-        if not self._followed:
+    def _visit(self, name: str, backward: bool) -> None:
+        if not self._is_active:
             return
-        index, here = len(self._taken), (name, backward)
-        self._taken.append(here)
-        if self._learned is None:
-            self._compare(here)
-        elif self._learned[index : index + 1] != [here]:
-            raise self._left(self._learned[index][0] if index < len(self._learned) else name)
+        index, position = len(self._visited), (name, backward)
+        self._visited.append(position)
+        if self._expected is None:
+            self._compare(position)
+        elif self._expected[index : index + 1] != [position]:
+            raise self._skipped_error(self._expected[index][0] if index < len(self._expected) else name)
 
-    def _watch(self, name: str, output: Any) -> None:
+    def _watch_backward(self, name: str, output: Any) -> None:
         """Detect that the backward reaches a module, at the first gradient of its outputs."""
-        if not self._followed:
+        if not self._is_active:
             return
         waiting = True
 
-        def see(gradient: Any) -> None:
+        def visit_once(gradient: Any) -> None:
             nonlocal waiting
-            if waiting and self._followed:
+            if waiting and self._is_active:
                 waiting = False
-                self._come(name, True)
+                self._visit(name, True)
 
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         for leaf in leaves:
-            leaf.register_hook(see)
+            leaf.register_hook(visit_once)
 
     def forward_done(self, missing: Sequence[str] | None = None) -> None:
         """Check for skipped modules between forward and backward of the first micro batch.
@@ -177,35 +177,35 @@ class ForwardSequenceCheck:
             missing: names of trained parameters that the loss does not use, if this is known more precisely than from
                 the modules that were called.
         """
-        if self._learned is not None:
+        if self._expected is not None:
             return
         self._compare(None)
         if missing is None:
-            left = [name for name in self._parameters if (name, False) not in self._taken]
-            missing = [parameter for name in left for parameter in self._parameters[name]]
+            skipped = [name for name in self._parameters if (name, False) not in self._visited]
+            missing = [parameter for name in skipped for parameter in self._parameters[name]]
         for rank, names in enumerate(self._workers.gather(list(missing))):
             if names:
-                raise self._refusal(names, f" (worker {rank})")
+                raise self._unused_error(names, f" (worker {rank})")
 
     @property
     def is_known(self) -> bool:
         """Whether the first micro batch has defined the sequence."""
-        return self._learned is not None
+        return self._expected is not None
 
-    def _compare(self, here: tuple[str, bool] | None) -> None:
+    def _compare(self, position: tuple[str, bool] | None) -> None:
         """Check that all workers are at the same module. None is the end of a forward or a backward."""
-        if self._workers.agree(0 if here is None else 1 + 2 * self._indices[here[0]] + here[1]):
+        if self._workers.agree(0 if position is None else 1 + 2 * self._indices[position[0]] + position[1]):
             return
-        indices = self._workers.gather(here)
+        indices = self._workers.gather(position)
         # The worker that is ahead has skipped the module of the other, which is the earlier one in a forward.
-        earliest = min((there for there in indices if there), key=lambda there: self._indices[there[0]])
-        ahead = next(rank for rank, there in enumerate(indices) if there != earliest)
-        raise self._left(earliest[0], f" (worker {ahead})")
+        earliest = min((other for other in indices if other), key=lambda other: self._indices[other[0]])
+        ahead = next(rank for rank, other in enumerate(indices) if other != earliest)
+        raise self._skipped_error(earliest[0], f" (worker {ahead})")
 
-    def _left(self, name: str, who: str = "") -> RapidformerError:
-        return self._refusal(self._parameters[name] or [name], who)
+    def _skipped_error(self, name: str, who: str = "") -> RapidformerError:
+        return self._unused_error(self._parameters[name] or [name], who)
 
-    def _refusal(self, names: Sequence[str], who: str = "") -> RapidformerError:
+    def _unused_error(self, names: Sequence[str], who: str = "") -> RapidformerError:
         return RapidformerError(
             f"a micro batch does not use all parameters: {', '.join(names[:6])}{who}",
             where=f"{self._where}, which gathers them on all workers at the same time",

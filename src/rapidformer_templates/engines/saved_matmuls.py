@@ -11,14 +11,14 @@ class SavesMatmuls:
     """Marks a dispatch mode that saves matmul outputs of a forward for its backward."""
 
 
-_KEEPING: tuple[type, ...] = (SavesMatmuls, *(type(mode) for mode in create_selective_checkpoint_contexts([])))
+_SAVING_MODES: tuple[type, ...] = (SavesMatmuls, *(type(mode) for mode in create_selective_checkpoint_contexts([])))
 
 
-def products_are_kept() -> bool:
+def matmuls_are_saved() -> bool:
     """Whether the output that a layer has just computed must not be modified.
 
     A compiled graph manages memory itself. Code that cannot be compiled runs inside the same dispatch modes of torch.
     """
     if torch.compiler.is_compiling():
         return True
-    return any(isinstance(mode, _KEEPING) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, _SAVING_MODES) for mode in _get_current_dispatch_mode_stack())

@@ -10,16 +10,16 @@ from torch import nn
 
 from rapidformer_templates.system import accelerator
 
-_LEAVES_TRACE = ContextVar("a forward leaves a trace", default=True)
+_BACKWARD_MAY_FOLLOW = ContextVar("a forward leaves a trace", default=True)
 
 
 def backward_may_follow() -> bool:
     """Whether a backward may follow the current forward."""
-    return _LEAVES_TRACE.get()
+    return _BACKWARD_MAY_FOLLOW.get()
 
 
 @contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
+def restored_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the buffers of ``model`` on exit. Batch norm, for example, changes its statistics in each forward."""
     indices = [(module, name) for module in model.modules() for name in module._buffers]
     before = [module._buffers[name] for module, name in indices]
@@ -36,9 +36,9 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context for a forward without side effects: random state and buffers are unchanged."""
-    before = _LEAVES_TRACE.set(False)
+    before = _BACKWARD_MAY_FOLLOW.set(False)
     try:
-        with accelerator.without_random_trace(model.parameters()), kept_buffers(model):
+        with accelerator.without_random_trace(model.parameters()), restored_buffers(model):
             yield
     finally:
-        _LEAVES_TRACE.reset(before)
+        _BACKWARD_MAY_FOLLOW.reset(before)

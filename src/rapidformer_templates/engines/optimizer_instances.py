@@ -66,31 +66,31 @@ def _recipe_of(optimizer: Optimizer, model: object) -> OptimizerSpec:
             f"the {kind.__name__} has hooks around its step, which would be lost when it is built again", where=WHERE,
             hint="do what they do before and after session.step(…)",
         )  # fmt: skip
-    takes, told = _taken_by(kind), {**vars(optimizer), **optimizer.defaults}
-    missing = [name for name in takes if name not in told]
+    names, known_values = _constructor_options(kind), {**vars(optimizer), **optimizer.defaults}
+    missing = [name for name in names if name not in known_values]
     if missing:
         raise ConfigError(f"cannot tell the {', '.join(missing)} of the {kind.__name__}", where=WHERE, hint=AS_RECIPE)
-    recipe = OptimizerSpec(kind, {name: told[name] for name in takes}, _by_name(optimizer, model))
-    _check_is_the_same(optimizer, recipe, model)
+    recipe = OptimizerSpec(kind, {name: known_values[name] for name in names}, _by_name(optimizer, model))
+    _check_rebuilds(optimizer, recipe, model)
     return recipe
 
 
-def _taken_by(kind: type[Optimizer]) -> list[str]:
+def _constructor_options(kind: type[Optimizer]) -> list[str]:
     """Return the options of a class. Options that its constructor passes on as keywords belong to the base class."""
-    takes: list[str] = []
+    names: list[str] = []
     for base in kind.__mro__[: kind.__mro__.index(Optimizer)]:
         if "__init__" not in vars(base):
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[
             2:
         ]  # without self and the groups
-        takes += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return takes
+    return names
 
 
-def _check_is_the_same(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Module) -> None:
+def _check_rebuilds(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Module) -> None:
     """Check that the recipe builds an equal optimizer. It does not if the class hides the options it was given.
 
     Raises:
@@ -204,33 +204,33 @@ def as_schedule(schedule: Schedule | LRScheduler, steps: int | None = None) -> S
             "ReduceLROnPlateau depends on a metric, not on the step", where="schedule",
             hint="give the share of each step: session.step(batches, share=…)",
         )  # fmt: skip
-    share = _Shares(schedule)
+    share = _RecordedScales(schedule)
     share(min(steps or 2, AHEAD) - 1)
     return share
 
 
-class _Shares:
+class _RecordedScales:
     """Records the scale of each step while the scheduler advances, because a session may start at any step."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler, self._groups = scheduler, scheduler.optimizer.param_groups
         self._name = type(scheduler).__name__
-        self._beside = self._besides_rates()
-        self._shares = [self._now()]
+        self._initial_options = self._other_options()
+        self._scales = [self._current_scale()]
 
     def __call__(self, step: int) -> float:
-        while len(self._shares) <= step:
+        while len(self._scales) <= step:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # the warning about an optimizer that has not stepped
                     self._scheduler.step()
             except ValueError as error:  # OneCycleLR raises past its last step
                 self._refuse(
-                    f"has no rate for step {len(self._shares) + 1}: {error}", "build it for all steps of the run"
+                    f"has no rate for step {len(self._scales) + 1}: {error}", "build it for all steps of the run"
                 )
             changed = {
                 k
-                for now, then in zip(self._besides_rates(), self._beside, strict=True)
+                for now, then in zip(self._other_options(), self._initial_options, strict=True)
                 for k in now
                 if now[k] != then.get(k)
             }
@@ -239,10 +239,10 @@ class _Shares:
                     f"changes {', '.join(sorted(changed))} of the optimizer, too, but a schedule may change only rates",
                     "OneCycleLR and CyclicLR leave momenta alone with cycle_momentum=False",
                 )
-            self._shares.append(self._now())
-        return self._shares[step]
+            self._scales.append(self._current_scale())
+        return self._scales[step]
 
-    def _now(self) -> float:
+    def _current_scale(self) -> float:
         rates = [(float(group["lr"]), float(group["initial_lr"])) for group in self._groups]
         if any(rate and not peak for rate, peak in rates):
             self._refuse("starts at a rate of zero, so no other rate is a share of it", "start at 1e-12 or so")
@@ -255,7 +255,7 @@ class _Shares:
             )
         return most
 
-    def _besides_rates(self) -> list[dict[str, Any]]:
+    def _other_options(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in group.items() if k not in {"params", "lr"}} for group in self._groups]
 
     def _refuse(self, reason: str, hint: str) -> NoReturn:

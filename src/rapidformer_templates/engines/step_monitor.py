@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.loss import Counted, miscounted
+from rapidformer_templates.engines.loss import HookCount, wrong_count_error
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.system.host_copy import HostCopy
 
@@ -22,12 +22,12 @@ MAX_STEPS_IN_FLIGHT = 1
 
 
 @dataclass
-class _Outcome:
+class _StepValues:
     """Values of one step: loss, gradient norm, whether the run must end, and the counts of the user's hook."""
 
     number: int
     values: HostCopy
-    counted: list[MicroBatch]
+    microbatches: list[MicroBatch]
 
 
 @dataclass
@@ -35,24 +35,24 @@ class StepMonitor:
     """Steps whose results the device has and the host has not read yet.
 
     Attributes:
-        counted: counts of the hook in this step's micro batches so far. They are compared on the device.
+        hook_counts: counts of the hook in this step's micro batches so far. They are compared on the device.
     """
 
     device: torch.device
-    counted: list[Counted] = field(default_factory=list)
+    hook_counts: list[HookCount] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._ended = torch.zeros((), dtype=torch.bool, device=self.device)
-        self._waiting: deque[_Outcome] = deque()
-        self._begun = 0
+        self._unread: deque[_StepValues] = deque()
+        self._started = 0
 
     def begin(self) -> None:
-        """Start a step, and read all results except that of the previous step. Raises like :meth:`hear`."""
-        self._begun += 1
-        self.counted = []
-        self.hear(MAX_STEPS_IN_FLIGHT)
+        """Start a step, and read all results except that of the previous step. Raises like :meth:`poll`."""
+        self._started += 1
+        self.hook_counts = []
+        self.poll(MAX_STEPS_IN_FLIGHT)
 
-    def judge(self, loss: torch.Tensor, norm: torch.Tensor, *, may_overflow: bool) -> torch.Tensor:
+    def check(self, loss: torch.Tensor, norm: torch.Tensor, *, may_overflow: bool) -> torch.Tensor:
         """Return a device scalar (fp32): 1 if the update of this step must be skipped, else 0.
 
         Args:
@@ -62,28 +62,30 @@ class StepMonitor:
         wrong = overflow
         if may_overflow:
             wrong = torch.zeros_like(overflow)
-        counts = [count.to(torch.float64) for count, _ in self.counted]
-        for count, (_, microbatch) in zip(counts, self.counted, strict=True):
+        counts = [count.to(torch.float64) for count, _ in self.hook_counts]
+        for count, (_, microbatch) in zip(counts, self.hook_counts, strict=True):
             wrong = wrong | (count != microbatch.targets)
         self._ended = self._ended | wrong
         values = torch.stack([loss.to(torch.float64), norm.to(torch.float64), wrong.to(torch.float64), *counts])
-        self._waiting.append(_Outcome(self._begun, HostCopy(values), [microbatch for _, microbatch in self.counted]))
+        self._unread.append(
+            _StepValues(self._started, HostCopy(values), [microbatch for _, microbatch in self.hook_counts])
+        )
         return (self._ended | overflow).to(torch.float32)
 
-    def hear(self, running: int = 0) -> None:
+    def poll(self, running: int = 0) -> None:
         """Read the results of all steps except the last ``running`` ones. All workers read the same steps.
 
         Raises:
             NonFiniteLoss: a step failed. The ``age`` of the error is the number of steps since.
             RapidformerError: the hook's count of targets differs from ``count_targets``.
         """
-        while len(self._waiting) > running:
-            outcome = self._waiting.popleft()
-            loss, norm, wrong, *counts = outcome.values.values()
+        while len(self._unread) > running:
+            step = self._unread.popleft()
+            loss, norm, wrong, *counts = step.values.values()
             if not wrong:
                 continue
-            self._waiting.clear()  # their updates were skipped
-            for count, microbatch in zip(counts, outcome.counted, strict=True):
+            self._unread.clear()  # their updates were skipped
+            for count, microbatch in zip(counts, step.microbatches, strict=True):
                 if count != microbatch.targets:
-                    raise miscounted(count, microbatch)
-            raise NonFiniteLoss(f"loss {loss}, gradient norm {norm}", age=self._begun - outcome.number)
+                    raise wrong_count_error(count, microbatch)
+            raise NonFiniteLoss(f"loss {loss}, gradient norm {norm}", age=self._started - step.number)

@@ -42,7 +42,7 @@ def _bytes(workers: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def held() -> dict[str, Any]:
+def bytes_of_workers() -> dict[str, Any]:
     return run_in_workers(4, _bytes)[0]
 
 
@@ -55,12 +55,12 @@ def _counts() -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bytes_a_worker(way: str, held: Any) -> None:
+def test_bytes_a_worker(way: str, bytes_of_workers: Any) -> None:
     divided, whole, norms = _counts()
     tensor = 2 if "zero" in way else 1
     replicas = 4 // tensor
     narrow, shares = divided // tensor + whole, 1 if way == "none" else replicas
-    for worker in held[way]:
+    for worker in bytes_of_workers[way]:
         assert worker["parameter_bytes"] == pytest.approx(2 * narrow + 4 * norms, rel=2e-3)
         # Masters and two moments. A norm is its own master.
         assert worker["optimizer_state_bytes"] == pytest.approx((12 * narrow + 8 * norms) / shares, rel=5e-3)
