@@ -25,10 +25,10 @@ class DividedSequences(Protocol):
 
     length: int | None
 
-    def stretch(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def shard(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return this worker's part of a whole tensor along ``dim``. The last part is padded with zeros."""
 
-    def gather(self, stretch: torch.Tensor, length: int) -> torch.Tensor:
+    def gather(self, shard: torch.Tensor, length: int) -> torch.Tensor:
         """Gather [B, ``length``, …] from parts [B, S, …]. Call it on every worker that shares the sequences."""
 
 

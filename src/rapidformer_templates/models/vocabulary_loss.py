@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-class Words:
+class VocabularyShard:
     """The vocabulary range of this worker. This class covers the whole vocabulary.
 
     Attributes:
@@ -19,7 +19,7 @@ class Words:
         self.count = self.most = count
         self.begin = 0
 
-    def here(self, target: torch.Tensor, counts: torch.Tensor, columns: int) -> torch.Tensor:
+    def targets_here(self, target: torch.Tensor, counts: torch.Tensor, columns: int) -> torch.Tensor:
         """Return which rows have their target among this worker's ``columns`` words.
 
         torch itself refuses unknown words.
@@ -43,7 +43,7 @@ class LossHead(nn.Linear):
 
 
 def losses_and_slope(
-    logits: torch.Tensor, target: torch.Tensor, words: Words, ignored: int, smoothing: float
+    logits: torch.Tensor, target: torch.Tensor, words: VocabularyShard, ignored: int, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropy of each row, and the gradient of their sum with respect to this worker's logits.
 
@@ -60,11 +60,11 @@ def losses_and_slope(
         if the target is ``ignored``.
     """
     counts = target != ignored
-    here = words.here(target, counts, logits.shape[-1])
-    column = (target - words.begin).masked_fill(~here, 0).unsqueeze(-1)
+    is_here = words.targets_here(target, counts, logits.shape[-1])
+    column = (target - words.begin).masked_fill(~is_here, 0).unsqueeze(-1)
     kind = torch.promote_types(logits.dtype, torch.float32)
     shifted = logits - words.max(logits.amax(dim=-1).to(kind)).unsqueeze(-1)
-    picked = shifted.gather(-1, column).squeeze(-1).masked_fill(~here, 0.0)
+    picked = shifted.gather(-1, column).squeeze(-1).masked_fill(~is_here, 0.0)
     logits_sum = shifted.sum(-1) if smoothing else torch.zeros_like(picked)
     shares = shifted.exp_()
     scale, picked, logits_sum = words.sum(torch.stack([shares.sum(-1), picked, logits_sum]))
@@ -72,5 +72,5 @@ def losses_and_slope(
     slope = shares.mul_((counts / scale).unsqueeze(-1))
     if smoothing:
         slope.sub_(smoothing / words.count * counts.to(kind).unsqueeze(-1))
-    slope.scatter_add_(-1, column, ((smoothing - 1) * here.to(kind)).unsqueeze(-1))
+    slope.scatter_add_(-1, column, ((smoothing - 1) * is_here.to(kind)).unsqueeze(-1))
     return losses.masked_fill(~counts, 0.0), slope

@@ -27,7 +27,7 @@ from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.context_parallel.attention import repeats_of
 from rapidformer_templates.switches.context_parallel.divided_rows import DividedRows
-from rapidformer_templates.switches.context_parallel.stretches import ContextShards
+from rapidformer_templates.switches.context_parallel.sequence_shards import ContextSequenceShards
 from rapidformer_templates.switches.context_parallel.transform import divide_context
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
@@ -97,7 +97,7 @@ def _results(workers: Workers | None) -> dict[str, Any]:
     return found
 
 
-def _stretches(workers: Workers) -> list[int]:
+def _shards(workers: Workers) -> list[int]:
     """Return the number of logits rows that a worker computes in a step and in an evaluation, with packed documents.
 
     The loss is compared with that of a whole model.
@@ -138,7 +138,7 @@ def _pooled(workers: Workers) -> None:
 
 
 def _masks(workers: Workers) -> dict[str, list[torch.Tensor]]:
-    """Return the dropout masks of a forward, of whole rows and of stretches, and the random state after it."""
+    """Return the dropout masks of a forward, of whole rows and of shards, and the random state after it."""
     torch.manual_seed(3)
     model: Any = GPT2LMHeadModel(
         GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.5, embd_pdrop=0.5)
@@ -153,12 +153,12 @@ def _masks(workers: Workers) -> dict[str, list[torch.Tensor]]:
             lambda model: None,
         ),
     )
-    masks: dict[str, list[torch.Tensor]] = {"whole": [], "stretch": []}
+    masks: dict[str, list[torch.Tensor]] = {"whole": [], "shard": []}
     original = functional.dropout
 
     def watched(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = original(x, *args, **kwargs)
-        masks["whole" if x.shape[1] == 12 else "stretch"].append(result.detach().eq(0))
+        masks["whole" if x.shape[1] == 12 else "shard"].append(result.detach().eq(0))
         return result
 
     functional.dropout = watched
@@ -171,7 +171,7 @@ def _masks(workers: Workers) -> dict[str, list[torch.Tensor]]:
 
 def _two_workers(workers: Workers) -> dict[str, Any]:
     _pooled(workers)
-    return {**_results(workers), "stretches": _stretches(workers), "masks": _masks(workers)}
+    return {**_results(workers), "shards": _shards(workers), "masks": _masks(workers)}
 
 
 @pytest.fixture(scope="module")
@@ -202,22 +202,22 @@ def test_what_fsdp_asks_of_an_output_gathers_nothing() -> None:
     rows.register_hook(lambda gradient: None)
 
 
-def test_a_stretch_of_one_sample_lies_as_all_other_blocks_have_it() -> None:
+def test_a_shard_of_one_sample_lies_as_all_other_blocks_have_it() -> None:
     """torch recompiles a block for other strides."""
-    shards = ContextShards(Peers(None, 2, 0), Streams(0, active=False), "all-to-all", ends=True)  # type: ignore[arg-type]
-    assert shards.stretch(torch.zeros(1, 8, 3)).stride() == torch.zeros(1, 4, 3).stride()
+    shards = ContextSequenceShards(Peers(None, 2, 0), Streams(0, active=False), "all-to-all", ends=True)  # type: ignore[arg-type]
+    assert shards.shard(torch.zeros(1, 8, 3)).stride() == torch.zeros(1, 4, 3).stride()
 
 
 @pytest.mark.distributed
 def test_a_worker_computes_the_logits_of_its_tokens_and_generates_whole(found: Any) -> None:
-    assert [place["stretches"] for place in found] == [[2 * 7, 9], [2 * 6, 9]]
+    assert [place["shards"] for place in found] == [[2 * 7, 9], [2 * 6, 9]]
 
 
 @pytest.mark.distributed
-def test_stretches_have_dropout_of_their_own_and_generators_stay_together(found: Any) -> None:
+def test_shards_have_dropout_of_their_own_and_generators_stay_together(found: Any) -> None:
     one, other = (place["masks"] for place in found)
-    assert len(one["stretch"]) == len(other["stretch"]) > 0
-    assert not any(torch.equal(a, b) for a, b in zip(one["stretch"], other["stretch"], strict=True))
+    assert len(one["shard"]) == len(other["shard"]) > 0
+    assert not any(torch.equal(a, b) for a, b in zip(one["shard"], other["shard"], strict=True))
     assert torch.equal(one["whole"][0], other["whole"][0])  # the masks of the embeddings
     assert torch.equal(one["state"][0], other["state"][0])
 

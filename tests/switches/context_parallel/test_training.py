@@ -134,7 +134,7 @@ def test_bf16_follows_one_process_within_its_rounding(runs: Any, references: Any
     torch.testing.assert_close(found, wanted, rtol=2**-8, atol=0)
 
 
-def test_receipts_show_the_stretches(runs: Any) -> None:
+def test_receipts_show_the_shards(runs: Any) -> None:
     for name, size in WITH_RECEIPTS.items():
         receipts = runs[name]["summary"]["receipts"]
         held, whole = receipts["context_tokens"]

@@ -17,9 +17,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.context_parallel.exchange import trade
-from rapidformer_templates.switches.context_parallel.ring import Seen, ring_attention
-from rapidformer_templates.switches.context_parallel.stretches import ContextShards
+from rapidformer_templates.switches.context_parallel.collectives import all_to_all
+from rapidformer_templates.switches.context_parallel.ring import AttentionMask, ring_attention
+from rapidformer_templates.switches.context_parallel.sequence_shards import ContextSequenceShards
 
 SUFFIX = "_over_context"
 OTHER_WAYS = "divide the model instead, with --tensor-model-parallel-size or --pipeline-model-parallel-size"
@@ -28,7 +28,7 @@ HEADS, TOKENS = 1, 2
 """Dimensions of queries, keys and values: (samples, heads, tokens, size of a head)."""
 
 
-def attend_over_context(model: PreTrainedModel, shards: ContextShards) -> None:
+def attend_over_context(model: PreTrainedModel, shards: ContextSequenceShards) -> None:
     """Let the attention of the blocks see whole sequences."""
     name = _inner(model)
     AttentionInterface.register(name + SUFFIX, partial(attention, inner=name))
@@ -88,13 +88,13 @@ def attention(
     Raises:
         ModelError: the number of heads is not divisible.
     """
-    shards: ContextShards | None = getattr(module, "context_shards", None)
+    shards: ContextSequenceShards | None = getattr(module, "context_shards", None)
     within = ALL_ATTENTION_FUNCTIONS[inner]
     if shards is None or shards.length is None:
         return within(module, query, key, value, attention_mask, *args, **kwargs)
     shards.attended = True
     if shards.kind == "ring":
-        return _by_ring(module, shards, query, key, value, attention_mask, *args, **kwargs), None
+        return _attend_in_ring(module, shards, query, key, value, attention_mask, *args, **kwargs), None
     peers, length = shards.peers, shards.length
     repeats = repeats_of(query.shape[HEADS], key.shape[HEADS], peers.size)
     if not repeats:
@@ -105,17 +105,17 @@ def attention(
         )
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, HEADS) for x in (key, value))
-    whole = [trade(x, peers, given=HEADS, taken=TOKENS)[:, :, :length] for x in (query, key, value)]
-    output, others = within(_Layer(module, repeats), *whole, attention_mask, *args, **kwargs)
+    whole = [all_to_all(x, peers, split_dim=HEADS, concat_dim=TOKENS)[:, :, :length] for x in (query, key, value)]
+    output, others = within(_RepeatedHeads(module, repeats), *whole, attention_mask, *args, **kwargs)
     missing = query.shape[TOKENS] * peers.size - length
     if missing:
         output = nn.functional.pad(output, (0, 0, 0, 0, 0, missing))
-    return trade(output, peers, given=1, taken=2), others
+    return all_to_all(output, peers, split_dim=1, concat_dim=2), others
 
 
-def _by_ring(
+def _attend_in_ring(
     module: nn.Module,
-    shards: ContextShards,
+    shards: ContextSequenceShards,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -126,26 +126,26 @@ def _by_ring(
     **others: Any,
 ) -> torch.Tensor:
     """Return the output for this worker's part of the sequence, of shape (samples, tokens, heads, size of a head)."""
-    asked = sorted(name for name in NOT_IN_A_RING if others.get(name) is not None)
+    unsupported = sorted(name for name in NOT_IN_A_RING if others.get(name) is not None)
     if dropout:
-        asked.append(f"dropout {dropout:g}")
+        unsupported.append(f"dropout {dropout:g}")
     if mask is not None and mask.ndim != 4:
-        asked.append("borders of packed documents")
-    if asked:
+        unsupported.append("borders of packed documents")
+    if unsupported:
         raise ModelError(
-            f"{type(module).__name__} asks for {', '.join(asked)}, which ring attention does not support",
+            f"{type(module).__name__} asks for {', '.join(unsupported)}, which ring attention does not support",
             where="--context-parallel-kind ring",
             hint="use all-to-all, with a size that divides the heads; for dropout, --dropout 0",
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     assert shards.length is not None
-    seen = Seen(
+    visible = AttentionMask(
         shards.intervals(shards.length),
         mask,
         causal=causal and mask is None,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
     )
-    return ring_attention(query, key, value, seen, shards.peers).transpose(1, 2)
+    return ring_attention(query, key, value, visible, shards.peers).transpose(1, 2)
 
 
 NOT_IN_A_RING = ("position_bias", "softcap", "s_aux")
@@ -163,7 +163,7 @@ def repeats_of(heads: int, key_heads: int, workers: int) -> int:
     return next((n for n in times if key_heads * n % workers == 0 and heads % (key_heads * n) == 0), 0)
 
 
-class _Layer:
+class _RepeatedHeads:
     """An attention layer with repeated key heads."""
 
     def __init__(self, module: nn.Module, repeats: int) -> None:

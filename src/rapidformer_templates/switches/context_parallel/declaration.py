@@ -76,7 +76,7 @@ def _notes(request: Request) -> Sequence[str]:
 def _acted(measured: Measured) -> str | None:
     size, tokens = measured.plan.sizes.context, measured.all("context_tokens")
     # Two intervals of a ring may together have one token more than a single interval of their length.
-    divided = all(held in (-(-whole // size), -(-whole // (2 * size)) * 2) for held, whole in tokens)
+    divided = all(own in (-(-whole // size), -(-whole // (2 * size)) * 2) for own, whole in tokens)
     if tokens and divided and all(measured.all("context_attention")):
         return None
     return f"shards of one {size}-th of each sequence were expected; [tokens held, in all] are {shown(tokens)}"
@@ -101,7 +101,7 @@ SWITCHES = (
         notes=_notes,
         sizes={"context": CONTEXT},
         transform="rapidformer_templates.switches.context_parallel.transform:divide_context",
-        receipt_hooks="rapidformer_templates.switches.context_parallel.receipt:Stretches",
+        receipt_hooks="rapidformer_templates.switches.context_parallel.receipt:ContextDivision",
         engine_options=lambda request: {"context_kind": request.config.get(KIND)},
         receipt=("context_tokens", "context_attention", "context_kind"),
         acted=_acted,

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from rapidformer_templates.models.divided_tensor import DividedTensor, Handler, is_by_index
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
-from rapidformer_templates.switches.context_parallel.exchange import total
+from rapidformer_templates.switches.context_parallel.collectives import all_reduce_both_ways
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 
 Places = NDArray[np.int64]
@@ -61,7 +61,7 @@ class DividedRows(DividedTensor):
     def scattered(self, local: torch.Tensor) -> torch.Tensor:
         """Gather the values of all rows, flattened, in the order of the whole tensor."""
         filled = local.new_zeros(math.prod(self.rows), *local.shape[1:])
-        return total(filled.index_copy(0, self._index(local), local), self.peers)
+        return all_reduce_both_ways(filled.index_copy(0, self._index(local), local), self.peers)
 
     def _index(self, beside: torch.Tensor) -> torch.Tensor:
         """Return the places as an index tensor on the device of ``beside``."""
@@ -71,7 +71,7 @@ class DividedRows(DividedTensor):
         return rows[self._index(rows)]
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
-        return total(part, self.peers)
+        return all_reduce_both_ways(part, self.peers)
 
     def with_local(self, local: torch.Tensor) -> DividedRows:
         """Return other values for the same rows."""
@@ -90,31 +90,31 @@ _handles = DividedRows.handles
     torch.sqrt, torch.exp, torch.abs, torch.sigmoid, torch.relu, functional.gelu, functional.silu, functional.relu,
     functional.tanh, functional.dropout, functional.softplus,
 )  # fmt: skip
-def _each_value(function: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(given, DividedRows) or kwargs.get("inplace") or _divided((args, kwargs)):
+def _each_value(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(divided, DividedRows) or kwargs.get("inplace") or _has_divided((args, kwargs)):
         return NotImplemented
     if any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
         return NotImplemented
-    return given.with_local(function(given.local, *args, **kwargs))
+    return divided.with_local(function(divided.local, *args, **kwargs))
 
 
 @_handles(functional.linear, functional.layer_norm, functional.rms_norm)
-def _each_row(function: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+def _each_row(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
     """A product with a matrix, or a norm over the last dimension."""
-    if not isinstance(given, DividedRows) or _divided((args, kwargs)):
+    if not isinstance(divided, DividedRows) or _has_divided((args, kwargs)):
         return NotImplemented
     shape = args[0] if args else kwargs.get("normalized_shape")
     if function is not functional.linear and len(tuple(shape)) != 1:  # type: ignore[arg-type]
         return NotImplemented
-    return given.with_local(function(given.local, *args, **kwargs))
+    return divided.with_local(function(divided.local, *args, **kwargs))
 
 
 @_handles(_T.mean, torch.mean, _T.var, torch.var)
-def _over_features(function: Any, given: DividedRows, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    last = dim in (-1, given.ndim - 1, (-1,), [-1])
-    if not last or not kwargs.get("keepdim") or _divided((args, kwargs)):
+def _over_features(function: Any, divided: DividedRows, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    last = dim in (-1, divided.ndim - 1, (-1,), [-1])
+    if not last or not kwargs.get("keepdim") or _has_divided((args, kwargs)):
         return NotImplemented
-    return given.with_local(function(given.local, -1, *args, **kwargs))
+    return divided.with_local(function(divided.local, -1, *args, **kwargs))
 
 
 @_handles(
@@ -124,13 +124,13 @@ def _over_features(function: Any, given: DividedRows, dim: Any = None, *args: An
 def _with_another(function: Any, one: Any, other: Any, **kwargs: Any) -> Any:
     """Combine divided rows with a number, a vector of features, or other divided rows at the same places."""
     divided = one if isinstance(one, DividedRows) else other
-    values = [_beside(divided, value) for value in (one, other)]
+    values = [_matching_local(divided, value) for value in (one, other)]
     if kwargs or any(value is NotImplemented for value in values):
         return NotImplemented
     return divided.with_local(function(*values))
 
 
-def _beside(divided: DividedRows, value: Any) -> Any:
+def _matching_local(divided: DividedRows, value: Any) -> Any:
     """Return the value to combine with the local rows of ``divided``, or NotImplemented."""
     if isinstance(value, DividedRows):
         same = value.rows == divided.rows and value.places is divided.places
@@ -141,19 +141,19 @@ def _beside(divided: DividedRows, value: Any) -> Any:
     return value if vector and not isinstance(value, DividedTensor) else NotImplemented
 
 
-def _divided(given: Any) -> bool:
+def _has_divided(arguments: Any) -> bool:
     """Return whether the arguments contain a divided tensor."""
-    return any(isinstance(leaf, DividedTensor) for leaf in torch.utils._pytree.tree_leaves(given))
+    return any(isinstance(leaf, DividedTensor) for leaf in torch.utils._pytree.tree_leaves(arguments))
 
 
 @_handles(_T.view, _T.reshape, torch.reshape)
-def _view(function: Any, given: DividedRows, *shape: Any) -> Any:
+def _view(function: Any, divided: DividedRows, *shape: Any) -> Any:
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         return NotImplemented
-    rows = rows_of_view(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape, given.shape)
+    rows = rows_of_view(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape, divided.shape)
     if rows is None:
         return NotImplemented
-    return DividedRows(given.local, _resolved(rows, math.prod(given.rows)), given.places, given.peers)
+    return DividedRows(divided.local, _resolved(rows, math.prod(divided.rows)), divided.places, divided.peers)
 
 
 def _resolved(rows: Sequence[int], count: int) -> list[int]:
@@ -163,33 +163,33 @@ def _resolved(rows: Sequence[int], count: int) -> list[int]:
 
 
 @_handles(_T.flatten, torch.flatten)
-def _flatten(function: Any, given: DividedRows, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if not flattens_rows(given.ndim, start_dim, end_dim):
+def _flatten(function: Any, divided: DividedRows, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if not flattens_rows(divided.ndim, start_dim, end_dim):
         return NotImplemented
-    rows = torch.empty((*given.rows, 1), device="meta").flatten(start_dim, end_dim).shape[:-1]
-    return DividedRows(given.local, rows, given.places, given.peers)
+    rows = torch.empty((*divided.rows, 1), device="meta").flatten(start_dim, end_dim).shape[:-1]
+    return DividedRows(divided.local, rows, divided.places, divided.peers)
 
 
 @_handles(_T.__getitem__)
-def _select(function: Any, given: DividedRows, index: Any) -> Any:
-    if _divided(index) or not selects_rows(index, given.ndim):
+def _select(function: Any, divided: DividedRows, index: Any) -> Any:
+    if _has_divided(index) or not selects_rows(index, divided.ndim):
         return NotImplemented
-    count, here = math.prod(given.rows), len(given.places)
-    numbers = np.arange(count).reshape(*given.rows, 1)
+    count, local_count = math.prod(divided.rows), len(divided.places)
+    numbers = np.arange(count).reshape(*divided.rows, 1)
     chosen = numbers[torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.cpu().numpy(), index)]
     rank = np.full(count, -1)
-    rank[given.places] = np.arange(here)
-    mine = rank[chosen.reshape(-1)]
-    (places,) = (mine >= 0).nonzero()
-    local, kept = given.local, mine[places]
-    if not np.array_equal(kept, np.arange(here)):
-        local = local[torch.tensor(kept, device=local.device)]
-    return DividedRows(local, chosen.shape[:-1], places, given.peers)
+    rank[divided.places] = np.arange(local_count)
+    chosen_here = rank[chosen.reshape(-1)]
+    (places,) = (chosen_here >= 0).nonzero()
+    local, order = divided.local, chosen_here[places]
+    if not np.array_equal(order, np.arange(local_count)):
+        local = local[torch.tensor(order, device=local.device)]
+    return DividedRows(local, chosen.shape[:-1], places, divided.peers)
 
 
 @_handles(_T.sum, torch.sum)
-def _sum(function: Any, given: DividedRows, *args: Any, **kwargs: Any) -> Any:
-    return NotImplemented if args or kwargs else total(given.local.sum(), given.peers)
+def _sum(function: Any, divided: DividedRows, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented if args or kwargs else all_reduce_both_ways(divided.local.sum(), divided.peers)
 
 
 @_handles(functional.cross_entropy)
@@ -221,8 +221,8 @@ def _cross_entropy(
     loss = input.summed(losses)
     if reduction == "sum":
         return loss
-    counted = targets != ignore_index
-    return loss / (counted.sum() if weight is None else weight[targets.where(counted, 0)][counted].sum())
+    counts = targets != ignore_index
+    return loss / (counts.sum() if weight is None else weight[targets.where(counts, 0)][counts].sum())
 
 
 class OnRows:
@@ -232,7 +232,7 @@ class OnRows:
         functools.update_wrapper(self, forward)
         self.forward = forward
 
-    def __call__(self, given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not isinstance(given, DividedRows):
-            return self.forward(given, *args, **kwargs)
-        return given.with_local(self.forward(given.local[None], *args, **kwargs)[0])
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(x, DividedRows):
+            return self.forward(x, *args, **kwargs)
+        return x.with_local(self.forward(x.local[None], *args, **kwargs)[0])

@@ -6,10 +6,10 @@ from typing import Any
 
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
-from rapidformer_templates.switches.context_parallel.stretches import ContextShards
+from rapidformer_templates.switches.context_parallel.sequence_shards import ContextSequenceShards
 
 
-class Stretches(Receipt):
+class ContextDivision(Receipt):
     """Reports ``context_tokens``, ``context_attention`` and ``context_kind``.
 
     ``context_tokens`` is [tokens of a sequence on this worker, in total]. ``context_attention`` is whether attention
@@ -17,9 +17,13 @@ class Stretches(Receipt):
     """
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        shards: ContextShards | None = getattr(engine.model, "context_shards", None)
+        shards: ContextSequenceShards | None = getattr(engine.model, "context_shards", None)
         return (
             {}
             if shards is None
-            else {"context_tokens": shards.held, "context_attention": shards.attended, "context_kind": shards.kind}
+            else {
+                "context_tokens": shards.shard_sizes,
+                "context_attention": shards.attended,
+                "context_kind": shards.kind,
+            }
         )

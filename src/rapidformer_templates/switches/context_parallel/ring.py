@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rapidformer_templates.switches.context_parallel.intervals import Intervals
+from rapidformer_templates.switches.context_parallel.token_intervals import TokenIntervals
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 
 AT_ONCE = 2**24
@@ -26,7 +26,7 @@ AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttentionMask:
     """The keys that queries may attend to.
 
     Attributes:
@@ -37,7 +37,7 @@ class Seen:
         scale: factor of the scores.
     """
 
-    intervals: Intervals
+    intervals: TokenIntervals
     mask: torch.Tensor | None
     causal: bool
     scale: float
@@ -45,7 +45,7 @@ class Seen:
 
 @torch.compiler.disable(reason="what goes round in a ring is on its way while scores are computed")
 def ring_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, peers: Peers
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: AttentionMask, peers: Peers
 ) -> torch.Tensor:
     """Compute attention of the queries on this worker over whole sequences.
 
@@ -55,32 +55,37 @@ def ring_attention(
     Returns:
         Shape (samples, heads, tokens, size of a head).
     """
-    result: torch.Tensor = _Ring.apply(query, key, value, seen, peers)
+    result: torch.Tensor = _Ring.apply(query, key, value, attention_mask, peers)
     return result
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, peers: Peers
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: AttentionMask,
+        peers: Peers,
     ) -> torch.Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         groups = _by_keys(query, key)
         output = groups.new_zeros((*groups.shape[:-1], value.shape[-1]), dtype=wide)
         sums = groups.new_full(groups.shape[:-1], -torch.inf, dtype=wide)
         with torch.autocast(query.device.type, enabled=False):
-            for source, (keys, values) in _round(peers, (key, value)):
-                for block in _blocks(groups, seen, peers.rank, source):
+            for source, (keys, values) in _rotate(peers, (key, value)):
+                for block in _blocks(groups, attention_mask, peers.rank, source):
                     scores = block.scores(groups, keys, wide)
                     logarithm = scores.logsumexp(-1)
                     before = sums[..., block.queries]
                     together = torch.logaddexp(before, logarithm)
-                    known = together.masked_fill(together == -torch.inf, 0.0)  # rows that attend to nothing yet
-                    part = (scores - known.unsqueeze(-1)).exp().to(values.dtype) @ values[:, :, None, block.keys]
-                    there = output[..., block.queries, :] * (before - known).exp().unsqueeze(-1)
-                    output[..., block.queries, :] = there + part
+                    finite = together.masked_fill(together == -torch.inf, 0.0)  # rows that attend to nothing yet
+                    part = (scores - finite.unsqueeze(-1)).exp().to(values.dtype) @ values[:, :, None, block.keys]
+                    rescaled = output[..., block.queries, :] * (before - finite).exp().unsqueeze(-1)
+                    output[..., block.queries, :] = rescaled + part
                     sums[..., block.queries] = together
-        ctx.seen, ctx.peers = seen, peers
+        ctx.attention_mask, ctx.peers = attention_mask, peers
         result = output.to(value.dtype).flatten(1, 2)
         ctx.save_for_backward(query, key, value, result, sums)
         return result
@@ -88,23 +93,23 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         query, key, value, output, sums = ctx.saved_tensors
-        seen, peers, wide = ctx.seen, ctx.peers, sums.dtype
+        attention_mask, peers, wide = ctx.attention_mask, ctx.peers, sums.dtype
         groups, outer = _by_keys(query, key), _by_keys(gradient, key)
         inner = (outer.to(wide) * _by_keys(output, key)).sum(-1)
         sums = sums.masked_fill(sums == -torch.inf, torch.inf)  # rows that attend to nothing have no gradient
         of_query = torch.zeros_like(groups, dtype=wide)
         travelling = (key, value, torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide))
         with torch.autocast(query.device.type, enabled=False):
-            for source, (keys, values, of_keys, of_values) in _round(peers, travelling, home=True):
-                for block in _blocks(groups, seen, peers.rank, source):
-                    asked, there = block.queries, block.keys
-                    shares = (block.scores(groups, keys, wide) - sums[..., asked, None]).exp()
-                    outgoing = outer[..., asked, :]
-                    slope = (outgoing @ values[:, :, None, there].mT).to(wide) - inner[..., asked, None]
-                    slope = (shares * slope * seen.scale).to(keys.dtype)
-                    of_query[..., asked, :] += slope @ keys[:, :, None, there]
-                    of_keys[..., there, :] += (slope.mT @ groups[..., asked, :]).sum(2)
-                    of_values[..., there, :] += (shares.to(values.dtype).mT @ outgoing).sum(2)
+            for source, (keys, values, of_keys, of_values) in _rotate(peers, travelling, home=True):
+                for block in _blocks(groups, attention_mask, peers.rank, source):
+                    queries, block_keys = block.queries, block.keys
+                    shares = (block.scores(groups, keys, wide) - sums[..., queries, None]).exp()
+                    outgoing = outer[..., queries, :]
+                    slope = (outgoing @ values[:, :, None, block_keys].mT).to(wide) - inner[..., queries, None]
+                    slope = (shares * slope * attention_mask.scale).to(keys.dtype)
+                    of_query[..., queries, :] += slope @ keys[:, :, None, block_keys]
+                    of_keys[..., block_keys, :] += (slope.mT @ groups[..., queries, :]).sum(2)
+                    of_values[..., block_keys, :] += (shares.to(values.dtype).mT @ outgoing).sum(2)
         return (
             of_query.flatten(1, 2).to(query.dtype),
             travelling[2].to(key.dtype),
@@ -120,7 +125,7 @@ def _by_keys(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _ScoreBlock:
     """A range of this worker's queries, and a range of keys of a worker that they attend to."""
 
     queries: slice
@@ -139,37 +144,39 @@ class _Block:
         return scores + self.mask
 
 
-def _blocks(groups: torch.Tensor, seen: Seen, rank: int, source: int) -> Iterator[_Block]:
+def _blocks(groups: torch.Tensor, attention_mask: AttentionMask, rank: int, source: int) -> Iterator[_ScoreBlock]:
     """Yield blocks of this worker's queries and the source worker's keys, a range of queries at a time."""
-    for here, (begin, end) in seen.intervals.of(rank):
-        for there, (first, last) in seen.intervals.of(source):
-            if seen.causal and first >= end:
+    for query_offset, (begin, end) in attention_mask.intervals.of(rank):
+        for key_offset, (first, last) in attention_mask.intervals.of(source):
+            if attention_mask.causal and first >= end:
                 continue  # all of these keys are after all of these queries
             step = max(1, AT_ONCE // max(last - first, 1))
             for low in range(begin, end, step):
                 high = min(low + step, end)
-                if seen.causal and first >= high:
+                if attention_mask.causal and first >= high:
                     continue
-                mask = _mask(groups, seen, (low, high), (first, last))
-                queries = slice(here + low - begin, here + high - begin)
-                yield _Block(queries, slice(there, there + last - first), mask, seen.scale)
+                mask = _mask(groups, attention_mask, (low, high), (first, last))
+                queries = slice(query_offset + low - begin, query_offset + high - begin)
+                yield _ScoreBlock(queries, slice(key_offset, key_offset + last - first), mask, attention_mask.scale)
 
 
-def _mask(groups: torch.Tensor, seen: Seen, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor | None:
+def _mask(
+    groups: torch.Tensor, attention_mask: AttentionMask, rows: tuple[int, int], columns: tuple[int, int]
+) -> torch.Tensor | None:
     """Return the mask between two ranges of tokens, or None if nothing is masked."""
-    if seen.mask is not None:
-        part = seen.mask[..., slice(*rows), slice(*columns)]
+    if attention_mask.mask is not None:
+        part = attention_mask.mask[..., slice(*rows), slice(*columns)]
         if part.shape[1] == 1:
             return part.unsqueeze(2)
         return part.unflatten(1, (groups.shape[1], -1))
-    if not seen.causal or columns[1] <= rows[0] + 1:
+    if not attention_mask.causal or columns[1] <= rows[0] + 1:
         return None
     places = (torch.arange(*bounds, device=groups.device) for bounds in (rows, columns))
     row, column = places
     return row[:, None] >= column[None]
 
 
-def _round(
+def _rotate(
     peers: Peers, tensors: Sequence[torch.Tensor], *, home: bool = False
 ) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
     """Pass tensors around the ring. Yield (owner, its tensors), starting with this worker's own.
@@ -177,33 +184,37 @@ def _round(
     Args:
         home: whether the tensors after the first two travel with them. They collect sums and return to their owner.
     """
-    held = [tensor.contiguous() for tensor in tensors]
+    current = [tensor.contiguous() for tensor in tensors]
     for step in range(peers.size):
         last = step == peers.size - 1
-        early = [] if last else _pass_on(peers, held[:2])
-        yield (peers.rank - step) % peers.size, held
-        late = _pass_on(peers, held[2:]) if home else []
-        held = [_arrived(work) for work in early] + ([] if not last else held[:2]) + [_arrived(work) for work in late]
+        forwarded = [] if last else _send_to_next(peers, current[:2])
+        yield (peers.rank - step) % peers.size, current
+        returned = _send_to_next(peers, current[2:]) if home else []
+        current = (
+            [_wait_for(work) for work in forwarded]
+            + ([] if not last else current[:2])
+            + [_wait_for(work) for work in returned]
+        )
     if home:
-        tensors[2].copy_(held[2])
-        tensors[3].copy_(held[3])
+        tensors[2].copy_(current[2])
+        tensors[3].copy_(current[3])
 
 
-def _pass_on(peers: Peers, tensors: Sequence[torch.Tensor]) -> list[tuple[list[Any], torch.Tensor, torch.Tensor]]:
+def _send_to_next(peers: Peers, tensors: Sequence[torch.Tensor]) -> list[tuple[list[Any], torch.Tensor, torch.Tensor]]:
     """Start to send tensors to the next worker, and to receive the same tensors from the previous one."""
     to, origin = (dist.get_global_rank(peers.group, (peers.rank + by) % peers.size) for by in (1, -1))
-    begun = []
+    transfers = []
     for tensor in tensors:
-        coming = torch.empty_like(tensor)
+        incoming = torch.empty_like(tensor)
         operations = [
             dist.P2POp(dist.isend, tensor, to, group=peers.group),
-            dist.P2POp(dist.irecv, coming, origin, group=peers.group),
+            dist.P2POp(dist.irecv, incoming, origin, group=peers.group),
         ]
-        begun.append((dist.batch_isend_irecv(operations), coming, tensor))
-    return begun
+        transfers.append((dist.batch_isend_irecv(operations), incoming, tensor))
+    return transfers
 
 
-def _arrived(begun: tuple[list[Any], torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _wait_for(begun: tuple[list[Any], torch.Tensor, torch.Tensor]) -> torch.Tensor:
     works, coming, _ = begun
     for work in works:
         work.wait()

@@ -11,8 +11,8 @@ from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.context_parallel.attention import attend_over_context, check_attention
 from rapidformer_templates.switches.context_parallel.divided_rows import OnRows
-from rapidformer_templates.switches.context_parallel.stretches import ContextShards
-from rapidformer_templates.switches.context_parallel.trial import Trial
+from rapidformer_templates.switches.context_parallel.sequence_shards import ContextSequenceShards
+from rapidformer_templates.switches.context_parallel.trial import DivisionTrial
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams, draws_random_numbers
 from rapidformer_templates.switches.tensor_parallel.transform import TensorParallel, lists_of
@@ -41,11 +41,11 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     check_attention(part)
     losses = auxiliary_losses_of(model)
     called = part if losses is None else model  # a mixture's losses read the batch of the outer model
-    trial = Trial(part, called, workers) if building.has_values and workers.pipeline == 1 else None
+    trial = DivisionTrial(part, called, workers) if building.has_values and workers.pipeline == 1 else None
     peers = Peers(group_of(workers), workers.context, workers.context_rank)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
     kind = building.plan.engine_options.get("context_kind") or _kind_for(part, workers)
-    shards = ContextShards(peers, streams, kind, ends=workers.ends_pipeline)
+    shards = ContextSequenceShards(peers, streams, kind, ends=workers.ends_pipeline)
     attend_over_context(part, shards)
     shards.install(model, blocks)
     divided: TensorParallel | None = getattr(model, "tensor_parallel", None)
@@ -71,9 +71,9 @@ def group_of(workers: Workers) -> dist.ProcessGroup:
     """Return the process group of the workers that share sequences with this one. Call it on every worker."""
     span = workers.context * workers.tensor
     firsts = [block + tensor for block in range(0, workers.world, span) for tensor in range(workers.tensor)]
-    own, _ = dist.new_subgroups_by_enumeration([[*range(first, first + span, workers.tensor)] for first in firsts])
-    assert own is not None
-    return own
+    group, _ = dist.new_subgroups_by_enumeration([[*range(first, first + span, workers.tensor)] for first in firsts])
+    assert group is not None
+    return group
 
 
 def _refusal(model: nn.Module, why: str) -> ModelError:

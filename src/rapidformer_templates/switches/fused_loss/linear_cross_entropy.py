@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from rapidformer_templates.models.vocabulary_loss import Words, losses_and_slope
+from rapidformer_templates.models.vocabulary_loss import VocabularyShard, losses_and_slope
 from rapidformer_templates.switches.fused_loss.memory import rows_at_once
 from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise, Shift
 
@@ -45,7 +45,7 @@ def linear_cross_entropy(
     bias: torch.Tensor | None,
     target: torch.Tensor,
     recipe: Recipe,
-    words: Words | None = None,
+    words: VocabularyShard | None = None,
 ) -> torch.Tensor:
     """Return the sum of the cross-entropies of ``hidden @ weight.T + bias`` over the rows that count.
 
@@ -64,7 +64,7 @@ def linear_cross_entropy(
     Returns:
         A scalar, in the type in which the loss would be computed from whole logits.
     """
-    words = words or Words(len(weight))
+    words = words or VocabularyShard(len(weight))
     recipe = recipe.of_words(words.begin, words.begin + len(weight))
     total: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, target, recipe, words)
     return total
@@ -79,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         target: torch.Tensor,
         recipe: Recipe,
-        words: Words,
+        words: VocabularyShard,
     ) -> torch.Tensor:
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device)
@@ -116,7 +116,7 @@ def _chunks(target: torch.Tensor, ignored: int, step: int) -> Iterator[Any]:
 
 
 def _loss_and_slope(
-    logits: torch.Tensor, target: torch.Tensor, recipe: Recipe, words: Words
+    logits: torch.Tensor, target: torch.Tensor, recipe: Recipe, words: VocabularyShard
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (sum of the losses of a chunk, its gradient by the logits)."""
     values = [logits]

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.divided_tensor import DividedTensor
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
-from rapidformer_templates.models.vocabulary_loss import LossHead, Words
+from rapidformer_templates.models.vocabulary_loss import LossHead, VocabularyShard
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import Recipe, linear_cross_entropy
 from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise, Scale, Shift, Tanh
 
@@ -56,7 +56,7 @@ class FusedHead(LossHead):
         hidden: torch.Tensor,
         target: torch.Tensor | None = None,
         recipe: Recipe | None = None,
-        words: Words | None = None,
+        words: VocabularyShard | None = None,
     ) -> torch.Tensor:
         if target is None or recipe is None:
             return super().forward(hidden)

@@ -128,7 +128,7 @@ class BalanceLosses:
 
     def here(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the local part [B, S, …] of values of all tokens [B, T, …]."""
-        return rows if self._divided is None else self._divided.stretch(rows)
+        return rows if self._divided is None else self._divided.shard(rows)
 
     @property
     def _divided(self) -> DividedSequences | None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rapidformer_templates.engines.saved_matmuls import matmuls_are_saved
-from rapidformer_templates.system.workers import all_gather, reduce_scatter
+from rapidformer_templates.system import workers
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,20 @@ class Peers:
         step = -(-length // self.size)
         shard = _padded(shard, dim, step).movedim(dim, 0).contiguous()
         whole = shard.new_empty(step * self.size, *shard.shape[1:])
-        all_gather(whole, shard, group=self.group)
+        workers.all_gather(whole, shard, group=self.group)
         return whole[:length].movedim(0, dim).contiguous()
 
-    def sum_share(self, partial: torch.Tensor, dim: int, step: int) -> torch.Tensor:
+    def reduce_scatter(self, partial: torch.Tensor, dim: int, step: int) -> torch.Tensor:
         """Reduce-scatter: return this worker's share of the sum, padded with zeros to the length ``step``."""
         kind = partial.dtype
         if partial.is_cpu and kind in (torch.float16, torch.bfloat16):
             partial = partial.float()  # gloo reduce-scatters 32 and 64 bits only
         partial = _padded(partial, dim, step * self.size).movedim(dim, 0).contiguous()
         share = partial.new_empty(step, *partial.shape[1:])
-        reduce_scatter(share, partial, group=self.group)
+        workers.reduce_scatter(share, partial, group=self.group)
         return share.to(kind).movedim(0, dim).contiguous()
 
-    def own_share(self, whole: torch.Tensor, dim: int, step: int | None = None) -> torch.Tensor:
+    def scatter(self, whole: torch.Tensor, dim: int, step: int | None = None) -> torch.Tensor:
         """Return this worker's share of a whole tensor, padded with zeros to the length ``step`` if that is given."""
         begin, end = self.share(whole.shape[dim])
         share = whole.narrow(dim, begin, end - begin)
@@ -86,7 +86,7 @@ def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
         ctx.peers = peers
@@ -98,7 +98,7 @@ class _Enter(torch.autograd.Function):
         return ctx.peers.sum(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
-class _EnterAll(torch.autograd.Function):
+class _CopyAllToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.peers = peers
@@ -107,16 +107,16 @@ class _EnterAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        there = [gradient for gradient in gradients if gradient is not None]
+        present = [gradient for gradient in gradients if gradient is not None]
         sums: Iterator[torch.Tensor] = iter(())
-        if there:
-            total = ctx.peers.sum(torch.cat([gradient.flatten() for gradient in there]))
-            parts = total.split([gradient.numel() for gradient in there])
-            sums = iter([part.view_as(gradient) for part, gradient in zip(parts, there, strict=True)])
+        if present:
+            total = ctx.peers.sum(torch.cat([gradient.flatten() for gradient in present]))
+            parts = total.split([gradient.numel() for gradient in present])
+            sums = iter([part.view_as(gradient) for part, gradient in zip(parts, present, strict=True)])
         return None, *(None if gradient is None else next(sums) for gradient in gradients)
 
 
-class _Sum(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
         return peers.sum(x.detach().clone() if matmuls_are_saved() else x.detach())
@@ -126,62 +126,62 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, peers: Peers, dim: int, length: int, partial: bool) -> torch.Tensor:
         ctx.peers, ctx.dim, ctx.partial = peers, dim, partial
-        ctx.held = x.shape[dim]
+        ctx.shard_length = x.shape[dim]
         return peers.gather(x, dim, length)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if ctx.partial:
-            share = ctx.peers.sum_share(gradient, ctx.dim, ctx.held)
+            share = ctx.peers.reduce_scatter(gradient, ctx.dim, ctx.shard_length)
         else:
-            share = ctx.peers.own_share(gradient, ctx.dim, ctx.held)
+            share = ctx.peers.scatter(gradient, ctx.dim, ctx.shard_length)
         return share, None, None, None, None
 
 
-class _SumShare(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
         ctx.peers, ctx.dim, ctx.length = peers, dim, x.shape[dim]
-        return peers.sum_share(x, dim, -(-x.shape[dim] // peers.size))
+        return peers.reduce_scatter(x, dim, -(-x.shape[dim] // peers.size))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.peers.gather(gradient, ctx.dim, ctx.length), None, None
 
 
-class _OwnShare(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, peers: Peers, dim: int, even: bool) -> torch.Tensor:
         ctx.peers, ctx.dim, ctx.length = peers, dim, x.shape[dim]
-        return peers.own_share(x, dim, -(-x.shape[dim] // peers.size) if even else None)
+        return peers.scatter(x, dim, -(-x.shape[dim] // peers.size) if even else None)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.peers.gather(gradient, ctx.dim, ctx.length), None, None, None
 
 
-def enter(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+def copy_to_region(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """Pass a whole tensor into divided layers. The backward pass sums the partial gradients that come from them."""
-    result: torch.Tensor = _Enter.apply(x, peers)
+    result: torch.Tensor = _CopyToRegion.apply(x, peers)
     return result
 
 
-def enter_all(tensors: Sequence[torch.Tensor], peers: Peers) -> tuple[torch.Tensor, ...]:
-    """Do the same as :func:`enter` for several tensors of one type, with a single all-reduce."""
-    results: tuple[torch.Tensor, ...] = _EnterAll.apply(peers, *tensors)
+def copy_all_to_region(tensors: Sequence[torch.Tensor], peers: Peers) -> tuple[torch.Tensor, ...]:
+    """Do the same as :func:`copy_to_region` for several tensors of one type, with a single all-reduce."""
+    results: tuple[torch.Tensor, ...] = _CopyAllToRegion.apply(peers, *tensors)
     return results
 
 
-def sum_partial(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """All-reduce a partial tensor to the whole one.
 
     The result overwrites ``x``, unless a backward reads ``x`` again.
     """
-    result: torch.Tensor = _Sum.apply(x, peers)
+    result: torch.Tensor = _AllReduce.apply(x, peers)
     return result
 
 
@@ -195,20 +195,20 @@ def gather(x: torch.Tensor, peers: Peers, dim: int, length: int, *, partial: boo
         length: the length of the whole tensor. Anything beyond it in the shares is padding.
         partial: whether the result goes into divided layers, so that its gradient is partial.
     """
-    result: torch.Tensor = _Gather.apply(x, peers, dim % x.ndim, length, partial)
+    result: torch.Tensor = _AllGather.apply(x, peers, dim % x.ndim, length, partial)
     return result
 
 
-def sum_share(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
     """Reduce-scatter a partial tensor along ``dim``. All shares have the same length."""
-    result: torch.Tensor = _SumShare.apply(x, peers, dim)
+    result: torch.Tensor = _ReduceScatter.apply(x, peers, dim)
     return result
 
 
-def own_share(x: torch.Tensor, peers: Peers, dim: int, *, even: bool) -> torch.Tensor:
+def scatter(x: torch.Tensor, peers: Peers, dim: int, *, even: bool) -> torch.Tensor:
     """Return this worker's share of a whole tensor along ``dim``.
 
     ``even`` pads it to the length of the longest share.
     """
-    result: torch.Tensor = _OwnShare.apply(x, peers, dim % x.ndim, even)
+    result: torch.Tensor = _Scatter.apply(x, peers, dim % x.ndim, even)
     return result

@@ -16,8 +16,8 @@ from torch.nn import functional
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.divided_tensor import DividedTensor, Handler, is_by_index
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
-from rapidformer_templates.models.vocabulary_loss import Words, losses_and_slope
-from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather, sum_partial
+from rapidformer_templates.models.vocabulary_loss import VocabularyShard, losses_and_slope
+from rapidformer_templates.switches.tensor_parallel.collectives import Peers, all_reduce, gather
 
 
 class DividedLogits(DividedTensor):
@@ -84,7 +84,7 @@ def _select(function: Any, logits: DividedLogits, index: Any) -> Any:
 
 @_handles(_T.sum, torch.sum)
 def _sum(function: Any, logits: DividedLogits, *args: Any, **kwargs: Any) -> Any:
-    return NotImplemented if args or kwargs else sum_partial(logits.local.sum(), logits.peers)
+    return NotImplemented if args or kwargs else all_reduce(logits.local.sum(), logits.peers)
 
 
 @_handles(functional.cross_entropy)
@@ -106,7 +106,7 @@ def _cross_entropy(
     local = input.local
     # Autocast computes every cross-entropy in fp32.
     kind = torch.float32 if torch.is_autocast_enabled(local.device.type) else local.dtype
-    words = DividedWords(input.peers, input.shape[-1])
+    words = DividedVocabularyShard(input.peers, input.shape[-1])
     losses = _CrossEntropy.apply(
         local.reshape(-1, local.shape[-1]), target.reshape(-1), words, ignore_index, label_smoothing
     )
@@ -116,7 +116,7 @@ def _cross_entropy(
     return (total / (target != ignore_index).sum() if reduction == "mean" else total).to(kind)
 
 
-class DividedWords(Words):
+class DividedVocabularyShard(VocabularyShard):
     """The range of the vocabulary whose logits are on this worker."""
 
     def __init__(self, peers: Peers, count: int) -> None:
@@ -131,7 +131,7 @@ class DividedWords(Words):
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return self.peers.sum(values)
 
-    def here(self, target: torch.Tensor, counts: torch.Tensor, columns: int) -> torch.Tensor:
+    def targets_here(self, target: torch.Tensor, counts: torch.Tensor, columns: int) -> torch.Tensor:
         valid = (target >= 0) & (target < self.count)
         check_inside(valid | ~counts, self.count, "target")
         return (target >= self.begin) & (target < self.begin + columns) & counts
@@ -167,7 +167,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, words: Words, ignored: int, smoothing: float
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, words: VocabularyShard, ignored: int, smoothing: float
     ) -> torch.Tensor:
         losses, slope = losses_and_slope(logits, target, words, ignored, smoothing)
         ctx.save_for_backward(slope, target != ignored)

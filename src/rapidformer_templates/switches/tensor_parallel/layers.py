@@ -18,14 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from rapidformer_templates.switches.tensor_parallel.collectives import (
     Peers,
-    enter,
-    enter_all,
+    all_reduce,
+    copy_all_to_region,
+    copy_to_region,
     gather,
-    own_share,
-    sum_partial,
-    sum_share,
+    reduce_scatter,
+    scatter,
 )
-from rapidformer_templates.switches.tensor_parallel.divided_logits import DividedLogits, DividedWords, check_inside
+from rapidformer_templates.switches.tensor_parallel.divided_logits import (
+    DividedLogits,
+    DividedVocabularyShard,
+    check_inside,
+)
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
 from rapidformer_templates.switches.tensor_parallel.sequence import DIM, SequenceShards, first_argument
 
@@ -58,15 +62,15 @@ class Regions:
         """Return the whole input of divided layers."""
         if self.length is None:
             self.streams.enter_local_rng()
-            return enter(x, self.peers)
+            return copy_to_region(x, self.peers)
         return gather(x, self.peers, DIM, self.length, partial=True)
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
         """Combine the partial results of divided layers for the layers that follow."""
         if self.length is None:
             self.streams.leave_local_rng()
-            return sum_partial(x, self.peers)
-        return sum_share(x, self.peers, DIM)
+            return all_reduce(x, self.peers)
+        return reduce_scatter(x, self.peers, DIM)
 
 
 class OnLocalParameters:
@@ -86,18 +90,18 @@ class OnLocalParameters:
         self.partial = sorted(partial)
         self.peers = peers
 
-    def held(self) -> dict[str, torch.Tensor | None]:
+    def local_parameters(self) -> dict[str, torch.Tensor | None]:
         """Return the local part of each parameter."""
         parameters = self.module._parameters.items()
         return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in parameters}
 
     def parts(self) -> dict[str, torch.Tensor | None]:
         """Return the local part of each parameter. Through autograd, whole parameters get whole gradients."""
-        held = self.held()
+        parts = self.local_parameters()
         if self.partial and torch.is_grad_enabled():
-            whole = enter_all([part for key in self.partial if (part := held[key]) is not None], self.peers)
-            held |= dict(zip(self.partial, whole, strict=True))
-        return held
+            whole = copy_all_to_region([part for key in self.partial if (part := parts[key]) is not None], self.peers)
+            parts |= dict(zip(self.partial, whole, strict=True))
+        return parts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         attributes = self.module.__dict__
@@ -109,24 +113,24 @@ class OnLocalParameters:
             attributes["_parameters"] = parameters
 
 
-def divided_within(part: nn.Module) -> list[OnLocalParameters]:
+def local_parameter_layers(part: nn.Module) -> list[OnLocalParameters]:
     """Return all :class:`OnLocalParameters` forwards in a part of a model, also inside other wrapped forwards."""
-    found = []
+    layers = []
     for module in part.modules():
         forward: Any = vars(module).get("forward")
         while forward is not None and not isinstance(forward, OnLocalParameters):
             forward = getattr(forward, "forward", None)
-        found += [forward] if forward is not None else []
-    return found
+        layers += [forward] if forward is not None else []
+    return layers
 
 
 @contextmanager
-def held_locally(layers: Sequence[OnLocalParameters]) -> Iterator[None]:
+def with_local_parameters(layers: Sequence[OnLocalParameters]) -> Iterator[None]:
     """Give modules their local parameters inside the context, so that a graph sees plain tensors."""
     before = [layer.module._parameters for layer in layers]
     try:
         for layer in layers:
-            layer.module.__dict__["_parameters"] = layer.held()
+            layer.module.__dict__["_parameters"] = layer.local_parameters()
         yield
     finally:
         for layer, parameters in zip(layers, before, strict=True):
@@ -155,7 +159,7 @@ class Region(Divided):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name in OTHER_SEQUENCES:
             if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = enter(kwargs[name], self.regions.peers)
+                kwargs[name] = copy_to_region(kwargs[name], self.regions.peers)
         if args:
             return self.forward(self.regions.begin(args[0]), *args[1:], **kwargs)
         kwargs[self.first] = self.regions.begin(kwargs[self.first])
@@ -166,20 +170,20 @@ class EnteringColumn(Divided):
     """A column-parallel layer in a module with a user's plan. A divided region begins at the layer itself."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.regions.streams.apart:
+        if not self.regions.streams.is_local:
             self.regions.streams.enter_local_rng()
-        return self.forward(enter(x, self.regions.peers))
+        return self.forward(copy_to_region(x, self.regions.peers))
 
 
 class AroundColumns(Divided):
     """A module that contains :class:`EnteringColumn` layers. It begins on the shared stream of random numbers."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.regions.streams.forget()
+        self.regions.streams.reset()
         return self.forward(*args, **kwargs)
 
 
-class Experts(Divided):
+class FeatureShardedExperts(Divided):
     """Experts whose features are divided over the workers. Inputs and routing weights are whole.
 
     Only one worker adds the biases after the experts' rows. The module's ``bias_factor`` controls that.
@@ -192,8 +196,10 @@ class Experts(Divided):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         peers = self.regions.peers
-        entered = [enter(x, peers) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
-        return sum_partial(self.forward(*entered, **kwargs), peers)
+        inputs = [
+            copy_to_region(x, peers) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args
+        ]
+        return all_reduce(self.forward(*inputs, **kwargs), peers)
 
 
 class Row(Divided):
@@ -204,11 +210,11 @@ class Row(Divided):
 
     def __init__(self, module: nn.Module, forward: OnLocalParameters, regions: Regions) -> None:
         super().__init__(module, forward, regions)
-        self.own = forward
+        self.inner = forward
         self.transposed = isinstance(module, nn.Linear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.own.parts()
+        parts = self.inner.parts()
         weight, bias = parts["weight"], parts["bias"]
         assert weight is not None
         result = self.regions.end(nn.functional.linear(x, weight) if self.transposed else x @ weight)
@@ -219,7 +225,7 @@ class SplitRow(Row):
     """A row-parallel layer with whole activations as its input."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return super().__call__(own_share(x, self.regions.peers, -1, even=False))
+        return super().__call__(scatter(x, self.regions.peers, -1, even=False))
 
 
 class GatheredColumn(Divided):
@@ -230,7 +236,9 @@ class GatheredColumn(Divided):
         self.features = module.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return gather(self.forward(enter(x, self.regions.peers)), self.regions.peers, -1, self.features, partial=False)
+        return gather(
+            self.forward(copy_to_region(x, self.regions.peers)), self.regions.peers, -1, self.features, partial=False
+        )
 
 
 class VocabularyEmbedding(Divided):
@@ -242,14 +250,14 @@ class VocabularyEmbedding(Divided):
         self.vocabulary = module.num_embeddings
         self.begin, self.end = self.peers.share(self.vocabulary)
         padding = module.padding_idx
-        held = padding is not None and self.begin <= padding < self.end
-        module.padding_idx = padding - self.begin if padding is not None and held else None
+        owns_padding = padding is not None and self.begin <= padding < self.end
+        module.padding_idx = padding - self.begin if padding is not None and owns_padding else None
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         check_inside((tokens >= 0) & (tokens < self.vocabulary), self.vocabulary, "token of the input")
         elsewhere = (tokens < self.begin) | (tokens >= self.end)
         rows = self.forward((tokens - self.begin).masked_fill(elsewhere, 0))
-        return sum_partial(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.peers)
+        return all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.peers)
 
 
 class VocabularyHead(Divided):
@@ -267,7 +275,7 @@ class VocabularyHead(Divided):
         self.module = module
         self.peers = regions.peers
         self.vocabulary = module.weight.shape[0]
-        self.words = DividedWords(self.peers, self.vocabulary)
+        self.words = DividedVocabularyShard(self.peers, self.vocabulary)
         self.columns: tuple[int, int] | None = None
 
     def __call__(self, x: torch.Tensor, *loss: Any) -> torch.Tensor:
@@ -275,7 +283,7 @@ class VocabularyHead(Divided):
         self.columns = (end - begin, self.vocabulary)
         result: torch.Tensor
         if loss:
-            result = self.forward(enter(x, self.peers), *loss, words=self.words)
+            result = self.forward(copy_to_region(x, self.peers), *loss, words=self.words)
             return result
-        logits = DividedLogits(self.forward(enter(x, self.peers)), self.peers, self.vocabulary)
+        logits = DividedLogits(self.forward(copy_to_region(x, self.peers)), self.peers, self.vocabulary)
         return logits if self.module.training else logits.whole()

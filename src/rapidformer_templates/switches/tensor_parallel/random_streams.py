@@ -46,35 +46,35 @@ class Streams:
     def enter_local_rng(self) -> None:
         """Switch to this worker's separate stream.
 
-        It may be called again without :meth:`rejoin`. A forward that is recomputed for the backward pass stops as soon
-        as it has computed everything needed, and torch then restores its generators.
+        It may be called again without :meth:`leave_local_rng`. A forward that is recomputed for the backward pass stops
+        as soon as it has computed everything needed, and torch then restores its generators.
         """
         if self.active:
-            self._leave()
+            self._switch_to_local()
 
     @torch.compiler.disable(reason=OUTSIDE)
-    def _leave(self) -> None:
+    def _switch_to_local(self) -> None:
         seed = int(torch.randint(2**32 - 2**16, ()))  # the same on all workers
         device = accelerator.in_use()
         self._shared = (torch.get_rng_state(), (device, accelerator.random_state(device)) if device else None)
         torch.manual_seed(seed + self.rank)
 
     @property
-    def apart(self) -> bool:
+    def is_local(self) -> bool:
         """Whether this worker currently draws from its separate stream."""
         return self._shared is not None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Use the current generators as the shared stream, even if an interrupted forward has not rejoined it."""
         self._shared = None
 
     def leave_local_rng(self) -> None:
-        """Return to the shared stream, in the state where :meth:`diverge` left it."""
+        """Return to the shared stream, in the state where :meth:`enter_local_rng` left it."""
         if self.active:
-            self._return()
+            self._switch_to_shared()
 
     @torch.compiler.disable(reason=OUTSIDE)
-    def _return(self) -> None:
+    def _switch_to_shared(self) -> None:
         if self._shared is None:
             return
         host, device = self._shared

@@ -9,7 +9,7 @@ from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.switches.tensor_parallel.transform import TensorParallel
 
 
-class Division(Receipt):
+class TensorDivision(Receipt):
     """Reports ``tensor_parallel_size``, ``logits_columns`` and ``sequence_tokens``.
 
     The last two are [on this worker, in total] in the latest forward. They are None if this worker has no head or does
@@ -24,5 +24,5 @@ class Division(Receipt):
         return {
             "tensor_parallel_size": applied.peers.size,
             "logits_columns": head and head.columns,
-            "sequence_tokens": shards and shards.held,
+            "sequence_tokens": shards and shards.shard_sizes,
         }

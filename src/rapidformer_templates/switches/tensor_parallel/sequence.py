@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather, own_share
+from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather, scatter
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
 
 DIM = 1
@@ -29,7 +29,7 @@ class SequenceShards:
         comes_first: whether it divides the sequence before other hooks that divide it.
         key: the argument that passes the whole length to a block. Recomputed blocks get it, too.
         length: number of tokens of the whole sequence inside a block. None elsewhere.
-        held: (tokens on this worker, tokens in total) of the latest sequence.
+        shard_sizes: (tokens on this worker, tokens in total) of the latest sequence.
     """
 
     key = "_sequence_length"
@@ -39,23 +39,23 @@ class SequenceShards:
         self.peers = peers
         self.streams = streams
         self.length: int | None = None
-        self.held: tuple[int, int] | None = None
+        self.shard_sizes: tuple[int, int] | None = None
 
     def divide(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this worker's part of whole hidden states. All parts have the same length."""
-        return own_share(hidden, self.peers, DIM, even=True)
+        return scatter(hidden, self.peers, DIM, even=True)
 
     def arguments(self, arguments: dict[str, Any], length: int) -> dict[str, Any]:
         """Return the keyword arguments of a block that runs on a part of the sequence."""
         return {**arguments, self.key: length}
 
-    def unite(self, stretch: torch.Tensor, length: int, *, ends: bool) -> torch.Tensor:
+    def unite(self, shard: torch.Tensor, length: int, *, ends: bool) -> torch.Tensor:
         """Return the whole hidden states after the last block of a list. ``ends`` marks the last list."""
-        return self.gather(stretch, length)
+        return self.gather(shard, length)
 
-    def gather(self, stretch: torch.Tensor, length: int) -> torch.Tensor:
+    def gather(self, shard: torch.Tensor, length: int) -> torch.Tensor:
         """Gather the parts of all workers to whole hidden states."""
-        return gather(stretch, self.peers, DIM, length, partial=False)
+        return gather(shard, self.peers, DIM, length, partial=False)
 
     def install(self, model: nn.Module, lists: Sequence[Sequence[nn.Module]]) -> None:
         """Divide the sequence from the first block of each list to its last.
@@ -65,12 +65,12 @@ class SequenceShards:
             lists: the blocks in the order in which they run.
         """
         for blocks in lists:
-            passage = _Passage(self, ends=blocks is lists[-1])
+            run = _BlockListRun(self, ends=blocks is lists[-1])
             for block in blocks:
-                before = passage.divide if block is blocks[0] else passage.hand_over
+                before = run.divide if block is blocks[0] else run.pass_length
                 block.register_forward_pre_hook(before, with_kwargs=True, prepend=self.comes_first)
                 block.forward = _OnShard(block.forward, self)
-            blocks[-1].register_forward_hook(passage.unite)
+            blocks[-1].register_forward_hook(run.unite)
         model.register_forward_hook(self._unite_recorded)
 
     def _unite_recorded(self, model: nn.Module, inputs: Any, output: Any) -> None:
@@ -85,7 +85,7 @@ class SequenceShards:
                 )
 
 
-class _Passage:
+class _BlockListRun:
     """One run through a list of blocks. It divides the sequence before the first and gathers it after the last."""
 
     def __init__(self, shards: SequenceShards, *, ends: bool) -> None:
@@ -97,11 +97,11 @@ class _Passage:
         hidden = args[0] if args else kwargs["hidden_states"]
         self.length = hidden.shape[DIM]
         shard = self.shards.divide(hidden)
-        self.shards.held = (shard.shape[DIM], self.length)
+        self.shards.shard_sizes = (shard.shape[DIM], self.length)
         kwargs = self.shards.arguments(kwargs, self.length)
         return ((shard, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": shard})
 
-    def hand_over(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def pass_length(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return args, self.shards.arguments(kwargs, self.length)
 
     def unite(self, block: nn.Module, inputs: Any, output: Any) -> Any:
@@ -151,8 +151,8 @@ class OnWholeSequence:
             shards.length = length
             shards.streams.enter_local_rng()
         if isinstance(output, tuple):
-            return (own_share(output[0], shards.peers, DIM, even=True), *output[1:])
-        return own_share(output, shards.peers, DIM, even=True)
+            return (scatter(output[0], shards.peers, DIM, even=True), *output[1:])
+        return scatter(output, shards.peers, DIM, even=True)
 
 
 def first_argument(forward: Callable[..., Any]) -> str:

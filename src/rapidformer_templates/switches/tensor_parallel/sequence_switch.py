@@ -43,7 +43,7 @@ def _needs_tensor_parallel(request: Request) -> list[Finding]:
 
 def _acted(measured: Measured) -> str | None:
     tokens = measured.all("sequence_tokens")
-    if any(held < whole or whole == 1 for held, whole in tokens):
+    if any(own < whole or whole == 1 for own, whole in tokens):
         return None
     return f"a part of each sequence on each worker was expected; [tokens held, in all] are {shown(tokens)}"
 
@@ -55,7 +55,7 @@ SEQUENCE_PARALLEL = Switch(
     precedence=Precedence.TENSOR,
     options=SequenceParallelFlags,
     predicts=Prediction({"activations": "norms and dropout cut along the sequence"}),
-    receipt_hooks="rapidformer_templates.switches.tensor_parallel.receipt:Division",
+    receipt_hooks="rapidformer_templates.switches.tensor_parallel.receipt:TensorDivision",
     receipt=("sequence_tokens",),
     acted=_acted,
     rules=(

@@ -63,8 +63,8 @@ class TensorPlan:
         divisions: divisions by parameter name, with every name of a tied parameter. Whole parameters have no entry.
         partial: names of whole parameters for which each worker computes a part of the gradient.
         local_sizes: attributes of regions that must be divided, too.
-        given: whether this is the user's ``tensor_plan``. It guarantees nothing about the parameters around divided
-            layers.
+        is_user_plan: whether this is the user's ``tensor_plan``. It guarantees nothing about the parameters around
+            divided layers.
         adapted: in layers with adapters, the layer that a styled part belongs to, by the name of the part.
     """
 
@@ -72,7 +72,7 @@ class TensorPlan:
     divisions: Mapping[str, Division]
     partial: frozenset[str]
     local_sizes: tuple[str, ...] = ()
-    given: bool = False
+    is_user_plan: bool = False
     adapted: Mapping[str, str] = field(default_factory=dict)
 
     def parents(self, styles: frozenset[str]) -> list[str]:
@@ -98,9 +98,9 @@ def tensor_plan_of(model: nn.Module) -> TensorPlan:
         ModelError: the model has no plan, or the plan is not supported. It may name an unknown style or layer, or
             layers may share a parameter and divide it differently.
     """
-    styles, adapted = _beside_adapters(model, _styles_of(model))
-    given = bool(getattr(model, "tensor_plan", None))
-    if given and adapted:
+    styles, adapted = _with_adapter_styles(model, _styles_of(model))
+    is_user_plan = bool(getattr(model, "tensor_plan", None))
+    if is_user_plan and adapted:
         raise ModelError(
             "adapters of divided layers need a plan of the architecture, but the model brings its own tensor_plan",
             where=_WHERE,
@@ -109,7 +109,7 @@ def tensor_plan_of(model: nn.Module) -> TensorPlan:
     divisions: dict[int, Division] = {}
     partial: set[int] = set()
     for name, style in styles.items():
-        for parameter, division in _divided(model, name, style):
+        for parameter, division in _divided_parameters(model, name, style):
             if division is not None and divisions.setdefault(id(parameter), division) != division:
                 raise ModelError(f"{name} shares a parameter that is divided differently", where=_WHERE)
             if style == PARTIAL:
@@ -120,7 +120,7 @@ def tensor_plan_of(model: nn.Module) -> TensorPlan:
         {name: divisions[id(p)] for name, p in named if id(p) in divisions},
         frozenset(name for name, p in named if id(p) in partial),
         LOCAL_SIZES.get(_type_of(model), ()),
-        given,
+        is_user_plan,
         adapted,
     )
 
@@ -155,7 +155,7 @@ def check_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
 
 _WHERE = "tensor plan"
 
-BESIDE_STACKS = {
+STACK_ADAPTER_STYLES = {
     "packed_colwise": (PARTIAL, "packed_colwise"),
     **dict.fromkeys(("colwise", EXPERTS_COLUMN), (PARTIAL, "colwise")),
     **dict.fromkeys((*ROW, EXPERTS_ROW), ("rowwise", PARTIAL)),
@@ -191,7 +191,7 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
     return styles | _module_styles(model) | _vocabulary(model)
 
 
-def _beside_adapters(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def _with_adapter_styles(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Replace the styles of adapted layers with the styles of their parts. Also return the layer of each part.
 
     For a column-parallel layer, the first matrix is whole, and each worker has a part of its gradient. The second is
@@ -207,7 +207,7 @@ def _beside_adapters(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[
             continue
         if parts.stack:
             style = stacks.get(f"{plain_name(name)}.{parts.stack}", REPLICATED)
-            down, up = BESIDE_STACKS.get(style, (REPLICATED, REPLICATED))
+            down, up = STACK_ADAPTER_STYLES.get(style, (REPLICATED, REPLICATED))
             styles_with_adapters |= {f"{name}.{parts.down}.weight": down, f"{name}.{parts.up}.weight": up}
             continue
         style = styles_with_adapters.pop(name, REPLICATED)
@@ -261,7 +261,7 @@ def _vocabulary(model: nn.Module) -> dict[str, str]:
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):
             continue
-        embedding, head = _asked(part.get_input_embeddings), _asked(part.get_output_embeddings)
+        embedding, head = _module_or_none(part.get_input_embeddings), _module_or_none(part.get_output_embeddings)
         if type(embedding) is nn.Embedding and embedding in names:
             styles[names[embedding]] = EMBEDDING
         if (type(head) is nn.Linear or isinstance(head, LossHead)) and head in names:
@@ -269,7 +269,7 @@ def _vocabulary(model: nn.Module) -> dict[str, str]:
     return styles
 
 
-def _asked(question: Any) -> nn.Module | None:
+def _module_or_none(question: Any) -> nn.Module | None:
     try:
         answer: nn.Module | None = question()
     except (AttributeError, NotImplementedError):  # the model or this stage has no such module
@@ -277,7 +277,7 @@ def _asked(question: Any) -> nn.Module | None:
     return answer
 
 
-def _divided(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Division | None]]:
+def _divided_parameters(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Division | None]]:
     """Yield the parameters of a styled name, each with its division, or None if it is whole."""
     if style == REPLICATED:
         return

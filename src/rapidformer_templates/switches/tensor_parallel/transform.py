@@ -23,7 +23,7 @@ from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 from rapidformer_templates.switches.tensor_parallel.layers import (
     AroundColumns,
     EnteringColumn,
-    Experts,
+    FeatureShardedExperts,
     GatheredColumn,
     OnLocalParameters,
     Region,
@@ -43,7 +43,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
     tensor_styles.GATHERED_COLUMN: GatheredColumn,
     tensor_styles.EMBEDDING: VocabularyEmbedding,
     tensor_styles.VOCABULARY_HEAD: VocabularyHead,
-    tensor_styles.EXPERTS: Experts,
+    tensor_styles.EXPERTS: FeatureShardedExperts,
 }
 """The forward that replaces that of a styled module. Column-parallel layers keep theirs."""
 
@@ -89,7 +89,7 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     blocks = lists_of(building, model)
     if shards is not None and not blocks:
         raise ModelError("sequence parallelism found no repeated blocks", where=type(model).__name__)
-    if shards is not None and plan.given:
+    if shards is not None and plan.is_user_plan:
         hint = "leave out --sequence-parallel"
         message = "sequence parallelism needs a plan of the architecture, but the model brings its own tensor_plan"
         raise ModelError(message, where="--sequence-parallel", hint=hint)
@@ -125,10 +125,10 @@ def lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
     parts = placement_of(model).parts
     if parts is not None:
         return [list(part.values()) for part in parts]
-    there = set(model.modules())
+    modules = set(model.modules())
     lists: dict[str, list[nn.Module]] = {}
     for name, block in building.blocks.items():
-        if block in there:
+        if block in modules:
             lists.setdefault(name.rpartition(".")[0], []).append(block)
     return list(lists.values())
 
@@ -161,7 +161,7 @@ def _install_layers(modules: dict[str, nn.Module], plan: TensorPlan, regions: Re
             module = modules[name]
             if isinstance(module, Conv1D):
                 module.nf //= regions.peers.size
-            if plan.given:
+            if plan.is_user_plan:
                 module.forward = EnteringColumn(module, module.forward, regions)
     return head
 
@@ -174,7 +174,7 @@ def _install_regions(model: nn.Module, modules: dict[str, nn.Module], plan: Tens
         for size in plan.local_sizes:
             if hasattr(region, size):
                 setattr(region, size, getattr(region, size) // regions.peers.size)
-        region.forward = (AroundColumns if plan.given else Region)(region, region.forward, regions)
+        region.forward = (AroundColumns if plan.is_user_plan else Region)(region, region.forward, regions)
 
 
 def _regions_of(plan: TensorPlan, modules: dict[str, nn.Module]) -> list[str]:

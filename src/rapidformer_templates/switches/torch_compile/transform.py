@@ -16,9 +16,13 @@ from torch import nn
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
-from rapidformer_templates.switches.context_parallel.stretches import ContextShards
+from rapidformer_templates.switches.context_parallel.sequence_shards import ContextSequenceShards
 from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
-from rapidformer_templates.switches.tensor_parallel.layers import OnLocalParameters, divided_within, held_locally
+from rapidformer_templates.switches.tensor_parallel.layers import (
+    OnLocalParameters,
+    local_parameter_layers,
+    with_local_parameters,
+)
 from rapidformer_templates.switches.tensor_parallel.random_streams import draws_random_numbers
 from rapidformer_templates.switches.torch_compile.receipt import CompileRecords
 
@@ -57,7 +61,7 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     if "zero-3" in plan.switches:
         _gather_whole(parts, model)
     for part in parts:
-        layers = divided_within(part)
+        layers = local_parameter_layers(part)
         owner = _owner(part, breaks=_breaks(model, divided=bool(layers)))
         _share_code(part)
         owner.forward = Compiled(owner.forward, backend, static=shapes > 0, layers=layers)
@@ -91,7 +95,7 @@ def _gather_whole(parts: Sequence[nn.Module], model: nn.Module) -> None:
 
 def _breaks(model: nn.Module, *, divided: bool) -> bool:
     """Whether each block of a model has a part that no graph can contain: separate random streams, or a ring."""
-    shards: ContextShards | None = vars(model).get("context_shards")
+    shards: ContextSequenceShards | None = vars(model).get("context_shards")
     rings = shards is not None and shards.kind == "ring"
     return rings or ((divided or shards is not None) and draws_random_numbers(model))
 
@@ -155,7 +159,7 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = self._training if torch.is_grad_enabled() else self._evaluating
-        with held_locally(self._layers), _readable_collector():
+        with with_local_parameters(self._layers), _readable_collector():
             return compiled(*args, **kwargs)
 
 

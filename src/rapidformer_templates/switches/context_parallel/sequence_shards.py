@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from rapidformer_templates.switches.context_parallel.divided_rows import DividedRows
-from rapidformer_templates.switches.context_parallel.intervals import Intervals
+from rapidformer_templates.switches.context_parallel.token_intervals import TokenIntervals
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
 from rapidformer_templates.switches.tensor_parallel.sequence import DIM, SequenceShards
@@ -20,7 +20,7 @@ POSITIONS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1
 """Per-token arguments that models of transformers pass to their blocks, with the dimension of the tokens."""
 
 
-class ContextShards(SequenceShards):
+class ContextSequenceShards(SequenceShards):
     """Divides sequences for context parallelism.
 
     A block runs entirely on a part, and only attention sees whole sequences.
@@ -40,51 +40,51 @@ class ContextShards(SequenceShards):
         self.kind = kind
         self.ends = ends
         self.attended = False
-        self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sliced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def intervals(self, length: int) -> Intervals:
+    def intervals(self, length: int) -> TokenIntervals:
         """Return which worker has which tokens. In a ring, each worker has tokens from both ends."""
-        return Intervals(length, self.peers.size, folded=self.kind == "ring")
+        return TokenIntervals(length, self.peers.size, folded=self.kind == "ring")
 
     def divide(self, hidden: torch.Tensor) -> torch.Tensor:
-        self._cut.clear()
-        return self.stretch(hidden, DIM)
+        self._sliced.clear()
+        return self.shard(hidden, DIM)
 
     def arguments(self, arguments: dict[str, Any], length: int) -> dict[str, Any]:
-        cut = {
-            name: tree_map_only(torch.Tensor, partial(self._once, dim=dim, length=length), arguments[name])
+        sliced = {
+            name: tree_map_only(torch.Tensor, partial(self._slice_once, dim=dim, length=length), arguments[name])
             for name, dim in POSITIONS.items()
             if name in arguments
         }
-        return super().arguments({**arguments, **cut}, length)
+        return super().arguments({**arguments, **sliced}, length)
 
-    def unite(self, stretch: torch.Tensor, length: int, *, ends: bool) -> torch.Tensor:
-        self._cut.clear()
+    def unite(self, shard: torch.Tensor, length: int, *, ends: bool) -> torch.Tensor:
+        self._sliced.clear()
         if not (ends and self.ends and torch.is_grad_enabled()):
-            return self.gather(stretch, length)
-        samples, _, features = stretch.shape
-        mine = self.intervals(length).of(self.peers.rank)
-        tokens = np.concatenate([np.arange(begin, end) for _, (begin, end) in mine])
+            return self.gather(shard, length)
+        samples, _, features = shard.shape
+        own_intervals = self.intervals(length).of(self.peers.rank)
+        tokens = np.concatenate([np.arange(begin, end) for _, (begin, end) in own_intervals])
         places = (np.arange(samples)[:, None] * length + tokens).reshape(-1)
-        rows = torch.cat([stretch[:, place : place + end - begin] for place, (begin, end) in mine], DIM)
+        rows = torch.cat([shard[:, place : place + end - begin] for place, (begin, end) in own_intervals], DIM)
         return DividedRows(rows.reshape(-1, features), (samples, length), places, self.peers)
 
-    def gather(self, stretch: torch.Tensor, length: int) -> torch.Tensor:
+    def gather(self, shard: torch.Tensor, length: int) -> torch.Tensor:
         intervals = self.intervals(length)
         if not intervals.folded:
-            return gather(stretch, self.peers, DIM, length, partial=True)
-        whole = gather(stretch, self.peers, DIM, intervals.stretch * self.peers.size, partial=True)
+            return gather(shard, self.peers, DIM, length, partial=True)
+        whole = gather(shard, self.peers, DIM, intervals.shard_length * self.peers.size, partial=True)
         return whole.index_select(DIM, torch.tensor(intervals.positions, device=whole.device))
 
-    def _once(self, tensor: torch.Tensor, *, dim: int, length: int) -> torch.Tensor:
+    def _slice_once(self, tensor: torch.Tensor, *, dim: int, length: int) -> torch.Tensor:
         """Return this worker's part of a tensor that all blocks get. It is cut only once."""
         if tensor.ndim < -dim or tensor.shape[dim] != length:
             return tensor
-        if id(tensor) not in self._cut:
-            self._cut[id(tensor)] = tensor, self.stretch(tensor, dim)
-        return self._cut[id(tensor)][1]
+        if id(tensor) not in self._sliced:
+            self._sliced[id(tensor)] = tensor, self.shard(tensor, dim)
+        return self._sliced[id(tensor)][1]
 
-    def stretch(self, tensor: torch.Tensor, dim: int = DIM) -> torch.Tensor:
+    def shard(self, tensor: torch.Tensor, dim: int = DIM) -> torch.Tensor:
         """Return this worker's intervals, padded with zeros.
 
         It is a copy, because a view would keep the whole tensor alive.

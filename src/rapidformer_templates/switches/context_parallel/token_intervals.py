@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Intervals:
+class TokenIntervals:
     """A sequence divided into intervals of equal length. The last ones may be shorter.
 
     Each worker has one interval, or one from each end of the sequence.
@@ -28,7 +28,7 @@ class Intervals:
         return -(-self.length // (self.workers * (2 if self.folded else 1)))
 
     @property
-    def stretch(self) -> int:
+    def shard_length(self) -> int:
         """Number of tokens on each worker, with padding."""
         return self.step * (2 if self.folded else 1)
 
@@ -44,9 +44,9 @@ class Intervals:
     @property
     def positions(self) -> list[int]:
         """The index of each token in the concatenated parts of all workers."""
-        found = [0] * self.length
+        positions = [0] * self.length
         for rank in range(self.workers):
             for place, (begin, end) in self.of(rank):
-                first = rank * self.stretch + place
-                found[begin:end] = range(first, first + end - begin)
-        return found
+                first = rank * self.shard_length + place
+                positions[begin:end] = range(first, first + end - begin)
+        return positions
