@@ -27,7 +27,7 @@ TWO_AT_MOST = (
     "tests/system/",
     "tests/commands/test_demo.py",
     "tests/commands/test_evaluate.py",
-    "tests/run/test_afterwards.py",
+    "tests/run/test_inference.py",
     "tests/run/test_evaluated_rows.py",
     "tests/run/test_out_of_memory.py",
     "tests/switches/test_other_package.py",

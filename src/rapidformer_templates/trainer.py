@@ -44,11 +44,11 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
 from rapidformer_templates.planning.tasks import metrics_of
-from rapidformer_templates.run import afterwards, configure, sent
+from rapidformer_templates.run import configure, inference, launch_from_python
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.callbacks import Callback, checked_callbacks
-from rapidformer_templates.run.handover import intercept_for_planning, is_asked_for
-from rapidformer_templates.run.own_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook, hooks_of
+from rapidformer_templates.run.planning_of_script import intercept_for_planning, is_planning
+from rapidformer_templates.run.script_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook, hooks_of
 from rapidformer_templates.run.session import Session, open_session, same_weights
 from rapidformer_templates.system import program
 from rapidformer_templates.system.launch import is_worker
@@ -227,16 +227,16 @@ class Trainer:
         """Whether the user overrides ``compute_metrics``. Only a run can then show what it returns."""
         return type(self).compute_metrics is not Trainer.compute_metrics
 
-    def adopt(self, values: Mapping[str, Any]) -> None:
+    def override_flags(self, values: Mapping[str, Any]) -> None:
         """Take over flags from the process that started this worker. The library calls it before it builds anything."""
         if values:
             several = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-            self._take("the process that started the workers", {**values, **several})
+            self._replace_flags("the process that started the workers", {**values, **several})
 
-    def _take(self, origin: str, values: Mapping[str, Any]) -> None:
-        self._use(self.config.replace(origin, **values))
+    def _replace_flags(self, origin: str, values: Mapping[str, Any]) -> None:
+        self._set_config(self.config.replace(origin, **values))
 
-    def _use(self, config: RunConfig) -> None:
+    def _set_config(self, config: RunConfig) -> None:
         self.config, self.flags = config, config.user
         for name in ("plan", "task"):
             self.__dict__.pop(name, None)
@@ -304,27 +304,27 @@ class Trainer:
             RapidformerError: a mistake that you can fix. If it can be detected in advance, nothing is started.
         """
         sends = workers is not None or not program.is_script()
-        asked = self.config
+        before = self.config
         if workers is not None:
             where = "fit(workers=…)"
-            self._take(where, {"nproc_per_node": self.config.checked("nproc_per_node", workers, where)})
+            self._replace_flags(where, {"nproc_per_node": self.config.checked("nproc_per_node", workers, where)})
         try:
             summary = self._fit(sends)
             self._trained_plan = vars(self).get("plan")
             return summary
         finally:
             if workers is not None:
-                self._use(asked)  # the argument applies to this call only
+                self._set_config(before)  # the argument applies to this call only
 
     def _fit(self, sends: bool) -> dict[str, Any]:
         intercept_for_planning(self)
         self._model = self._weights = self._engine = None
-        self._elsewhere = False
+        self._trained_in_workers = False
         if sends and not is_worker() and (self.config.launch.nproc_per_node or 1) > 1:
-            summary, self._weights = sent.fit(self)
+            summary, self._weights = launch_from_python.fit(self)
             return summary
-        summary = run.fit(self, self._keep)
-        self._elsewhere = self._engine is None and self._weights is None
+        summary = run.fit(self, self._store_model)
+        self._trained_in_workers = self._engine is None and self._weights is None
         return summary
 
     @property
@@ -334,9 +334,9 @@ class Trainer:
 
     _trained_plan: Plan | None = None
     _model: nn.Module | None = None
-    _weights: afterwards.Weights | None = None
+    _weights: inference.Weights | None = None
     _engine: Engine | None = None
-    _elsewhere = False  # whether the model was trained in workers that have exited
+    _trained_in_workers = False  # whether the model was trained in workers that have exited
 
     @property
     def model(self) -> nn.Module:
@@ -347,8 +347,8 @@ class Trainer:
         Raises:
             AttributeError: there is no model yet.
         """
-        if self._model is None and (self._weights is not None or self._elsewhere):
-            self._here()
+        if self._model is None and (self._weights is not None or self._trained_in_workers):
+            self._local_engine()
         if self._model is None:
             raise AttributeError(f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one")
         return self._model
@@ -367,7 +367,7 @@ class Trainer:
         Raises:
             RapidformerError: the data cannot be used, or this process is one of several workers.
         """
-        return afterwards.evaluate(self, self._here(), data)
+        return inference.evaluate(self, self._local_engine(), data)
 
     def predict(
         self, samples: Any, *, batch_size: int = 8, max_new_tokens: int | None = None, temperature: float = 0.0
@@ -390,30 +390,30 @@ class Trainer:
         """
         several = samples if isinstance(samples, list) else [samples]
         generation = Generation(max_new_tokens, temperature, self.config.training.seed)
-        found = afterwards.predict(self, self._here(), several, batch_size, generation)
-        return found if several is samples else found[0]
+        predictions = inference.predict(self, self._local_engine(), several, batch_size, generation)
+        return predictions if several is samples else predictions[0]
 
-    def _here(self) -> Engine:
+    def _local_engine(self) -> Engine:
         """Return the engine that holds the model in this process. Build it if there is none."""
-        if self._elsewhere:
+        if self._trained_in_workers:
             raise ConfigError(
                 "the model was trained in workers that ran this script, and is not in this process",
                 where=f"{type(self).__name__}",
                 hint="train with fit(workers=N), or use its export: rapidformer evaluate RUN, predict RUN",
             )
         if self._engine is None:
-            self._engine, self._weights = afterwards.build_alone(self, self._weights), None
+            self._engine, self._weights = inference.build_single_process(self, self._weights), None
         return self._engine
 
-    def _keep(self, engine: Engine, workers: Workers) -> None:
+    def _store_model(self, engine: Engine, workers: Workers) -> None:
         """Store the trained model after a single-process run."""
         if workers.world > 1:
             return
-        if afterwards.is_plain(engine, self):
+        if inference.is_plain(engine, self):
             self._engine = engine
             engine.model.eval()
         else:
-            self._model, self._weights = None, afterwards.whole_weights(engine)
+            self._model, self._weights = None, inference.whole_weights(engine)
 
     @classmethod
     def main(cls, **flags: Any) -> None:
@@ -425,7 +425,7 @@ class Trainer:
             template = cls(program.arguments(), **flags)
             template.fit()
         except RapidformerError as error:
-            if is_asked_for():
+            if is_planning():
                 raise  # the command that inspects this script reports it
             _fail(error.render(), error.exit_status)
         except KeyboardInterrupt:  # it came before the run could treat it as a request to save and stop
@@ -468,7 +468,7 @@ def compose(
         Refused: the flags break rules. The error lists all of them.
         SystemExit: the workers that this process started have finished.
     """
-    template = composed(model, optimizer, compute_loss, count_targets, argv, switches)
+    template = template_of_session(model, optimizer, compute_loss, count_targets, argv, switches)
     if optimizer is not None:
         _check_options(template, OF_A_CLASS if isinstance(optimizer, TAKES_OPTIONS) else ())
     steps = template.config.training.train_iters
@@ -479,16 +479,16 @@ OF_A_CLASS = ("lr", "weight_decay")
 """Flags that become options of the optimizer if the user gives its class."""
 
 
-def _check_options(template: Trainer, taken: Sequence[str]) -> None:
+def _check_options(template: Trainer, accepted: Sequence[str]) -> None:
     """Refuse flags that only configure the library's optimizer if the user brings an optimizer.
 
     Args:
-        taken: flags that the user's optimizer takes.
+        accepted: flags that the user's optimizer takes.
 
     Raises:
         ConfigError: such a flag was given.
     """
-    for name in sorted(hooks_of(Trainer)["build_optimizer"] - {*taken}):
+    for name in sorted(hooks_of(Trainer)["build_optimizer"] - {*accepted}):
         if name in template.config.origins:
             raise ConfigError(
                 f"{spelling(name)} has nothing to act on: the optimizer brings its own options",
@@ -498,7 +498,7 @@ def _check_options(template: Trainer, taken: Sequence[str]) -> None:
             )
 
 
-def composed(
+def template_of_session(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: OptimizerSpec | Optimizer | Callable[..., Optimizer] | None,
     compute_loss: ComputeLoss | None,
@@ -514,7 +514,7 @@ def composed(
     }
     if optimizer is not None:
         # Switches replace some parameters, so the recipe is made once, from those that the optimizer was created for.
-        recipe = cache(lambda *names: as_recipe(optimizer, model, _given(template.config, *names)))
+        recipe = cache(lambda *names: as_recipe(optimizer, model, _given_flags(template.config, *names)))
         hooks["build_optimizer"] = lambda self: recipe(*OF_A_CLASS)
     if compute_loss is not None:
         hooks["compute_loss"] = lambda self, model, batch: compute_loss(model, batch)
@@ -527,7 +527,7 @@ def composed(
     return template
 
 
-def _given(config: RunConfig, *names: str) -> dict[str, Any]:
+def _given_flags(config: RunConfig, *names: str) -> dict[str, Any]:
     """Return the values of those flags in ``names`` that were given."""
     return {name: config.get(name) for name in names if name in config.origins}
 

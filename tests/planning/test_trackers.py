@@ -10,7 +10,7 @@ import pytest
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.registry import switch_options
-from rapidformer_templates.planning.trackers import Trackers, chosen_trackers
+from rapidformer_templates.planning.trackers import TrackerNames, chosen_trackers
 from tests.support.requests import CPU, codes, on, refusal
 
 RUN = "--task causal_lm --train-iters 10 --lr 1e-3 --save DIR"
@@ -53,7 +53,7 @@ def test_what_names_no_tracker(text: str) -> None:
 def test_a_list_of_a_file_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("report_to: [wandb, TensorBoard]\n")
     asked = parse(["--config", str(tmp_path / "run.yaml")], switch_options()).training.report_to
-    assert asked == Trackers("wandb,tensorboard")
+    assert asked == TrackerNames("wandb,tensorboard")
     assert asked is not None
     assert asked.names == chosen_trackers(str(asked), ()) == ("wandb", "tensorboard")
     assert chosen_trackers("all", {"mlflow", "trackio", "torch"}) == ("mlflow", "trackio")

@@ -187,6 +187,6 @@ def test_keyword_arguments_of_any_kind() -> None:
 
 def test_flags_of_the_first_process_are_adopted() -> None:
     job = Line(["--lr", "0.1", "--data-path", "a"])
-    job.adopt({"save": "runs/12:00", "data_path": ["0.3", "b", "0.7", "c"]})
+    job.override_flags({"save": "runs/12:00", "data_path": ["0.3", "b", "0.7", "c"]})
     assert job.config.training.save == "runs/12:00"
     assert job.config.data.data_path == ("0.3", "b", "0.7", "c")

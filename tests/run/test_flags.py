@@ -187,7 +187,7 @@ CASES = {
 ELSEWHERE = {
     "config": "tests/planning/test_config.py",
     "template": "tests/commands/test_main.py",
-    "user_script": "tests/run/test_handover.py",
+    "user_script": "tests/run/test_planning_of_script.py",
     "nproc_per_node": "tests/system/test_launch.py",
     "data_parallel_size": "tests/planning/test_data_rules.py",
     "master_port": "tests/system/test_launch.py",

@@ -172,7 +172,7 @@ class _Nothing:
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
     lock = RunLock(folder)
-    lock.take()
+    lock.acquire()
     try:
         yield
     finally:
@@ -232,7 +232,7 @@ def _kill(child: int) -> None:
 @pytest.mark.durable
 def test_kill_9_leaves_no_lock(tmp_path: Path) -> None:
     lock = RunLock(tmp_path)
-    child = _in_a_process(lambda: str(lock.take()))  # type: ignore[arg-type, return-value]
+    child = _in_a_process(lambda: str(lock.acquire()))  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match=f"process {child} on"):
         run_lock.try_folder(tmp_path)
     _kill(child)
@@ -252,7 +252,7 @@ def test_a_loader_process_does_not_keep_the_lock(tmp_path: Path) -> None:
 def test_the_lock_lasts_as_long_as_any_worker(tmp_path: Path) -> None:
     """The first worker may have been killed while the others are still writing."""
     first, other = RunLock(tmp_path), RunLock(tmp_path)
-    word = first.take()
+    word = first.acquire()
     first.share()
     assert other.join(word, write=True)
     first.release(remove=False)
@@ -385,7 +385,7 @@ def test_a_lock_that_is_removed_meanwhile_is_taken_anew(tmp_path: Path) -> None:
         flock(*arguments)
 
     with mock.patch.object(run_lock.fcntl, "flock", late):
-        lock.take()
+        lock.acquire()
     with pytest.raises(ConfigError, match="another run writes into"):
         run_lock.try_folder(tmp_path)
     lock.release(remove=True)

@@ -289,7 +289,7 @@ def test_a_step_that_raises_leaves_nothing_for_the_next() -> None:
             losses.append(float(session.step(halves).loss))
             session.evaluate(batch_of(90, slice(2)))
         assert session.steps == 3
-        stand_in: Any = session._stand_in
+        stand_in: Any = session._placeholder
         assert torch.equal(stand_in["x"], batch_of(2)["x"][5:])
     assert losses == pytest.approx(wanted, abs=1e-6)
 

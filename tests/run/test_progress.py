@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates import Data
-from rapidformer_templates.run.console import tell
+from rapidformer_templates.run.console import print_lines
 from tests.support.lines import Line
 
 FLAGS = ["--micro-batch-size", "10", "--train-iters", "4", "--eval-interval", "2", "--save-interval", "4"]
@@ -63,4 +63,4 @@ def test_a_run_goes_on_where_nobody_reads_its_lines(monkeypatch: pytest.MonkeyPa
             raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(sys, "stderr", Closed())
-    tell("step 1")
+    print_lines("step 1")

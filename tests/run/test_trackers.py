@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from rapidformer_templates.run import curves as curves_module
+from rapidformer_templates.run import tracking as curves_module
 from rapidformer_templates.run.folder import is_of_test, read_metrics
 from rapidformer_templates.run.trackers import KINDS, TensorBoard
 from tests.support.tracked import Tracked, train

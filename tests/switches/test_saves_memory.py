@@ -22,7 +22,7 @@ from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run import building
-from rapidformer_templates.run.receipts import HELD
+from rapidformer_templates.run.receipts import BYTES_BY_RANK
 from rapidformer_templates.system.host_memory import M_MMAP_THRESHOLD, allocate_as_usual
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import start_workers
@@ -73,7 +73,7 @@ def _train(kind: type[Job], flags: str) -> tuple[int, float]:
     before = resident_mb()
     own = "--device cpu --lr 1e-4 --train-iters 2 --micro-batch-size 1 --no-save"
     receipts = kind([*own.split(), *flags.split()]).fit()["receipts"]
-    held = max(sum(rank.get(name, 0) for name in HELD) for rank in receipts["held_bytes_by_rank"])
+    held = max(sum(rank.get(name, 0) for name in BYTES_BY_RANK) for rank in receipts["held_bytes_by_rank"])
     return held, peak_mb("cpu") - before
 
 

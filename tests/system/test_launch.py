@@ -18,7 +18,7 @@ from rapidformer_templates.run import calls
 from rapidformer_templates.run.fit import join_and_train
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system import launch
-from rapidformer_templates.system.processes import Failure, Printed
+from rapidformer_templates.system.processes import Failure, WorkerOutput
 from tests.support.jobs import ClassJob
 from tests.support.programs import run_script
 from tests.support.worker_pool import end_pool, new_process
@@ -185,17 +185,17 @@ def test_workers_ended_for_another_ones_error_do_not_hide_it() -> None:
     """The launcher ends the others with SIGTERM. A worker that saves before it exits was not stopped by the user."""
     failures = [_failure(75), _failure(1, {"message": "error: out of memory", "told_at": 50.0})]
     with pytest.raises(ReportedError, match="out of memory"):
-        launch._raise_first(failures, 0.0, asked=False)
+        launch._raise_first(failures, 0.0, is_requested=False)
     with pytest.raises(Interrupted):
-        launch._raise_first(failures, 0.0, asked=True)
+        launch._raise_first(failures, 0.0, is_requested=True)
     with pytest.raises(Interrupted):  # a scheduler that signals every process itself
-        launch._raise_first([_failure(75), _failure(75)], 0.0, asked=False)
+        launch._raise_first([_failure(75), _failure(75)], 0.0, is_requested=False)
 
 
 def test_a_character_that_comes_in_two_pieces_is_printed_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printed = Printed(tmp_path)
+    printed = WorkerOutput(tmp_path)
     for piece in (b"caf\xc3", b"\xa9 \xff\n"):
         printed.files["stdout"].write(piece)
         printed.files["stdout"].flush()

@@ -28,7 +28,7 @@ from rapidformer_templates.planning.registry import REGISTRY, load_object, switc
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.tasks import check_data_flags, check_task_flags
 from rapidformer_templates.planning.templates import choose_template, with_template_defaults
-from rapidformer_templates.run import handover
+from rapidformer_templates.run import planning_of_script
 from rapidformer_templates.run.best import check_metric
 
 if TYPE_CHECKING:
@@ -181,10 +181,10 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
         world_size=asked.world_size or config.launch.nproc_per_node,
         local_world_size=asked.local_world_size,
     )
-    return with_template_defaults(config, template), _elsewhere(detected, config, asked), asked
+    return with_template_defaults(config, template), _planned_environment(detected, config, asked), asked
 
 
-def _elsewhere(here: Environment, config: RunConfig, asked: PlanFlags) -> Environment:
+def _planned_environment(environment: Environment, config: RunConfig, asked: PlanFlags) -> Environment:
     """Return the environment of the plan. Devices that the user names or describes replace those of this machine.
 
     Raises:
@@ -196,17 +196,17 @@ def _elsewhere(here: Environment, config: RunConfig, asked: PlanFlags) -> Enviro
             raise ConfigError(f"--device-kind {kind} is a GPU, and --device cpu none", hint="leave one of them out")
         origin, capability = f"--device-kind {kind}", DEVICE_KINDS[kind].capability
         return dataclasses.replace(
-            here, device="cuda", compute_capability=capability, device_origin=origin, device_kind=kind
+            environment, device="cuda", compute_capability=capability, device_origin=origin, device_kind=kind
         )
     described = config.get("auto_strategy") and DEVICE_MEMORY in os.environ
-    if described and device == "auto" and here.device == "cpu":
+    if described and device == "auto" and environment.device == "cpu":
         origin = f"{DEVICE_MEMORY} without --device; --device cpu plans for CPUs"
-        return dataclasses.replace(here, device="cuda", device_origin=origin)
-    return here
+        return dataclasses.replace(environment, device="cuda", device_origin=origin)
+    return environment
 
 
 def _plan(words: list[str]) -> int:
-    script, rest = handover.take_script(words)
+    script, rest = planning_of_script.split_script(words)
     if script is not None:
         return _plan_script(script, rest)
     config, detected, asked = plan_request(words)
@@ -219,7 +219,7 @@ def _plan(words: list[str]) -> int:
 def _plan_script(script: str, words: list[str]) -> int:
     """Show what a script would run with these words: its class, its values, its flags and its hooks."""
     from rapidformer_templates.run import configure
-    from rapidformer_templates.run.own_hooks import own_hooks, unused_flags
+    from rapidformer_templates.run.script_hooks import overridden_hooks, unused_flags
 
     asked, rest = split(words, PlanFlags)
 
@@ -228,13 +228,13 @@ def _plan_script(script: str, words: list[str]) -> int:
         world, local = asked.world_size or config.launch.nproc_per_node, asked.local_world_size
         return template, configure.environment_of(kind, config, world, local), unused_flags(kind, config)
 
-    template, here, notes = handover.ask(script, rest, look)
+    template, environment, notes = planning_of_script.capture_template(script, rest, look)
     kind, config = type(template), template.config
-    detected = _elsewhere(here, config, asked)
+    detected = _planned_environment(environment, config, asked)
     checks: list[Check] = []
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
-    about_script = {"file": script, "template": kind.__name__, "hooks": own_hooks(kind)}
+    about_script = {"file": script, "template": kind.__name__, "hooks": overridden_hooks(kind)}
     return _show_resolved(config, detected, asked, checks, about_script, notes)
 
 

@@ -18,7 +18,7 @@ from rapidformer_templates.planning.config import dashed, field_types, settable_
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.intervals import Interval
 from rapidformer_templates.planning.registry import switch_options
-from rapidformer_templates.planning.trackers import PACKAGES, Trackers
+from rapidformer_templates.planning.trackers import PACKAGES, TrackerNames
 
 _DIGITS = r"[0-9]+(_[0-9]+)*"
 _NUMBER = rf"({_DIGITS}\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
@@ -112,7 +112,7 @@ def _value(annotation: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
             "exclusiveMinimum": 0,
             "pattern": rf"^\s*{_NUMBER}\s*[A-Za-z]*\s*$",
         }
-    if kind is Trackers:
+    if kind is TrackerNames:
         one = f"({'|'.join(map(_any_case, PACKAGES))})"
         alone = f"{_any_case('all')}|{_any_case('none')}"
         return {
@@ -146,9 +146,11 @@ def _flags_of(script: str) -> type | None:
     Raises:
         ConfigError: the template declares no flags.
     """
-    from rapidformer_templates.run import handover
+    from rapidformer_templates.run import planning_of_script
 
-    own: type | None = handover.ask(script, ["--device", "cpu"], lambda template: type(template).Flags)
+    own: type | None = planning_of_script.capture_template(
+        script, ["--device", "cpu"], lambda template: type(template).Flags
+    )
     if own is None:
         raise ConfigError(f"{script} does not declare any flags", where="--user-script", hint="rapidformer schema")
     return own

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rapidformer_templates.run import configure
-from rapidformer_templates.run.first_look import refuse_mistakes
-from rapidformer_templates.run.handover import run_script, take_script
+from rapidformer_templates.run.early_checks import refuse_mistakes
+from rapidformer_templates.run.planning_of_script import run_script, split_script
 from rapidformer_templates.system.launch import is_worker
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         RapidformerError: the run is refused or fails.
     """
-    script, rest = take_script(argv)
+    script, rest = split_script(argv)
     if script is not None:
         run_script(script, rest)
         return 0

@@ -30,7 +30,7 @@ from rapidformer_templates.data.types import Batch
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.run.session import Session, open_session
 from rapidformer_templates.system import accelerator
-from rapidformer_templates.trainer import composed
+from rapidformer_templates.trainer import template_of_session
 
 if TYPE_CHECKING:
     from rapidformer_templates.compat.rapidformer import RapidformerEngine
@@ -71,7 +71,7 @@ class OwnLoop:
     ) -> None:
         size = micro_batch_of(checked_loader(loader), engine.template_of_flags.config)
         count = count_targets or (lambda batch: checked_targets(template, batch, *UNCOUNTED))
-        template = composed(model, optimizer, self._ask_for_loss, count, engine.words, size)
+        template = template_of_session(model, optimizer, self._ask_for_loss, count, engine.words, size)
         engine.template = template
         if template.config.get("pipeline_model_parallel_size") != 1:
             raise ConfigError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rapidformer_templates.planning.intervals import Interval
-from rapidformer_templates.planning.trackers import Trackers
+from rapidformer_templates.planning.trackers import TrackerNames
 
 
 def flag(
@@ -333,7 +333,7 @@ class TrainingFlags:
     early_stopping_patience: int | None = flag(
         None, "stop after N evaluations in a row without an improvement of --metric-for-best", metavar="N", minimum=1
     )
-    report_to: Trackers | None = flag(
+    report_to: TrackerNames | None = flag(
         None,
         "trackers that receive the metrics, in addition to metrics.jsonl: tensorboard,wandb,mlflow,trackio",
         metavar="NAMES",

@@ -13,7 +13,7 @@ INSTALL: Final = dict.fromkeys(("tensorboard", "wandb", "mlflow"), "pip install 
 }
 
 
-class Trackers(str):
+class TrackerNames(str):
     """A text such as ``tensorboard,wandb``. ``all`` means every installed tracker, ``none`` means no tracker.
 
     Attributes:
@@ -26,7 +26,7 @@ class Trackers(str):
     expected = f"names of {', '.join(PACKAGES)} separated by commas, all or none"
     names: tuple[str, ...]
 
-    def __new__(cls, value: object) -> Trackers:
+    def __new__(cls, value: object) -> TrackerNames:
         words = value if isinstance(value, list | tuple) else str(value).split(",")
         names = tuple(str(word).strip().lower() for word in words)
         alone = names in (("all",), ("none",))
@@ -37,13 +37,13 @@ class Trackers(str):
         return self
 
 
-def chosen_trackers(asked: str | None, installed: Container[str]) -> tuple[str, ...]:
+def chosen_trackers(requested: str | None, installed: Container[str]) -> tuple[str, ...]:
     """Return the trackers of a run.
 
     Args:
-        asked: the value of ``--report-to``.
+        requested: the value of ``--report-to``.
         installed: the installed modules.
     """
-    if asked == "all":
+    if requested == "all":
         return tuple(name for name, package in PACKAGES.items() if package in installed)
-    return Trackers(asked).names if asked else ()  # other processes pass it as plain text
+    return TrackerNames(requested).names if requested else ()  # other processes pass it as plain text

@@ -13,7 +13,7 @@ from rapidformer_templates.planning.switch import Change, Example, Finding, Requ
 from rapidformer_templates.planning.tasks import SMOOTHED, metrics_of
 from rapidformer_templates.planning.trackers import INSTALL as TRACKERS_INSTALL
 from rapidformer_templates.planning.trackers import PACKAGES as TRACKERS
-from rapidformer_templates.planning.trackers import Trackers, chosen_trackers
+from rapidformer_templates.planning.trackers import TrackerNames, chosen_trackers
 
 
 def _best_is_known(request: Request) -> list[Finding]:
@@ -192,7 +192,7 @@ def _trackers_are_there(request: Request) -> list[Finding]:
         Finding(
             f"{name} is not installed: {TRACKERS_INSTALL[name]}",
             request.asked("report_to"),
-            changes=(replace({"report_to": Trackers(there)}) if there else off,),
+            changes=(replace({"report_to": TrackerNames(there)}) if there else off,),
         )
         for name in missing
     ]

@@ -55,14 +55,14 @@ def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_tas
     name = config.training.metric_for_best
     if sets is None:
         sets = ("", *named_sets(config.data.eval_data_name, "--eval-data-name"))
-    given = [metric_name(of, metric) for of in sets for metric in metrics_of(config, of_task=of_task)]
-    if name is None or name in given:
+    names = [metric_name(of, metric) for of in sets for metric in metrics_of(config, of_task=of_task)]
+    if name is None or name in names:
         return
-    there = f"there are: {', '.join(given)}; your own compute_metrics can return others"
+    known = f"there are: {', '.join(names)}; your own compute_metrics can return others"
     raise ConfigError(
         f"{config.training.task if of_task else 'this run'} has no metric '{name}'",
         where=f"--metric-for-best ({config.origin('metric_for_best')})",
-        hint=did_you_mean(name, given, there),
+        hint=did_you_mean(name, names, known),
     )
 
 
@@ -76,15 +76,15 @@ def best_metric(template: Template) -> BestMetric | None:
     if not training.keeps_best:
         return None
     if not sets:
-        asked = next(
+        requesting = next(
             (flag for flag in ("metric_for_best", "early_stopping_patience", "keep_best") if flag in config.origins),
             None,
         )
-        if asked is None:
+        if requesting is None:
             return None
         raise ConfigError(
             "there is no validation data to choose the best checkpoint by",
-            where=f"{spelling(asked)} ({config.origin(asked)})",
+            where=f"{spelling(requesting)} ({config.origin(requesting)})",
             hint="give a validation part, or leave it out",
         )
     if not template.computes_own_metrics:

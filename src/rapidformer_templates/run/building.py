@@ -26,7 +26,7 @@ from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import FREED_MEMORY
 from rapidformer_templates.run.console import say
 from rapidformer_templates.run.hooks import checked_model, checked_optimizer
-from rapidformer_templates.run.reference import loss_is_tried, provide_reference
+from rapidformer_templates.run.reference import allow_trial, provide_reference
 from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
 from rapidformer_templates.system.random_state import seed_all
 from rapidformer_templates.system.workers import Workers
@@ -104,7 +104,7 @@ def _transformed(template: Template, model: nn.Module, workers: Workers) -> nn.M
         if switch.transform:
             options = config.switches[switch.name]
             building = Building(find_blocks(model), options, plan, workers, partial(_loss_of_one, template))
-            with loss_is_tried(template):
+            with allow_trial(template):
                 model = load_object(switch.transform)(model, building)
             del building
     return model
@@ -118,7 +118,7 @@ def _parameters_by_use(template: Template, model: nn.Module, engine: Engine) -> 
     if template.data.train is None:
         return None
     uses = FirstUses(model)
-    with engine.build_context(), torch.no_grad(), in_evaluation(model), loss_is_tried(template), uses:
+    with engine.build_context(), torch.no_grad(), in_evaluation(model), allow_trial(template), uses:
         _loss_of_one(template, model)
     return uses.names
 

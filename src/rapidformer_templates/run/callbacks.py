@@ -12,7 +12,7 @@ from rapidformer_templates.data.checks import kind_of
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.errors import CheckpointError, ConfigError, alike
 from rapidformer_templates.run.console import say
-from rapidformer_templates.run.own_hooks import CALLED_BY_A_LOOP
+from rapidformer_templates.run.script_hooks import CALLED_BY_A_LOOP
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Callback:
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
-def tell(template: Template, event: str, *values: Any) -> None:
+def notify(template: Template, event: str, *values: Any) -> None:
     """Call a callback of a template, and then that of its callback objects."""
     getattr(template, event)(*values)
     for callback in template.callbacks:
@@ -98,10 +98,10 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
     states = {name: callback.state_dict() for name, callback in _named(callbacks)}
     for name, state in states.items():
         try:
-            kept = isinstance(state, dict) and repr(json.loads(json.dumps(state))) == repr(state)
+            is_plain = isinstance(state, dict) and repr(json.loads(json.dumps(state))) == repr(state)
         except (TypeError, ValueError):
-            kept = False
-        if not kept:
+            is_plain = False
+        if not is_plain:
             raise CheckpointError(
                 "the state of a callback cannot be saved",
                 where=f"{name}.state_dict()",
@@ -114,7 +114,7 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any], w
     """Restore each callback's state from a checkpoint. Callbacks without a saved state start fresh."""
     named = dict(_named(callbacks))
     gone, new = sorted(saved.keys() - named.keys()), sorted(states_of(callbacks).keys() - saved.keys())
-    take_back_here(callbacks, saved)
+    load_callback_states(callbacks, saved)
     if gone:
         say(
             workers,
@@ -125,7 +125,7 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any], w
         say(workers, f"the checkpoint has no state of {', '.join(new)}: starting afresh", loud=True)
 
 
-def take_back_here(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> None:
+def load_callback_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> None:
     """Load the states from the workers that this process started into its own callbacks."""
     for name, callback in _named(callbacks):
         if name in states:

@@ -73,14 +73,14 @@ def in_new_workers(
 def in_this_worker(
     template: str,
     asked: Mapping[str, Any],
-    adopt: Callable[[Mapping[str, Any]], None],
+    override_flags: Callable[[Mapping[str, Any]], None],
     train: Callable[[], Summary],
 ) -> Summary:
     """Run a call in a worker. The call for which the worker was started is its last, whether or not it fails.
 
     Args:
         template, asked: see :func:`in_new_workers`.
-        adopt: takes values of the first process that differ here, such as a folder name with the time.
+        override_flags: takes values of the first process that differ here, such as a folder name with the time.
         train: runs the training.
 
     Raises:
@@ -106,7 +106,7 @@ def in_this_worker(
                 hint="each worker runs the script again, which must take the same path every time",
             )
         here = json.loads(json.dumps(asked))
-        adopt({name: value for name, value in call["asked"].items() if here.get(name) != value})
+        override_flags({name: value for name, value in call["asked"].items() if here.get(name) != value})
         summary = train()
         if os.environ["RANK"] == "0":
             (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")

@@ -18,8 +18,8 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.switch import TEMPLATES
 from rapidformer_templates.planning.templates import choose_template, with_template_defaults
-from rapidformer_templates.run import handover
-from rapidformer_templates.run.own_hooks import check_names, own_hooks, unused_flags
+from rapidformer_templates.run import planning_of_script
+from rapidformer_templates.run.script_hooks import check_names, overridden_hooks, unused_flags
 from rapidformer_templates.system.launch import CHOSEN, is_worker
 
 if TYPE_CHECKING:
@@ -95,23 +95,23 @@ OF_A_MODEL = ("build_model", "build_data", "compute_loss", "build_optimizer")
 Search = Callable[[RunConfig, Environment], RunConfig]
 
 
-def _with_planned_layout(template: type[Template], config: RunConfig, asked: str, search: Search) -> RunConfig:
-    """Add the planner's results to the configuration. ``asked`` is the flag that requests them.
+def _with_planned_layout(template: type[Template], config: RunConfig, requesting: str, search: Search) -> RunConfig:
+    """Add the planner's results to the configuration. ``requesting`` is the flag that requests them.
 
     Raises:
         ConfigError: the search cannot see the effect of the script's own hooks.
         Refused: the flags break rules, in every layout if one is searched for.
         NothingFits: no layout fits.
     """
-    own = [hook for hook in OF_A_MODEL if hook in own_hooks(template)]
+    own = [hook for hook in OF_A_MODEL if hook in overridden_hooks(template)]
     if own:
-        flag = spelling(asked) + (f" {AUTO_MEMORY}" if asked == "pipeline_stages" else "")
+        flag = spelling(requesting) + (f" {AUTO_MEMORY}" if requesting == "pipeline_stages" else "")
         raise ConfigError(
             f"{flag} cannot see what {template.__name__}.{own[0]} makes",
-            where=f"{flag} ({config.origin(asked)})",
+            where=f"{flag} ({config.origin(requesting)})",
             hint=f"plan a model of the same sizes with rapidformer plan {flag}, and pass its flags",
         )
-    if handover.is_asked_for():
+    if planning_of_script.is_planning():
         return config  # the inspecting process searches, too
     if is_worker() and CHOSEN in os.environ:  # the process that started this one has searched
         chosen = json.loads(os.environ[CHOSEN])

@@ -36,10 +36,10 @@ REPORTED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspe
 def say(workers: Workers, line: str, *, loud: bool = False) -> None:
     """Print a line from rank 0. Loud lines begin with ``warning:``."""
     if workers.is_main:
-        tell(f"warning: {line}" if loud else line)
+        print_lines(f"warning: {line}" if loud else line)
 
 
-def tell(text: str) -> None:
+def print_lines(text: str) -> None:
     """Print lines to standard error. Errors are ignored, so that a run continues if nobody reads them."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
@@ -60,7 +60,7 @@ def show_plan(plan: Plan) -> None:
     if plan.switches:
         lines.append(f"switches   {' → '.join(plan.switches)}")
     lines += [f"note       {note}" for note in plan.notes]
-    tell("\n".join(lines))
+    print_lines("\n".join(lines))
 
 
 def versions() -> dict[str, str]:
@@ -91,7 +91,7 @@ def summarise(
         earlier = loop.folder.read_summary()
         measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
         summary |= {name: earlier[name] for name in measured}
-    summary["trackers"] = workers.broadcast(loop.curves.end(summary) if loop.curves else {})
+    summary["trackers"] = workers.broadcast(loop.trackers.end(summary) if loop.trackers else {})
     if workers.is_main and loop.folder:
         write_json(loop.folder.summary, finite(summary))
     return summary

@@ -14,7 +14,7 @@ from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.architectures import positions_of
 
-LEAST_ROOM = 16
+MIN_ROOM = 16
 """Minimum number of tokens that must remain for an answer."""
 
 
@@ -58,7 +58,7 @@ class Conversation:
             DataError: the message itself leaves no room for an answer, or the template rejects it.
         """
         ids, forgotten = self._prompt({"role": "user", "content": text})
-        streamer = _Told(self.tokenizer, tell)
+        streamer = _WordStreamer(self.tokenizer, tell)
         room = self.generation.max_new_tokens or DEFAULT_NEW_TOKENS
         if self._positions is not None:
             room = min(room, self._positions - ids.shape[1])
@@ -82,7 +82,7 @@ class Conversation:
             ids = torch.tensor([self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]])
             if not ids.shape[1]:
                 raise DataError("the message has no token", hint="write it in the characters that the tokenizer knows")
-            if self._positions is None or ids.shape[1] + LEAST_ROOM <= self._positions:
+            if self._positions is None or ids.shape[1] + MIN_ROOM <= self._positions:
                 self.messages = messages
                 return ids.to(next(self.model.parameters()).device), forgotten
             if len(messages) <= first + 1:
@@ -95,7 +95,7 @@ class Conversation:
             forgotten += 2
 
 
-class _Told(TextStreamer):
+class _WordStreamer(TextStreamer):
     """Passes on the output of ``generate``, word by word."""
 
     def __init__(self, tokenizer: Any, tell: Callable[[str], object]) -> None:

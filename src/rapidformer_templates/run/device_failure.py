@@ -16,7 +16,7 @@ TORCH = str(Path(torch.__file__).parent)
 
 
 @contextmanager
-def located(step: Callable[[], int], hint: str = "") -> Iterator[None]:
+def locate_errors(step: Callable[[], int], hint: str = "") -> Iterator[None]:
     """Context for steps. It adds to a device error the step after which the host received it.
 
     The host runs ahead of a device and receives its errors late, so the line that raises is not the one that failed.

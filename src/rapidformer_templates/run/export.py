@@ -27,8 +27,8 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.loading import class_of, read_config_of
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.checkpoint.format import Reader
-from rapidformer_templates.run.own_hooks import own_hooks
 from rapidformer_templates.run.saved_model import DESCRIPTION
+from rapidformer_templates.run.script_hooks import overridden_hooks
 from rapidformer_templates.system.files import new_folder, write_json
 from rapidformer_templates.system.workers import Workers
 
@@ -65,7 +65,7 @@ def describe_model(model: nn.Module, template: Template, folder: Path) -> None:
         if template.tokenizer is not None:
             template.tokenizer.save_pretrained(temporary)
         decisions = template.task.decisions() if template.uses_task else {}
-        write_json(temporary / DESCRIPTION, {"hooks": own_hooks(type(template)), "decisions": decisions})
+        write_json(temporary / DESCRIPTION, {"hooks": overridden_hooks(type(template)), "decisions": decisions})
 
 
 def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averages: bool) -> None:
@@ -82,8 +82,8 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
     reader = Reader(checkpoint)
     weights = {}
     for name, shape in reader.names("weights").items():
-        kept = average_of(name) if averages else ""
-        source = ("optimizer", kept) if kept in reader.names("optimizer") else ("weights", name)
+        average = average_of(name) if averages else ""
+        source = ("optimizer", average) if average in reader.names("optimizer") else ("weights", name)
         weights[name] = reader.read(*source, (0,) * len(shape), shape)
     with new_folder(folder) as temporary:
         model = _skeleton(described)

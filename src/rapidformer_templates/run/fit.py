@@ -22,33 +22,32 @@ from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.tasks import check_data_flags
 from rapidformer_templates.planning.trackers import chosen_trackers
-from rapidformer_templates.run import calls
-from rapidformer_templates.run import out_of_memory as ladder
+from rapidformer_templates.run import calls, out_of_memory
 from rapidformer_templates.run.best import BestMetric, best_metric, check_metric
 from rapidformer_templates.run.building import build_engine, choose_allocation, prepare_switches
-from rapidformer_templates.run.callbacks import restore_callbacks, tell
+from rapidformer_templates.run.callbacks import notify, restore_callbacks
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.checkpoint.check import problem_together
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of, is_checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import say, show_plan, show_results, summarise
-from rapidformer_templates.run.curves import Trackers
+from rapidformer_templates.run.early_checks import check_folder
 from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
-from rapidformer_templates.run.first_look import check_folder
 from rapidformer_templates.run.folder import MetricsFile, RunFolder, is_of_test, read_metrics
 from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
-from rapidformer_templates.run.lock import hold
+from rapidformer_templates.run.lock import lock_folder
 from rapidformer_templates.run.loop import Loop, Position
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import WARMUP, Profile
 from rapidformer_templates.run.progress import Progress
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import precomputed_reference
-from rapidformer_templates.run.resume import restore_run, say_changes
+from rapidformer_templates.run.resume import report_changes, restore_run
 from rapidformer_templates.run.sample_order import build_order
-from rapidformer_templates.run.trackers import Called
+from rapidformer_templates.run.trackers import RunName
+from rapidformer_templates.run.tracking import Trackers
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.process_state import kept_process_state
@@ -60,27 +59,27 @@ if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
 
 
-Then = Callable[[Engine, Workers], None]
+AfterTraining = Callable[[Engine, Workers], None]
 """Takes the trained engine and the workers. It is called while all workers are still connected."""
 
 
-def fit(template: Template, then: Then | None = None) -> dict[str, Any]:
+def fit(template: Template, then: AfterTraining | None = None) -> dict[str, Any]:
     """Check what can be checked, start local workers if requested, and train.
 
     Args:
         then: called after training if this process trains alone.
     """
-    asked = dict(template.config.items())
+    flags = dict(template.config.items())
     if launch.is_worker():
         return calls.in_this_worker(
-            type(template).__qualname__, asked, template.adopt, lambda: join_and_train(template)
+            type(template).__qualname__, flags, template.override_flags, lambda: join_and_train(template)
         )
     if (template.config.launch.nproc_per_node or 1) == 1:
         return calls.noted(lambda: _train_here(template, then))
-    return calls.noted(lambda: _train_in_new_workers(template, asked))
+    return calls.noted(lambda: _train_in_new_workers(template, flags))
 
 
-def _train_here(template: Template, then: Then | None) -> dict[str, Any]:
+def _train_here(template: Template, then: AfterTraining | None) -> dict[str, Any]:
     with kept_process_state():
         return join_and_train(template, then)
 
@@ -91,32 +90,32 @@ def check_before_workers(template: Template) -> tuple[dict[str, str], Callable[[
     Returns:
         The environment variables for the workers, and a function that checks for a checkpoint to resume from.
     """
-    _check(template)
+    _check_template(template)
     show_plan(template.plan)
-    return chosen_layout(template.config), partial(_goes_on, template.config.training)
+    return chosen_layout(template.config), partial(_can_resume, template.config.training)
 
 
-def _train_in_new_workers(template: Template, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _train_in_new_workers(template: Template, flags: Mapping[str, Any]) -> dict[str, Any]:
     config = template.config
     program.command()  # raises if there is no program that workers could run
-    more, resumes = check_before_workers(template)
+    variables, resumes = check_before_workers(template)
     return calls.in_new_workers(
         type(template).__qualname__,
-        asked,
+        flags,
         config.launch.nproc_per_node or 1,
         config.launch.master_port,
-        more,
+        variables,
         resumes,
     )
 
 
-def _goes_on(training: TrainingFlags) -> bool:
+def _can_resume(training: TrainingFlags) -> bool:
     """Whether this run has a checkpoint to resume from. A run that will be overwritten does not count."""
     own = training.resume or not training.overwrite
     return bool(own and training.save and candidates(RunFolder(training.save).checkpoints))
 
 
-def _check(template: Template) -> None:
+def _check_template(template: Template) -> None:
     """Raise errors that can be found before a worker starts."""
     check_folder(template.config)
     if template.reads_task_data:
@@ -128,25 +127,25 @@ def _check(template: Template) -> None:
     prepare_switches(template)
 
 
-def join_and_train(template: Template, then: Then | None = None) -> dict[str, Any]:
+def join_and_train(template: Template, then: AfterTraining | None = None) -> dict[str, Any]:
     """Train as one of several workers, or alone. ``then`` is called before the workers disconnect."""
-    _check_count(template.config)
+    _check_worker_count(template.config)
     choose_allocation(template.plan)
     with (
-        stop_request(partial(_goes_on, template.config.training), alone=not launch.is_worker()) as stop,
+        stop_request(partial(_can_resume, template.config.training), alone=not launch.is_worker()) as stop,
         join(template.plan.device, template.plan.sizes) as workers,
-        ladder.explained(template.config, template.plan, workers.rank, partial(resolve_plan, type(template))),
+        out_of_memory.explained(template.config, template.plan, workers.rank, partial(resolve_plan, type(template))),
         _run_folder(template, workers) as folder,
     ):
         return train(template, folder, workers, stop, then)
 
 
-def _check_count(config: RunConfig) -> None:
+def _check_worker_count(config: RunConfig) -> None:
     """Raise a :class:`ConfigError` if a launcher started a different number of workers than ``--nproc-per-node``."""
-    asked, there = config.launch.nproc_per_node, os.environ.get("LOCAL_WORLD_SIZE")
-    if launch.is_worker() and asked is not None and there is not None and int(there) != asked:
+    requested, started = config.launch.nproc_per_node, os.environ.get("LOCAL_WORLD_SIZE")
+    if launch.is_worker() and requested is not None and started is not None and int(started) != requested:
         raise ConfigError(
-            f"the launcher has started {there} workers on this machine, not {asked}",
+            f"the launcher has started {started} workers on this machine, not {requested}",
             where=f"--nproc-per-node ({config.origin('nproc_per_node')})",
             hint="leave the flag out: the launcher's own flag decides",
         )
@@ -158,14 +157,14 @@ def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | No
     training = template.config.training
     folder = RunFolder(training.save) if training.save else None
     if workers.is_main and launch.CHECKED not in os.environ:
-        _check(template)
+        _check_template(template)
         show_plan(template.plan)
     workers.barrier()
     if folder is None:
         yield None
         return
-    with hold(folder.path, workers) as alone:
-        if not alone:
+    with lock_folder(folder.path, workers) as has_locks:
+        if not has_locks:
             say(
                 workers,
                 f"the file system of {folder.path} does not support locks: do not start a second run there",
@@ -189,7 +188,7 @@ def evaluate(template: Template, reference: Callable[[], nn.Module] | None = Non
     config, plan = template.config, template.plan
     with (
         join(plan.device, plan.sizes) as workers,
-        ladder.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
+        out_of_memory.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
     ):
         build_data(template, workers)
         engine = build_engine(template, workers, reference)
@@ -202,7 +201,7 @@ def evaluate(template: Template, reference: Callable[[], nn.Module] | None = Non
 
 
 def train(
-    template: Template, folder: RunFolder | None, workers: Workers, stop: StopRequest, then: Then | None = None
+    template: Template, folder: RunFolder | None, workers: Workers, stop: StopRequest, then: AfterTraining | None = None
 ) -> dict[str, Any]:
     """Train on this worker: data, model, start position, loop, export.
 
@@ -216,7 +215,7 @@ def train(
     precomputed = precomputed_reference(template, engine, workers)
 
     # 2. The start position: step 0, or the step of the checkpoint that the run resumes from.
-    goes_on = _goes_on(template.config.training)
+    continues = _can_resume(template.config.training)
     order = build_order(template, samples, workers)
     position = restore_run(template, engine, folder, order, workers)
     if isinstance(samples, Endless) and position.stream is not None:
@@ -226,20 +225,20 @@ def train(
 
     # 3. The training loop.
     if folder and template.config.training.resume:
-        say_changes(folder, template.plan.values, workers)
+        report_changes(folder, template.plan.values, workers)
     if folder and workers.is_main:
         folder.prepare(template.plan.to_json(), overwrite=template.config.training.overwrite)
         with writing(folder.model):
             describe_model(engine.model, template, folder.model)
     workers.barrier()
     if precomputed:
-        kept = folder if goes_on else _loaded_run(template.config.training) if position.step else None
-        precomputed.attach(folder, kept=kept)
+        saved = folder if continues else _loaded_run(template.config.training) if position.step else None
+        precomputed.attach(folder, saved=saved)
     loop = _build_loop(template, engine, order, position, folder, metric, workers)
     if position.step >= loop.total:
-        early = f" (stopped early {loop.early_stop_reason})" if loop.early_stop_reason else ""
-        say(workers, f"nothing is left to train: {position.step:,} of {loop.total:,} steps are done{early}")
-    with closing(loop.curves) if loop.curves else nullcontext():
+        reason = f" (stopped early {loop.early_stop_reason})" if loop.early_stop_reason else ""
+        say(workers, f"nothing is left to train: {position.step:,} of {loop.total:,} steps are done{reason}")
+    with closing(loop.trackers) if loop.trackers else nullcontext():
         with stop.loop(saves=folder is not None), Progress(loop.total, position.step, show=workers.is_main) as progress:
             metrics = loop.run(stop, progress)
 
@@ -289,8 +288,9 @@ def _build_loop(
     epoch = order.steps_per_epoch if order.by_epochs else 0
     metrics = MetricsFile(folder.metrics, position.step) if folder and workers.is_main else None
     if metrics and metrics.garbled:
-        say(workers, f"left out lines of metrics.jsonl that cannot be read: {_few(metrics.garbled)}", loud=True)
-    curves = _curves(template, folder, workers)  # trackers start before the run's clock does
+        numbers = ", ".join(map(str, metrics.garbled[:8])) + (" …" if len(metrics.garbled) > 8 else "")
+        say(workers, f"left out lines of metrics.jsonl that cannot be read: {numbers}", loud=True)
+    trackers = _open_trackers(template, folder, workers)  # trackers start before the run's clock does
     return Loop(
         template=template,
         engine=engine,
@@ -309,29 +309,25 @@ def _build_loop(
         metrics=metrics,
         meter=Meter(workers.device),
         receipts=Receipts(engine, template, order),
-        keep=training.keep_checkpoints,
+        keep_checkpoints=training.keep_checkpoints,
         metric=metric,
         patience=training.early_stopping_patience,
         saver=AsyncSaver(folder.checkpoints, workers, training.keep_checkpoints)
         if folder and training.async_save
         else None,
         profile=_profile(template, folder, total - position.step, workers),
-        curves=curves,
+        trackers=trackers,
     )
 
 
-def _curves(template: Template, folder: RunFolder | None, workers: Workers) -> Trackers | None:
+def _open_trackers(template: Template, folder: RunFolder | None, workers: Workers) -> Trackers | None:
     """The trackers, on the main worker only. None if there are none."""
     training = template.config.training
     names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
     if not names or folder is None or not workers.is_main:
         return None
-    called = Called(training.run_name or folder.path.resolve().name, training.project_name)
-    return Trackers(folder, names, called, template.plan, workers)
-
-
-def _few(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
+    run_name = RunName(training.run_name or folder.path.resolve().name, training.project_name)
+    return Trackers(folder, names, run_name, template.plan, workers)
 
 
 def _profile(template: Template, folder: RunFolder | None, steps_left: int, workers: Workers) -> Profile | None:
@@ -340,24 +336,24 @@ def _profile(template: Template, folder: RunFolder | None, steps_left: int, work
     Raises:
         ConfigError: the run has too few steps.
     """
-    asked = template.config.training.profile
-    if not asked or not steps_left or folder is None:
+    steps = template.config.training.profile
+    if not steps or not steps_left or folder is None:
         return None
-    if steps_left < WARMUP + asked:
+    if steps_left < WARMUP + steps:
         raise ConfigError(
-            f"--profile {asked} needs {WARMUP + asked} steps, this run has {steps_left}",
+            f"--profile {steps} needs {WARMUP + steps} steps, this run has {steps_left}",
             where=template.config.origin("profile"),
             hint=f"the first {WARMUP} are a warm-up; train for more steps, or record fewer of them",
         )
-    return Profile(folder.profile, asked, workers.device) if workers.is_main else None
+    return Profile(folder.profile, steps, workers.device) if workers.is_main else None
 
 
 def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str, Any]:
     template, folder = loop.template, loop.folder
     if loop.position.stream and loop.position.stream["skipped"]:
-        left_out, lines = loop.position.stream["skipped"], loop.position.stream["lines"]
-        say(workers, f"left out {left_out} lines of the stream that cannot be read: {'; '.join(lines)}", loud=True)
-    if _put_best_back(loop, workers):
+        skipped, lines = loop.position.stream["skipped"], loop.position.stream["lines"]
+        say(workers, f"left out {skipped} lines of the stream that cannot be read: {'; '.join(lines)}", loud=True)
+    if _load_best_weights(loop, workers):
         metrics = {}
     if loop.validation and not metrics:  # the best weights replaced the last ones, or the run was already complete
         metrics = loop.validation.evaluate()
@@ -370,7 +366,7 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
     if workers.is_main:
         show_results(folder, summary)
     workers.barrier()
-    tell(template, "on_train_end", summary)
+    notify(template, "on_train_end", summary)
     return summary
 
 
@@ -386,21 +382,21 @@ def _evaluate_test(loop: Loop) -> dict[str, float]:
     return metrics
 
 
-def _put_best_back(loop: Loop, workers: Workers) -> bool:
+def _load_best_weights(loop: Loop, workers: Workers) -> bool:
     """Load the best weights. Returns False if the last weights are the best, or if the best checkpoint is lost."""
     best, folder = loop.position.best, loop.folder
     if best is None or folder is None or best["step"] == loop.position.step:
         return False
-    kept = folder_of(folder.checkpoints, best["step"])
-    problem = problem_together(kept, workers)
+    checkpoint = folder_of(folder.checkpoints, best["step"])
+    problem = problem_together(checkpoint, workers)
     if problem:
         say(
             workers,
-            f"the best checkpoint is lost ({kept.name}: {problem}): the last weights are used instead",
+            f"the best checkpoint is lost ({checkpoint.name}: {problem}): the last weights are used instead",
             loud=True,
         )
         loop.position.best = None
         return False
     averages = loop.template.config.training.ema_decay is not None  # the averages are part of the optimizer state
-    loop.engine.load(Reader(kept), optimizer=averages)
+    loop.engine.load(Reader(checkpoint), optimizer=averages)
     return True

@@ -66,22 +66,22 @@ class RunFolder:
             )
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file", where="--save", hint="give a folder")
-        held = [name for name in CONTENTS if (self.path / name).exists()]
-        if held and not resume and not overwrite:
+        existing = [name for name in CONTENTS if (self.path / name).exists()]
+        if existing and not resume and not overwrite:
             raise ConfigError(
-                f"{self.path} already holds a run ({', '.join(held)})",
+                f"{self.path} already holds a run ({', '.join(existing)})",
                 where="--save",
                 hint="--resume continues it, --overwrite empties it, another --save leaves it alone",
             )
 
         is_run = self.plan.exists() or (self.path / TRASH).exists()  # or a run whose removal was interrupted
-        if held and overwrite and not is_run:
+        if existing and overwrite and not is_run:
             raise ConfigError(
-                f"{self.path} holds no run, and --overwrite would delete its {', '.join(held)}",
+                f"{self.path} holds no run, and --overwrite would delete its {', '.join(existing)}",
                 where="--overwrite",
                 hint="give another --save, or move them elsewhere",
             )
-        links = [name for name in held if (self.path / name).is_symlink()]
+        links = [name for name in existing if (self.path / name).is_symlink()]
         if links and overwrite:
             raise ConfigError(
                 f"{', '.join(links)} in {self.path} is a link, and nothing is deleted through links",
@@ -130,10 +130,10 @@ class MetricsFile:
         """Open the file and drop lines after ``last_step``, because the run will write them again."""
         lines = dict(_lines(path))
         self.garbled = [number for number, line in lines.items() if line is None]
-        kept = [line for line in lines.values() if line is not None and line["step"] <= last_step]
+        remaining = [line for line in lines.values() if line is not None and line["step"] <= last_step]
         with writing(path):
             if path.exists():
-                write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+                write_text(path, "".join(json.dumps(line) + "\n" for line in remaining))
             self._file: TextIO = path.open("a", encoding="utf-8")
         self._path = path
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rapidformer_templates.planning.intervals import Interval
 
 EVALUATE, SAVE = "evaluate", "save"
-BITS = {EVALUATE: 1, SAVE: 2}
+DUE_BITS = {EVALUATE: 1, SAVE: 2}
 now = time.monotonic
 
 
@@ -39,24 +39,26 @@ class Intervals:
         """Whether a line of metrics is due."""
         return step == total or step % self.log == 0
 
-    def by_clock(self) -> int:
-        """Return a bit for each of :data:`BITS` whose minutes have passed. The main worker sends it to the others."""
-        return sum(BITS[name] for name, interval in self._timed() if now() - self._begun[name] >= 60 * interval.size)
+    def due_by_clock(self) -> int:
+        """Return the :data:`DUE_BITS` whose minutes have passed. The main worker sends them to the others."""
+        return sum(
+            DUE_BITS[name] for name, interval in self._timed() if now() - self._begun[name] >= 60 * interval.size
+        )
 
     def due(self, name: str, before: Mapping[str, int], after: Mapping[str, int], total: int, by_clock: int) -> bool:
         """Whether an action is due after a step.
 
         Args:
-            name: one of :data:`BITS`.
+            name: one of :data:`DUE_BITS`.
             before: completed steps, samples and tokens before the step.
             after: completed steps, samples and tokens including the step.
-            by_clock: result of the main worker's :meth:`by_clock` before the step.
+            due_by_clock: result of the main worker's :meth:`due_by_clock` before the step.
         """
         interval, step = self.every.get(name), after["steps"]
         if interval is None:
             return step == total or (self.epoch > 0 and step % self.epoch == 0)
         if interval.unit == "minutes":
-            if due := bool(by_clock & BITS[name]):
+            if due := bool(by_clock & DUE_BITS[name]):
                 self._begun[name] = now()
             return due or step == total
         return interval.passed(before[interval.unit], after[interval.unit]) or step == total

@@ -41,14 +41,14 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 _descriptors: set[int] = set()
 
 
-def _let_go() -> None:
+def _close_after_fork() -> None:
     """Close the lock in a forked process. Otherwise a loader process that outlives its run would keep it."""
     for descriptor in _descriptors:
         os.close(descriptor)
     _descriptors.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class RunLock:
@@ -62,25 +62,25 @@ class RunLock:
         self.folder = folder
         self.path = folder / NAME
         self.works = True
-        self._made = self._taken = False
+        self._created_folder = self._is_owner = False
         self._descriptor: int | None = None
 
-    def take(self) -> str:
+    def acquire(self) -> str:
         """Create the folder and lock it for this worker. Returns the token by which others recognize the folder.
 
         Raises:
             ConfigError: another run has the lock, or the folder is not writable.
         """
-        word = secrets.token_hex(16)
-        with self._explained():
-            self._made = not self.folder.exists()
+        token = secrets.token_hex(16)
+        with self._explain_errors():
+            self._created_folder = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor = self._open(os.O_CREAT, fcntl.LOCK_EX)
-            self._taken = True
+            self._is_owner = True
             os.truncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({**_this_process(), "word": word}).encode() + b"\n", 0)
+            os.pwrite(descriptor, json.dumps({**_this_process(), "word": token}).encode() + b"\n", 0)
             os.fsync(descriptor)
-        return word
+        return token
 
     def try_writing(self) -> None:
         """Check that the folder and its checkpoints can be written to.
@@ -88,33 +88,33 @@ class RunLock:
         Raises:
             ConfigError: the folder, or that of the checkpoints, is not writable.
         """
-        with self._explained():
+        with self._explain_errors():
             try_writing(self.folder)
             checkpoints = self.folder / "checkpoints"
             if os.path.lexists(checkpoints):  # may be a link to another disk
                 try_writing(checkpoints)
 
-    def share(self) -> None:
+    def allow_sharing(self) -> None:
         """Allow the other workers of this run to lock the folder, too."""
-        with self._explained():
+        with self._explain_errors():
             self._lock(fcntl.LOCK_SH)
 
-    def join(self, word: str, *, write: bool) -> bool:
+    def acquire_shared(self, token: str, *, write: bool) -> bool:
         """Share the lock of the first worker. Returns whether this worker sees the same folder.
 
         Args:
-            word: the token that :meth:`take` returned to the first worker.
+            token: the token that :meth:`acquire` returned to the first worker.
             write: whether to check that the folder is writable.
 
         Raises:
             ConfigError: this worker cannot write to the folder.
         """
         end = time.monotonic() + VISIBILITY_SECONDS
-        while self._told().get("word") != word:
+        while self._owner().get("word") != token:
             if time.monotonic() > end:
                 return False
             time.sleep(0.1)
-        with self._explained():
+        with self._explain_errors():
             self._open(0, fcntl.LOCK_SH)
         if write:
             self.try_writing()
@@ -125,9 +125,9 @@ class RunLock:
         with contextlib.suppress(
             OSError
         ):  # harmless: the kernel releases the lock at exit, and the file does not matter
-            if remove and self._taken:
+            if remove and self._is_owner:
                 self.path.unlink(missing_ok=True)
-            if remove and self._made and not any(self.folder.iterdir()):
+            if remove and self._created_folder and not any(self.folder.iterdir()):
                 self.folder.rmdir()
         self._close()
 
@@ -149,7 +149,7 @@ class RunLock:
         except BlockingIOError:
             self._close()
             raise ConfigError(
-                f"another run writes into {self.folder}: {_in_words(self._told())}",
+                f"another run writes into {self.folder}: {_describe_owner(self._owner())}",
                 where="--save",
                 hint="wait until it has ended, or give another folder",
             ) from None
@@ -164,16 +164,16 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _told(self) -> dict[str, Any]:
+    def _owner(self) -> dict[str, Any]:
         """Read the description of the lock's owner. Empty if the file is missing or not yet written."""
         try:
-            told = json.loads(self.path.read_text(encoding="utf-8"))
+            owner = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return told if isinstance(told, dict) else {}
+        return owner if isinstance(owner, dict) else {}
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -192,10 +192,10 @@ def _this_process() -> dict[str, Any]:
     }
 
 
-def _in_words(told: dict[str, Any]) -> str:
-    if not told:
+def _describe_owner(owner: dict[str, Any]) -> str:
+    if not owner:
         return "it does not say which"
-    return f"process {told.get('process')} on {told.get('host')}, since {told.get('since')}: {told.get('command')}"
+    return f"process {owner.get('process')} on {owner.get('host')}, since {owner.get('since')}: {owner.get('command')}"
 
 
 def try_folder(folder: Path) -> None:
@@ -206,14 +206,14 @@ def try_folder(folder: Path) -> None:
     """
     lock = RunLock(folder)
     try:
-        lock.take()
+        lock.acquire()
         lock.try_writing()
     finally:
         lock.release(remove=True)
 
 
 @contextlib.contextmanager
-def hold(folder: Path, workers: Workers) -> Iterator[bool]:
+def lock_folder(folder: Path, workers: Workers) -> Iterator[bool]:
     """Lock a run folder inside the context. Yields False if the file system has no locks. Call it on every rank.
 
     Raises:
@@ -223,12 +223,12 @@ def hold(folder: Path, workers: Workers) -> Iterator[bool]:
     lock = RunLock(folder)
     together = True
     try:
-        word = _all_or_none(workers, lambda: lock.take() if workers.is_main else "")[0]
+        token = _all_or_none(workers, lambda: lock.acquire() if workers.is_main else "")[0]
         if workers.world > 1:
-            _all_or_none(workers, lambda: lock.share() if workers.is_main else None)
+            _all_or_none(workers, lambda: lock.allow_sharing() if workers.is_main else None)
             first = workers.local_rank == 0
-            seen = _all_or_none(workers, lambda: workers.is_main or lock.join(word, write=first))
-            _check_seen(folder, seen, workers)
+            visible = _all_or_none(workers, lambda: workers.is_main or lock.acquire_shared(token, write=first))
+            _check_visible(folder, visible, workers)
         together = workers.world == 1
         yield lock.works
         together = True
@@ -251,14 +251,14 @@ def _all_or_none(workers: Workers, body: Callable[[], T]) -> list[T]:
     return [value for value, _ in results]
 
 
-def _check_seen(folder: Path, seen: list[bool], workers: Workers) -> None:
+def _check_visible(folder: Path, visible: list[bool], workers: Workers) -> None:
     """Check that all workers see the same folder.
 
     Raises:
         ConfigError: some worker sees another folder.
     """
     hosts = workers.gather(socket.gethostname())
-    blind = [rank for rank, sees in enumerate(seen) if not sees]
+    blind = [rank for rank, sees in enumerate(visible) if not sees]
     if blind:
         names = ", ".join(f"{rank} on {hosts[rank]}" for rank in blind[:8]) + (" …" if len(blind) > 8 else "")
         raise ConfigError(

@@ -18,12 +18,11 @@ from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss
 from rapidformer_templates.run import device_failure
 from rapidformer_templates.run.best import LOSS, BestMetric, loss_of
-from rapidformer_templates.run.callbacks import states_of, tell
+from rapidformer_templates.run.callbacks import notify, states_of
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.console import say
-from rapidformer_templates.run.curves import Trackers
 from rapidformer_templates.run.evaluation import Validation, evaluating
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
 from rapidformer_templates.run.hooks import checked_count
@@ -31,6 +30,7 @@ from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import DATA, EXCHANGE, REST, TRAIN, Profile
 from rapidformer_templates.run.progress import Progress
+from rapidformer_templates.run.tracking import Trackers
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.signals import StopRequest
 from rapidformer_templates.system.workers import Workers
@@ -48,7 +48,7 @@ class Position:
         step: number of completed optimizer steps.
         samples, tokens: number consumed since the start of the run.
         best: step, metric and value of the best evaluation so far, if the run tracks one.
-        waited: evaluations since the best one.
+        evaluations_since_best: number of evaluations since the best one.
         data: everything that the order of the data depends on. A resumed run must match it.
         base: identity of the frozen weights under adapters, which are not in the checkpoint. None without adapters.
         stream: position in a stream of samples. None if the data is not a stream.
@@ -59,7 +59,7 @@ class Position:
     samples: int = 0
     tokens: int = 0
     best: dict[str, Any] | None = None
-    waited: int = 0
+    evaluations_since_best: int = 0
     data: dict[str, Any] = field(default_factory=dict)
     base: str | None = None
     stream: Bookmark | None = None
@@ -70,8 +70,20 @@ class Position:
         """Completed steps, samples and tokens: the units of an interval."""
         return {"steps": self.step, "samples": self.samples, "tokens": self.tokens}
 
+    def to_state(self) -> dict[str, Any]:
+        """Return the values for a checkpoint. ``waited`` is the key of the evaluations since the best one."""
+        state = dataclasses.asdict(self)
+        state["waited"] = state.pop("evaluations_since_best")
+        return state
 
-def counted(template: Template, microbatch: MicroBatch) -> MicroBatch:
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Position:
+        """Restore the values of a checkpoint. An older version saved fewer of them."""
+        values = {**state, "evaluations_since_best": state.get("waited", 0)}
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
+
+
+def with_target_count(template: Template, microbatch: MicroBatch) -> MicroBatch:
     """Record what the host must know about a micro batch (targets, size, masks) before it moves to the device."""
     microbatch.targets = 0 if microbatch.idle else checked_count(template.count_targets(microbatch.batch))
     microbatch.size = (microbatch.sample_count, microbatch.tokens)
@@ -85,13 +97,13 @@ class Loop:
 
     Attributes:
         total: optimizer steps of the whole run. After an early stop, the steps that were done.
-        keep: number of checkpoints to keep.
+        keep_checkpoints: number of checkpoints to keep.
         metric: selects the best checkpoint. None keeps no best one.
         patience: evaluations without an improvement before the run stops early. None never stops it early.
         early_stop_reason: reason for an early stop. None if the run did not stop early.
         saver: saves checkpoints in the background. None saves synchronously.
         profile: profiles some steps of this worker.
-        curves: the trackers, on the main worker only. None if there are none.
+        trackers: the trackers, on the main worker only. None if there are none.
         progress: the progress display.
     """
 
@@ -108,17 +120,17 @@ class Loop:
     metrics: MetricsFile | None
     meter: Meter
     receipts: Receipts
-    keep: int
+    keep_checkpoints: int
     metric: BestMetric | None
     patience: int | None = None
     saver: AsyncSaver | None = None
     profile: Profile | None = None
-    curves: Trackers | None = None
+    trackers: Trackers | None = None
     progress: Progress = field(init=False)
     early_stop_reason: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._stop_when_patience_ends()  # a run that stopped early is complete, but a larger patience continues it
+        self._stop_if_patience_ended()  # a run that stopped early is complete, but a larger patience continues it
 
     def run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
         """Train to the end and return the metrics of the last evaluation.
@@ -132,7 +144,7 @@ class Loop:
         """
         with (
             contextlib.closing(self.saver) if self.saver else contextlib.nullcontext(),
-            device_failure.located(lambda: self.position.step, self._resume_hint()),
+            device_failure.locate_errors(lambda: self.position.step, self._resume_hint()),
         ):
             return self._run(stop, progress)
 
@@ -140,40 +152,43 @@ class Loop:
         self.progress = progress
         metrics: dict[str, float] = {}
         batches = self._batches()
-        tell(self.template, "on_train_start")
+        notify(self.template, "on_train_start")
         states_of(self.template.callbacks)  # fail now, not at the first checkpoint, if a state cannot be saved
         while (step := self.position.step) < self.total:
             if self.profile:
                 self.profile.step_begins()
 
             # 1. Load the micro batches of this rank. The samples depend only on the seed and the step.
-            with self._part(DATA):
+            with self._profiled(DATA):
                 microbatches = [next(batches) for _ in range(self.template.plan.sizes.accumulation)]
 
             # 2. Agree on what all ranks must know before the forward: the number of targets, whether to stop, and
             #    whether a background save has progressed on every rank. The hosts exchange this while the devices
             #    still compute the previous step.
-            here = [m for m in microbatches if not m.idle and self.workers.is_replica_leader]
-            with self._part(EXCHANGE):
-                targets, samples, tokens, asked, saving, clock = self.workers.sum(
-                    sum(m.targets for m in here),
-                    sum(m.sample_count for m in here),
-                    sum(m.tokens for m in here),
-                    stop.asked,
+            counting = [m for m in microbatches if not m.idle and self.workers.is_replica_leader]
+            with self._profiled(EXCHANGE):
+                targets, samples, tokens, stop_requested, saving, minutes_due = self.workers.sum(
+                    sum(m.targets for m in counting),
+                    sum(m.sample_count for m in counting),
+                    sum(m.tokens for m in counting),
+                    stop.is_requested,
                     self.saver is not None and self.saver.busy,
-                    self.intervals.by_clock() if self.workers.is_main else 0,
+                    self.intervals.due_by_clock() if self.workers.is_main else 0,
                 )
             if self.saver and self.saver.pending and not saving:
-                self._saved(self.saver.proceed())
+                self._report_checkpoint(self.saver.proceed())
 
             # 3. Forward, backward, clipping and update.
-            with self._part(TRAIN), self._watched(step, microbatches):
+            # Receipts are recorded in the first step of this process. Later steps have no overhead.
+            is_first = self.meter.steps == 0
+            recording = self.receipts.watch(microbatches) if is_first else contextlib.nullcontext()
+            with self._profiled(TRAIN), recording:
                 result = self._step(step, microbatches, targets)
 
             # 4. Update the counters.
-            with self._part(REST):
+            with self._profiled(REST):
                 self.receipts.count(microbatches)
-                if self.meter.steps == 0:
+                if is_first:
                     self.receipts.check()
                 before = self.position.counts
                 self.position.step = done = step + 1
@@ -181,56 +196,60 @@ class Loop:
                 self.position.samples += int(samples)
                 self.position.tokens += int(tokens)
                 self.meter.step(int(samples), int(tokens))
-                tell(self.template, "on_step_end", done, result)
+                notify(self.template, "on_step_end", done, result)
                 progress.advance(result.loss)
             if self.profile and self.profile.step_ends():
                 self.profile = None
 
             # 5. Log, evaluate, save. In this order, the metrics of a step are written before its checkpoint.
-            since = before, self.position.counts
+            progress_counts = before, self.position.counts
             if self.intervals.logs(done, self.total):
                 self._log(result, step)
-            if self.validation and self.intervals.due(EVALUATE, *since, self.total, int(clock)):
+            if self.validation and self.intervals.due(EVALUATE, *progress_counts, self.total, int(minutes_due)):
                 metrics = self._evaluate()
                 self._stop_early(result)
             self._after_step(done)
-            if self.intervals.due(SAVE, *since, self.total, int(clock)) or asked or self._is_best:
+            if (
+                self.intervals.due(SAVE, *progress_counts, self.total, int(minutes_due))
+                or stop_requested
+                or self._is_best
+            ):
                 self._save()
-            self._end_if_asked(bool(asked), done)
+            self._stop_if_requested(bool(stop_requested), done)
         return metrics
 
     def _after_step(self, done: int) -> None:
         """Flush the trackers, and call ``on_epoch_end`` at the end of an epoch."""
-        if self.curves:
-            self.curves.flush()
+        if self.trackers:
+            self.trackers.flush()
         if self.intervals.epoch and done % self.intervals.epoch == 0:
-            tell(self.template, "on_epoch_end", done // self.intervals.epoch)
+            notify(self.template, "on_epoch_end", done // self.intervals.epoch)
 
     def _stop_early(self, result: StepResult) -> None:
         """Stop the run if patience has run out, and log this step as the last one."""
         step, logged = self.position.step, self.intervals.logs(self.position.step, self.total)
-        self._stop_when_patience_ends()
+        self._stop_if_patience_ended()
         if self.early_stop_reason:
             say(self.workers, f"stopped early {self.early_stop_reason}")
             if not logged:
                 self._log(result, step - 1)
 
-    def _stop_when_patience_ends(self) -> None:
+    def _stop_if_patience_ended(self) -> None:
         """End the run at the current step if patience has run out. All workers decide the same."""
-        step, waited, best = self.position.step, self.position.waited, self.position.best
-        if self.patience is None or waited < self.patience or step >= self.total:
+        step, evaluations, best = self.position.step, self.position.evaluations_since_best, self.position.best
+        if self.patience is None or evaluations < self.patience or step >= self.total:
             return
         than = (
             f"a better {best['metric']} than {best['value']:.6g} of step {best['step']}" if best else "a finite metric"
         )
-        self.early_stop_reason = f"after step {step} of {self.total}: {waited} evaluations without {than}"
+        self.early_stop_reason = f"after step {step} of {self.total}: {evaluations} evaluations without {than}"
         self.total = step
 
-    def _end_if_asked(self, asked: bool, done: int) -> None:
+    def _stop_if_requested(self, is_requested: bool, done: int) -> None:
         """Wait for the last save. Raise :class:`Interrupted` if a stop was requested before the last step."""
-        if asked or done == self.total:
+        if is_requested or done == self.total:
             self._wait_for_save()
-        if asked and done < self.total:
+        if is_requested and done < self.total:
             hint, saved = self._resume_hint(), self.folder is not None
             raise Interrupted(f"stopped after step {done} as asked", hint=hint, saved=saved)
 
@@ -250,26 +269,24 @@ class Loop:
             data_size=plan.sizes.data,
             accumulation=plan.sizes.accumulation,
         )
-        apart = accelerator.computes_apart(self.workers.device)
-        workers = data.dataloader_num_workers if data.dataloader_num_workers is not None else (2 if apart else 0)
-        pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else apart
+        is_async = accelerator.computes_apart(self.workers.device)
+        workers = data.dataloader_num_workers if data.dataloader_num_workers is not None else (2 if is_async else 0)
+        pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else is_async
         batches = load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
         # The host counts targets before a batch moves to the device. The batches of the next step are copied while
         # this step is computed.
         return on_device(
-            (counted(self.template, batch) for batch in batches), self.workers.device, ahead=plan.sizes.accumulation
+            (with_target_count(self.template, batch) for batch in batches),
+            self.workers.device,
+            ahead=plan.sizes.accumulation,
         )
 
-    def _part(self, name: str) -> contextlib.AbstractContextManager[Any]:
+    def _profiled(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return self.profile.part(name) if self.profile else contextlib.nullcontext()
-
-    def _watched(self, step: int, microbatches: list[MicroBatch]) -> contextlib.AbstractContextManager[Any]:
-        """Record receipts in the first step of this process. Later steps have no overhead."""
-        return self.receipts.watch(microbatches) if self.meter.steps == 0 else contextlib.nullcontext()
 
     def _step(self, step: int, microbatches: list[MicroBatch], targets: float) -> StepResult:
         task = self.template.task if self.template.uses_task else None
-        with self._located(step):
+        with self._locate_errors(step):
             if task and task.measures:
                 task.begin_step(microbatches)
             if task and task.needs_prepass:
@@ -280,13 +297,13 @@ class Loop:
             result.measured = {**result.measured, **task.measured(self.workers)}
         return result
 
-    def _hear_all(self) -> None:
+    def _raise_pending_errors(self) -> None:
         """Raise errors of earlier steps before anything about them is logged or saved."""
-        with self._located(self.position.step - 1):
+        with self._locate_errors(self.position.step - 1):
             self.engine.raise_pending_errors()
 
     @contextlib.contextmanager
-    def _located(self, newest: int) -> Iterator[None]:
+    def _locate_errors(self, newest: int) -> Iterator[None]:
         """Add the step and its samples to a :class:`NonFiniteLoss`. ``newest`` is the last step that was started."""
         try:
             yield
@@ -305,7 +322,7 @@ class Loop:
         return "continue with --resume" if self.folder else "nothing was saved: there is no --save"
 
     def _log(self, result: StepResult, step: int) -> None:
-        self._hear_all()
+        self._raise_pending_errors()
         line = {
             "step": step + 1,
             "epoch": self.epoch,
@@ -325,12 +342,12 @@ class Loop:
         """Write a line of metrics to the file and the trackers."""
         if self.metrics:
             self.metrics.write(line)
-        if self.curves:
-            self.curves.tell(line)
+        if self.trackers:
+            self.trackers.log(line)
 
     def _evaluate(self) -> dict[str, float]:
         assert self.validation is not None
-        self._hear_all()
+        self._raise_pending_errors()
         with self.meter.paused():
             metrics = self.validation.evaluate()
         step = self.position.step
@@ -338,7 +355,7 @@ class Loop:
         self.record({"step": step, "epoch": self.epoch, **metrics})
         if self.metric is not None:
             self._update_best(self.metric, step, metrics)
-        tell(self.template, "on_evaluate", step, metrics)
+        notify(self.template, "on_evaluate", step, metrics)
         return metrics
 
     def _update_best(self, metric: BestMetric, step: int, metrics: Mapping[str, float]) -> None:
@@ -348,21 +365,21 @@ class Loop:
         loss instead.
         """
         best = self.position.best
-        self.position.waited += 1
+        self.position.evaluations_since_best += 1
         if metric.name not in metrics:
             names = ", ".join(name for name in metrics if name != LOSS) or "nothing"
-            given = f"compute_metrics returns no '{metric.name}' (it returns {names})"
+            problem = f"compute_metrics returns no '{metric.name}' (it returns {names})"
             if best is not None and best["metric"] == metric.name:
-                say(self.workers, f"{given}: step {step} is not a new best", loud=True)
+                say(self.workers, f"{problem}: step {step} is not a new best", loud=True)
                 return
             self.metric = metric = loss_of(self.template.data.validation_sets())
-            say(self.workers, f"{given}: the best checkpoint is the one with the lowest {metric.name}", loud=True)
+            say(self.workers, f"{problem}: the best checkpoint is the one with the lowest {metric.name}", loud=True)
         value = metrics[metric.name]
         if not math.isfinite(value):
             say(self.workers, f"the {metric.name} of step {step} is {value}: not a new best", loud=True)
         elif metric.improves(value, best):
             self.position.best = {"step": step, "metric": metric.name, "value": value}
-            self.position.waited = 0
+            self.position.evaluations_since_best = 0
 
     @property
     def _is_best(self) -> bool:
@@ -372,31 +389,31 @@ class Loop:
     def _save(self) -> None:
         if self.folder is None:
             return
-        self._hear_all()
+        self._raise_pending_errors()
         with self.meter.paused():
             if self.metrics:
                 self.metrics.sync()
             root, step = self.folder.checkpoints, self.position.step
             self.position.callbacks = states_of(self.template.callbacks)
-            progress = dataclasses.asdict(self.position)
+            progress = self.position.to_state()
             best = self.position.best["step"] if self.position.best else None
             if self.saver:
                 self._wait_for_save()
                 self.saver.start(step, self.engine, progress, best)
                 return
             path: Path = checkpoint.save(root, step, self.engine, progress, self.workers)
-            problem = checkpoint_check.delete_older(path, self.keep, best, self.workers)
+            problem = checkpoint_check.delete_older(path, self.keep_checkpoints, best, self.workers)
             if problem:
                 say(self.workers, problem, loud=True)
-        self._saved(path)
+        self._report_checkpoint(path)
 
     def _wait_for_save(self) -> None:
         if self.saver:
             with self.meter.paused():
-                self._saved(self.saver.wait())
+                self._report_checkpoint(self.saver.wait())
 
-    def _saved(self, path: Path | None) -> None:
+    def _report_checkpoint(self, path: Path | None) -> None:
         """Report a complete checkpoint."""
         if path:
             self.progress.saved(checkpoint.step_of(path), path)
-            tell(self.template, "on_checkpoint", checkpoint.step_of(path), path)
+            notify(self.template, "on_checkpoint", checkpoint.step_of(path), path)

@@ -46,7 +46,7 @@ SHARDING = (
 )
 
 
-def _saved(values: Callable[[str], Any]) -> int:
+def _saving_rank(values: Callable[[str], Any]) -> int:
     """Return the rank of a sharding by the memory it saves. Higher saves more."""
     if values("zero_3_memory_optimization"):
         return 7 if values("nvme_path") else 6 if values("cpu_offload") else 5
@@ -64,7 +64,7 @@ def next_step(config: RunConfig, plan: Plan, resolve: Callable[[RunConfig], Plan
         config: the configuration of the run that is out of memory. ``plan`` is its plan.
         resolve: returns a plan, or raises :class:`Refused`.
     """
-    for step in _steps_ahead(config, plan):
+    for step in _remaining_steps(config, plan):
         changed = {name: value for name, value in step.items() if config.get(name) != value}
         if "micro_batch_size" in changed:
             changed["global_batch_size"] = plan.sizes.global_batch
@@ -77,7 +77,7 @@ def next_step(config: RunConfig, plan: Plan, resolve: Callable[[RunConfig], Plan
     return None
 
 
-def _has(step: Mapping[str, Any], config: RunConfig, plan: Plan) -> bool:
+def _is_taken(step: Mapping[str, Any], config: RunConfig, plan: Plan) -> bool:
     """Whether a run has already taken one of the first steps."""
     ((name, value),) = step.items()
     if name == "mixed_precision":
@@ -87,13 +87,13 @@ def _has(step: Mapping[str, Any], config: RunConfig, plan: Plan) -> bool:
     return bool(config.get(name) == value)
 
 
-def _steps_ahead(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any]]:
-    yield from (step for step in FIRST if not _has(step, config, plan))
+def _remaining_steps(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any]]:
+    yield from (step for step in FIRST if not _is_taken(step, config, plan))
     copies = plan.sizes.copies
     if copies > 1:  # a single worker cannot shard
         group = config.get("fsdp_shard_size") or copies
         yield from ({"fsdp_shard_size": n} for n in range(group + 1, copies + 1) if copies % n == 0)
-        yield from (step for step in SHARDING if _saved(step.get) > _saved(config.get))
+        yield from (step for step in SHARDING if _saving_rank(step.get) > _saving_rank(config.get))
 
 
 def is_out_of_memory(error: Exception) -> bool:

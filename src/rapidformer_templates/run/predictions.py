@@ -81,16 +81,20 @@ def predict_inputs(
         advance: called with the number of rows that this worker has completed.
     """
     rank, world = (workers.rank, workers.world) if workers else (0, 1)
-    mine: dict[int, Record] = {}
+    own_records: dict[int, Record] = {}
     with _predicting(model):
         for batch in batches_of(inputs, batch_size)[rank::world]:
             torch.manual_seed(
                 generation.seed + batch[0]
             )  # seeded per batch, so that it does not matter which worker draws
             told = task.records(model, [inputs.rows[row] for row in batch], generation)
-            mine |= dict(zip(batch, told, strict=True))
+            own_records |= dict(zip(batch, told, strict=True))
             advance(len(batch))
-    records = {row: record for share in (workers.gather(mine) if workers else [mine]) for row, record in share.items()}
+    records = {
+        row: record
+        for share in (workers.gather(own_records) if workers else [own_records])
+        for row, record in share.items()
+    }
     return [records[row] for row in range(len(records))]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rapidformer_templates.run.console import tell
+from rapidformer_templates.run.console import print_lines
 from rapidformer_templates.system.host_copy import HostCopy
 from rapidformer_templates.system.progress_bar import ProgressBar
 
@@ -60,4 +60,4 @@ class Progress:
 
     def _tell(self, step: int, text: str) -> None:
         if self._in_lines:
-            tell(f"step {step:,}/{self._total:,}  {text}")
+            print_lines(f"step {step:,}/{self._total:,}  {text}")

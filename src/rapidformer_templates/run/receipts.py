@@ -26,7 +26,7 @@ from rapidformer_templates.models.blocks import bytes_of, find_blocks, is_quanti
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import Measured, acting_together
-from rapidformer_templates.run.own_hooks import own_hooks
+from rapidformer_templates.run.script_hooks import overridden_hooks
 from rapidformer_templates.system.host_memory import freed_memory
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ INTERNAL = frozenset(
 )
 """Values that switches check but the summary does not show."""
 
-HELD = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "bucket_bytes")
+BYTES_BY_RANK = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "bucket_bytes")
 
 
 class Receipts:
@@ -67,19 +67,19 @@ class Receipts:
         self.template = template
         plan = template.plan
         self.switches = acting_together((REGISTRY[name] for name in plan.switches), plan.sizes).values()
-        self.wanted = frozenset(name for switch in self.switches for name in switch.receipt)
+        self.requested = frozenset(name for switch in self.switches for name in switch.receipt)
         hooks = dict.fromkeys(switch.receipt_hooks for switch in self.switches if switch.receipt_hooks)
-        self._of_switches: list[Receipt] = [load_object(path)() for path in hooks]
+        self._switch_receipts: list[Receipt] = [load_object(path)() for path in hooks]
         self._chosen_shapes = [[shape.rows, shape.length] for shape in getattr(order, "shapes", ())]
         self._activations: set[str] = set()
-        self._early: dict[str, Any] = {}
+        self._first_step: dict[str, Any] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._tokens = [0, 0]
         self._gradient_elements = 0
 
     def count(self, microbatches: Sequence[MicroBatch]) -> None:
         """Record the shapes and the padding of a step's batches. This is called in every step."""
-        if "fill" in self.wanted:
+        if "fill" in self.requested:
             self._shapes |= {microbatch.shape for microbatch in microbatches}
             self._tokens[0] += sum(microbatch.tokens for microbatch in microbatches if not microbatch.idle)
             self._tokens[1] += sum(microbatch.padded_tokens for microbatch in microbatches)
@@ -100,30 +100,30 @@ class Receipts:
     def watch(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
         """Context for the first step. It records the outputs of the forward and the measurements of the switches."""
         probe = Probe(self.engine, microbatches[0])
-        for receipt in self._of_switches:
-            self._early |= receipt.before_step(probe)
-        compiles = any(receipt.compiles for receipt in self._of_switches)
+        for receipt in self._switch_receipts:
+            self._first_step |= receipt.before_step(probe)
+        compiles = any(receipt.compiles for receipt in self._switch_receipts)
         if compiles:
             # Hooks inside blocks would become part of their compiled graphs, which are recompiled without the hooks.
-            with self._watched_leaves(), torch.compiler.set_stance("force_eager"), torch.no_grad():
+            with self._recording_leaves(), torch.compiler.set_stance("force_eager"), torch.no_grad():
                 probe.forward()
         before = self.engine.micro_steps
         self.engine.before_update = self._measure_gradients
         try:
             with ExitStack() as stack:
                 if not compiles:
-                    stack.enter_context(self._watched_leaves())
-                for receipt in self._of_switches:
+                    stack.enter_context(self._recording_leaves())
+                for receipt in self._switch_receipts:
                     stack.enter_context(receipt.around_step())
                 yield
         finally:
             self.engine.before_update = None
-        self._early["micro_steps"] = self.engine.micro_steps - before
+        self._first_step["micro_steps"] = self.engine.micro_steps - before
 
     @contextmanager
-    def _watched_leaves(self) -> Iterator[None]:
+    def _recording_leaves(self) -> Iterator[None]:
         """Record the output types of leaf modules only. Sums between them (a residual stream) keep the wider type."""
-        hooks = [leaf.register_forward_hook(self._see_output) for leaf in self._leaves(self.engine.model)]
+        hooks = [leaf.register_forward_hook(self._record_output) for leaf in self._leaves(self.engine.model)]
         try:
             yield
         finally:
@@ -132,7 +132,7 @@ class Receipts:
 
     def _leaves(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yield the called modules that call no other modules."""
-        hidden = any(receipt.hides_parts(module) for receipt in self._of_switches)
+        hidden = any(receipt.hides_parts(module) for receipt in self._switch_receipts)
         children = [] if hidden else list(module.children())
         if not children:
             yield module
@@ -140,13 +140,13 @@ class Receipts:
             yield from self._leaves(child)
 
     def _measure_gradients(self) -> None:
-        held = bytes_by_kind(self.engine.local_tensors())
-        self._early["gradient_bytes"] = held["gradients"]
+        sizes = bytes_by_kind(self.engine.local_tensors())
+        self._first_step["gradient_bytes"] = sizes["gradients"]
         self._gradient_elements = storage_elements(self.engine.local_tensors()["gradients"])
-        if "buckets" in held:
-            self._early["bucket_bytes"] = held["buckets"]
+        if "buckets" in sizes:
+            self._first_step["bucket_bytes"] = sizes["buckets"]
 
-    def _see_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _record_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._activations |= set(_types([t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]))
 
     def measured(self) -> dict[str, Any]:
@@ -154,13 +154,13 @@ class Receipts:
         engine, rule = self.engine, self.engine.update_rule
         tensors = engine.local_tensors()  # must come first: it makes FSDP reshard parameters after an evaluation
         parameters = list(engine.model.parameters())
-        held = bytes_by_kind(tensors)
+        sizes = bytes_by_kind(tensors)
         measures: dict[str, Callable[[], Any]] = {
             "parameter_dtypes": lambda: _types(parameters),
             "activation_dtypes": lambda: sorted(self._activations),
-            "parameter_bytes": lambda: held["parameters"],
+            "parameter_bytes": lambda: sizes["parameters"],
             "parameter_bytes_whole": lambda: sum(map(bytes_of, parameters)),
-            "optimizer_state_bytes": lambda: held["optimizer"],
+            "optimizer_state_bytes": lambda: sizes["optimizer"],
             "optimizer_state_device": lambda: sorted({tensor.device.type for tensor in tensors["optimizer"]}),
             "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
             "matmul_precision": torch.get_float32_matmul_precision,
@@ -171,23 +171,25 @@ class Receipts:
             "layout": lambda: engine.workers.dimensions,
         }
         always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes", "freed_memory"}
-        values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
-        own = {name: value for receipt in self._of_switches for name, value in receipt.after_step(engine).items()}
-        values |= {name: value for name, value in own.items() if name in self.wanted}
-        return values | self._early | dict(self.engine.receipts)
+        values = {name: measure() for name, measure in measures.items() if name in self.requested | always}
+        of_switches = {
+            name: value for receipt in self._switch_receipts for name, value in receipt.after_step(engine).items()
+        }
+        values |= {name: value for name, value in of_switches.items() if name in self.requested}
+        return values | self._first_step | dict(self.engine.receipts)
 
     def _elements(self) -> dict[str, Any]:
         """Return how many parameter elements this rank trains, updates and holds only in part."""
         engine = self.engine
         whole = {p: math.prod(shape_of(p)) for p in engine.model.parameters()}
-        here = {p: c if is_quantized(p) else min(local_part(p).numel(), c) for p, c in whole.items()}
+        local = {p: c if is_quantized(p) else min(local_part(p).numel(), c) for p, c in whole.items()}
         # Under tensor parallelism, this rank trains only its part of the sharded matrices, even without other switches.
-        mine = {p: here[p] * divided_over(p, "experts") for p in whole} if engine.workers.tensor > 1 else whole
+        trained = {p: local[p] * divided_over(p, "experts") for p in whole} if engine.workers.tensor > 1 else whole
         return {
-            "trained_elements": sum(count for p, count in mine.items() if p.requires_grad),
+            "trained_elements": sum(count for p, count in trained.items() if p.requires_grad),
             "updated_elements": sum(local_part(p).numel() for g in engine.optimizer.param_groups for p in g["params"]),
             "gradient_elements": self._gradient_elements,
-            "divided_elements": sum(count for p, count in whole.items() if here[p] < count),
+            "divided_elements": sum(count for p, count in whole.items() if local[p] < count),
             "divided_over_experts": sum(count for p, count in whole.items() if divided_over(p, "experts") > 1),
             "largest_parameter": max(whole.values(), default=0),
             "chosen_shapes": self._chosen_shapes,
@@ -195,7 +197,7 @@ class Receipts:
 
     def _by_rank(self) -> list[dict[str, Any]]:
         values = self.measured() | self._elements() | dict(receipts_of(self.engine.model, self.engine.workers))
-        return self.engine.workers.gather(values | (self._padding() if "fill" in self.wanted else {}))
+        return self.engine.workers.gather(values | (self._padding() if "fill" in self.requested else {}))
 
     def check(self) -> None:
         """Check after the first step that each active switch has acted. Call it on every rank.
@@ -204,13 +206,13 @@ class Receipts:
             SwitchDidNothing: names all switches without an effect.
         """
         template = self.template
-        hooks = frozenset(own_hooks(type(template)))
+        hooks = frozenset(overridden_hooks(type(template)))
         measured = Measured(template.plan, template.config, self._by_rank(), hooks)
         acted = {switch.name: switch.acted(measured) for switch in self.switches}
         missing = {name: finding for name, finding in acted.items() if finding}
         if missing:
-            asked = [f"{spelling(name)} ({template.config.origin(name)})" for s in missing for name in REGISTRY[s].on]
-            raise SwitchDidNothing(missing, where=", ".join(asked))
+            flags = [f"{spelling(name)} ({template.config.origin(name)})" for s in missing for name in REGISTRY[s].on]
+            raise SwitchDidNothing(missing, where=", ".join(flags))
 
     def measured_by_rank(self) -> dict[str, Any]:
         """Return each measurement from the first rank that has it, and the bytes per rank. Call it on every rank."""
@@ -218,5 +220,5 @@ class Receipts:
         values: dict[str, Any] = {}
         for of_rank in reversed(ranks):
             values |= {name: value for name, value in of_rank.items() if name not in INTERNAL and value is not None}
-        held = [{name: of_rank[name] for name in HELD if name in of_rank} for of_rank in ranks]
-        return values | {"held_bytes_by_rank": held}
+        bytes_by_rank = [{name: of_rank[name] for name in BYTES_BY_RANK if name in of_rank} for of_rank in ranks]
+        return values | {"held_bytes_by_rank": bytes_by_rank}

@@ -43,7 +43,7 @@ def compared_task(template: Template) -> Preference | None:
 
 
 @contextmanager
-def loss_is_tried(template: Template) -> Iterator[None]:
+def allow_trial(template: Template) -> Iterator[None]:
     """Allow transforms inside the context to try the loss of a preference before there is a reference."""
     task = compared_task(template)
     if task is None:
@@ -93,22 +93,22 @@ class Precomputed:
             "data": {name: _digest(samples) for name, samples in self.parts.items()},
         }
 
-    def attach(self, folder: RunFolder | None, *, kept: RunFolder | None) -> None:
+    def attach(self, folder: RunFolder | None, *, saved: RunFolder | None) -> None:
         """Add the log-probabilities to the samples. They are computed now, or read if a run continues.
 
         Args:
             folder: folder of this run, in which they are stored.
-            kept: folder of the run that continues, a different one with ``--load``. None computes them.
+            saved: folder of the run that continues, a different one with ``--load``. None computes them.
 
         Raises:
             CheckpointError: they are missing, or were computed for another model or other data.
         """
-        if kept is not None:
-            is_own = folder is not None and kept.path == folder.path
-            values = self._read(kept.reference, ("model", "load", "data") if is_own else ("model", "data"))
+        if saved is not None:
+            is_own = folder is not None and saved.path == folder.path
+            values = self._read(saved.reference, ("model", "load", "data") if is_own else ("model", "data"))
         else:
             values = {name: self._computed(samples) for name, samples in self.parts.items()}
-        if folder and (kept is None or kept.path != folder.path) and self.workers.is_main:
+        if folder and (saved is None or saved.path != folder.path) and self.workers.is_main:
             told = {"of": json.dumps(self.identity, sort_keys=True)}
             temporary = folder.reference.with_name(folder.reference.name + ".tmp")
             with writing(folder.reference):
@@ -124,9 +124,9 @@ class Precomputed:
 
     def _read(self, path: Path, compared: Sequence[str]) -> Mapping[str, Any]:
         try:
-            with safe_open(path, framework="pt") as kept:
-                of = json.loads(kept.metadata()["of"])
-                values = {name: kept.get_tensor(name).tolist() for name in kept.keys()}  # noqa: SIM118 - no mapping
+            with safe_open(path, framework="pt") as file:
+                of = json.loads(file.metadata()["of"])
+                values = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118 - no mapping
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(
                 f"the log-probabilities of the reference cannot be read: {error}",
@@ -150,13 +150,13 @@ class Precomputed:
             samples.lengths, len(samples), 0, rank=self.workers.data_rank, data_size=sizes.data,
             micro_batch=sizes.micro_batch,
         )  # fmt: skip
-        found: list[tuple[int, list[float]]] = []
+        logps: list[tuple[int, list[float]]] = []
         with evaluating(self.engine):
             for microbatch in load(samples, self.template.data, requests, workers=0, pin_memory=False):
                 told = task.reference_of(self.engine.eval_batch, microbatch)
                 if self.workers.is_replica_leader and not microbatch.idle:
-                    found += zip(microbatch.samples, told, strict=True)
-        everywhere = dict(entry for share in self.workers.gather(found) for entry in share)
+                    logps += zip(microbatch.samples, told, strict=True)
+        everywhere = dict(entry for share in self.workers.gather(logps) for entry in share)
         return [everywhere[i] for i in range(len(samples))]
 
 
@@ -197,6 +197,6 @@ def identity_of_model(engine: Engine, workers: Workers) -> str:
     """Return a digest of the weights. Call it on every worker."""
     base = frozen_base_of(engine.model)
     weights = engine.full_weights() if base is None else None
-    mine = identity_of({name: fingerprint(tensor) for name, tensor in weights.items()}) if weights else ""
-    told: str = workers.broadcast(base.identity if base else mine)
+    identity = identity_of({name: fingerprint(tensor) for name, tensor in weights.items()}) if weights else ""
+    told: str = workers.broadcast(base.identity if base else identity)
     return told

@@ -53,12 +53,11 @@ def restore_run(
         seed_all(training.seed + 1 + workers.stream)
         return fresh
     reader = Reader(path)
-    known = Position.__dataclass_fields__.keys() & reader.state.keys()  # an older version saved fewer fields
-    saved = Position(**{name: reader.state[name] for name in known})
+    saved = Position.from_state(reader.state)
     _check_fit(reader, saved, fresh, path)
-    saved.best = _own_best(saved, path, folder, workers)
+    saved.best = _best_of_this_run(saved, path, folder, workers)
     if saved.best is None:
-        saved.waited = 0
+        saved.evaluations_since_best = 0
     restore_engine(reader, engine, training, workers)
     return saved
 
@@ -75,11 +74,11 @@ def restore_engine(reader: Reader, engine: Engine, training: TrainingFlags, work
     _restore_random_state(reader, training.seed, int(reader.state["step"]), workers)
 
 
-HOW_IT_STARTS = {"template", "--resume", "--save", "--load", "--overwrite", "--config", "--user-script"}
+NOT_COMPARED = {"template", "--resume", "--save", "--load", "--overwrite", "--config", "--user-script"}
 """Values that do not affect a resumed run."""
 
 
-def say_changes(folder: RunFolder, values: Mapping[str, Mapping[str, Any]], workers: Workers) -> None:
+def report_changes(folder: RunFolder, values: Mapping[str, Mapping[str, Any]], workers: Workers) -> None:
     """Report the flags whose values have changed since the run was last started.
 
     Args:
@@ -93,15 +92,15 @@ def say_changes(folder: RunFolder, values: Mapping[str, Mapping[str, Any]], work
         say(workers, f"{folder.plan} cannot be read ({error}): what has changed is unknown", loud=True)
         return
     values = json.loads(json.dumps(values))
-    named = sorted((before.keys() | values.keys()) - HOW_IT_STARTS)
+    named = sorted((before.keys() | values.keys()) - NOT_COMPARED)
     pairs = {name: (before.get(name, {}).get("value"), values.get(name, {}).get("value")) for name in named}
-    told = [
+    changes = [
         f"{name} {'its default' if was is None else was} → {'its default' if now is None else now}"
         for name, (was, now) in pairs.items()
         if was != now
     ]
-    if told:
-        say(workers, f"note       changed since the run was last started: {', '.join(told)}")
+    if changes:
+        say(workers, f"note       changed since the run was last started: {', '.join(changes)}")
 
 
 def _newest(root: Path, workers: Workers) -> Path | None:
@@ -140,7 +139,7 @@ def checkpoint_to_load(path: Path, workers: Workers) -> Path:
     return newest
 
 
-def _own_best(saved: Position, path: Path, folder: RunFolder | None, workers: Workers) -> dict[str, Any] | None:
+def _best_of_this_run(saved: Position, path: Path, folder: RunFolder | None, workers: Workers) -> dict[str, Any] | None:
     """Return the best evaluation so far, if its checkpoint is in this run's folder."""
     best = saved.best
     if best is None or folder is None:
@@ -152,12 +151,12 @@ def _own_best(saved: Position, path: Path, folder: RunFolder | None, workers: Wo
             f"the best evaluation so far ({so_far}) belongs to {path.parent.parent}: this run looks for its own",
         )
         return None
-    kept = folder_of(folder.checkpoints, best["step"])
-    problem = workers.broadcast(problem_of(kept, contents=False) if workers.is_main else None)
+    checkpoint = folder_of(folder.checkpoints, best["step"])
+    problem = workers.broadcast(problem_of(checkpoint, contents=False) if workers.is_main else None)
     if problem:
         say(
             workers,
-            f"the best checkpoint is lost ({kept.name}: {problem}): the next evaluation counts as best",
+            f"the best checkpoint is lost ({checkpoint.name}: {problem}): the next evaluation counts as best",
             loud=True,
         )
         return None

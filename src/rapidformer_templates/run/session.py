@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -30,8 +30,7 @@ from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
-from rapidformer_templates.run import calls, device_failure
-from rapidformer_templates.run import out_of_memory as ladder
+from rapidformer_templates.run import calls, device_failure, out_of_memory
 from rapidformer_templates.run.building import build_engine, choose_allocation, prepare_switches
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
@@ -40,7 +39,7 @@ from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import checked_schedule
-from rapidformer_templates.run.loop import Position, counted
+from rapidformer_templates.run.loop import Position, with_target_count
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.resume import check_base, checkpoint_to_load, restore_engine
@@ -51,7 +50,7 @@ from rapidformer_templates.system.workers import Workers, join
 if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
 
-OF_A_SESSION = frozenset(
+SESSION_FLAGS = frozenset(
     {
         "config", "template", "nproc_per_node", "data_parallel_size", "master_port", "device", "micro_batch_size",
         "global_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay",
@@ -109,7 +108,7 @@ def open_session(
 def _check_flags(template: Template, schedule: Schedule | None) -> None:
     """Raise an error for flags that have no effect in a session."""
     config, plan = template.config, template.plan
-    of_a_run = {f.name for section in SECTIONS.values() for f in fields(section)} - OF_A_SESSION
+    of_a_run = {f.name for section in SECTIONS.values() for f in fields(section)} - SESSION_FLAGS
     ordering = {name for s in (REGISTRY[name] for name in plan.switches) if s.order for name in s.on}
     for name in config.origins:
         if name in of_a_run | ordering and config.get(name) is not None:
@@ -153,7 +152,7 @@ class Session:
         self._template, self._stack = template, ExitStack()
         self.workers: Workers = self._stack.enter_context(join(self.plan.device, self.plan.sizes))
         resolve = partial(resolve_plan, type(template), training=False)
-        self._explained = partial(ladder.explained, config, self.plan, self.workers.rank, resolve)
+        self._explain_errors = partial(out_of_memory.explained, config, self.plan, self.workers.rank, resolve)
         atexit.register(self.close)
         if self.workers.is_main and launch.CHECKED not in os.environ:
             _show(template)
@@ -169,7 +168,7 @@ class Session:
         self._position = Position(base=base.identity if base else None)
         self._meter = Meter(self.workers.device)
         self._receipts = Receipts(self._engine, template)
-        self._stand_in: Batch | None = None  # last batch of a step, or of an evaluation before the first step
+        self._placeholder: Batch | None = None  # last batch of a step, or of an evaluation before the first step
 
     @property
     def steps(self) -> int:
@@ -198,18 +197,18 @@ class Session:
             NonFiniteLoss: loss or gradient is infinite or NaN. The weights are as before the step.
             SwitchDidNothing: raised after the first step. Names the switches.
         """
-        microbatches, problem = self._taken(list(batches), self.plan.sizes.accumulation)
-        targets, samples, tokens = self._agreed(microbatches, problem)
+        microbatches, problem = self._as_micro_batches(list(batches), self.plan.sizes.accumulation)
+        targets, samples, tokens = self._global_counts(microbatches, problem)
         first = self._meter.steps == 0
         if first:
             self._check_replicas(microbatches)
-        with self._located(self.steps), self._receipts.watch(microbatches) if first else nullcontext():
+        with self._locate_errors(self.steps), self._receipts.watch(microbatches) if first else nullcontext():
             result = self._engine.train_batch(microbatches, targets, self.share if share is None else share)
         self._receipts.count(microbatches)
         if first:
             self._receipts.check()
         if batches:
-            self._stand_in = batches[-1]
+            self._placeholder = batches[-1]
         self._position.step += 1
         self._position.samples += int(samples)
         self._position.tokens += int(tokens)
@@ -225,13 +224,13 @@ class Session:
         Raises:
             DataError: see :meth:`step`.
         """
-        microbatches, problem = self._taken([] if batch is None else [batch], 1)
-        targets, _, _ = self._agreed(microbatches, problem)
+        microbatches, problem = self._as_micro_batches([] if batch is None else [batch], 1)
+        targets, _, _ = self._global_counts(microbatches, problem)
         (microbatch,) = microbatches
-        self._hear_all()
+        self._raise_pending_errors()
         with self._meter.paused(), evaluating(self._engine), self._engine.averaged():
             loss, output = self._engine.eval_batch(microbatch)
-        self._stand_in = batch if self._stand_in is None else self._stand_in
+        self._placeholder = batch if self._placeholder is None else self._placeholder
         (total,) = self.workers.sum(loss if self.workers.is_replica_leader else 0.0)
         return Evaluation(total / max(targets, 1.0), targets, output if self.workers.ends_pipeline else None)
 
@@ -248,19 +247,19 @@ class Session:
             CheckpointError: the checkpoint cannot be written, or ``state`` of a worker cannot be stored. Earlier
                 checkpoints are unchanged.
         """
-        told = next(filter(None, self.workers.gather(_not_kept({} if state is None else state, "state"))), None)
-        if told:
+        lossy = next(filter(None, self.workers.gather(_lossy_part({} if state is None else state, "state"))), None)
+        if lossy:
             raise CheckpointError(
-                f"a checkpoint does not keep {told}", where="session.save(folder, state)",
+                f"a checkpoint does not keep {lossy}", where="session.save(folder, state)",
                 hint="give plain values: names to numbers, strings, lists and dicts of them",
             )  # fmt: skip
-        self._hear_all()
+        self._raise_pending_errors()
         root = RunFolder(folder).checkpoints
         with self._meter.paused():
             if self.workers.is_main:
                 root.mkdir(parents=True, exist_ok=True)
             self.workers.barrier()
-            progress = {**asdict(self._position), "own": dict(state or {})}
+            progress = {**self._position.to_state(), "own": dict(state or {})}
             return checkpoint.save(root, self.steps, self._engine, progress, self.workers)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
@@ -283,14 +282,14 @@ class Session:
 
     def export(self, folder: str | Path, tokenizer: Any = None) -> None:
         """Write a folder that ``from_pretrained`` of transformers can load."""
-        self._hear_all()
+        self._raise_pending_errors()
         self._template.tokenizer = tokenizer
         export_model(self._engine, self._template, Path(folder), self.workers)
         self.workers.barrier()
 
     def summary(self) -> dict[str, Any]:
         """Return the part of a run's ``summary.json`` about its steps, with the receipts of the switches."""
-        self._hear_all()
+        self._raise_pending_errors()
         receipts = self._receipts.measured_by_rank() if self._meter.steps else {}
         return what_was_done(self.plan, self._engine, self._position, self._meter, receipts)
 
@@ -327,14 +326,14 @@ class Session:
         if self.workers.world == 1:
             self._stack.close()  # otherwise the launcher reports the error to peers, which may be waiting
         try:
-            with self._explained():
+            with self._explain_errors():
                 raise error
         except OutOfMemory:
             raise
         except BaseException:
             return  # the original error propagates
 
-    def _taken(self, batches: list[Batch], count: int) -> tuple[list[MicroBatch], str | None]:
+    def _as_micro_batches(self, batches: list[Batch], count: int) -> tuple[list[MicroBatch], str | None]:
         """Return (the micro batches, as many as on every worker, None), or ([], the reason why there are none)."""
         if len(batches) > count:
             return [], (
@@ -342,29 +341,29 @@ class Session:
                 f"{self.plan.sizes.global_batch} = {count} × {self.plan.sizes.data} workers × --micro-batch-size "
                 f"{self.plan.sizes.micro_batch}"
             )
-        stand_in = batches[-1] if batches else self._stand_in
-        if stand_in is None:
+        placeholder = batches[-1] if batches else self._placeholder
+        if placeholder is None:
             return [], "no batch, and no earlier one that could be used instead"
-        idle = [MicroBatch(stand_in, [], idle=True) for _ in range(count - len(batches))]
-        mine = [MicroBatch(batch, list(range(int(samples_in(batch))))) for batch in batches]
-        return [counted(self._template, microbatch) for microbatch in (*mine, *idle)], None
+        idle = [MicroBatch(placeholder, [], idle=True) for _ in range(count - len(batches))]
+        own = [MicroBatch(batch, list(range(int(samples_in(batch))))) for batch in batches]
+        return [with_target_count(self._template, microbatch) for microbatch in (*own, *idle)], None
 
-    def _agreed(self, microbatches: list[MicroBatch], problem: str | None) -> tuple[float, float, float]:
+    def _global_counts(self, microbatches: list[MicroBatch], problem: str | None) -> tuple[float, float, float]:
         """Return targets, samples and tokens of all workers' micro batches.
 
         Raises:
             DataError: a worker has a problem. Raised on all workers.
         """
-        here = [m for m in microbatches if not m.idle and self.workers.is_replica_leader]
+        counting = [m for m in microbatches if not m.idle and self.workers.is_replica_leader]
         targets, samples, tokens, problems = self.workers.sum(
-            sum(m.targets for m in here),
-            sum(m.sample_count for m in here),
-            sum(m.tokens for m in here),
+            sum(m.targets for m in counting),
+            sum(m.sample_count for m in counting),
+            sum(m.tokens for m in counting),
             problem is not None,
         )
         if problems:
-            told = next(p for p in self.workers.gather(problem) if p)
-            raise DataError(f"a worker passes {told}", where="session")
+            message = next(p for p in self.workers.gather(problem) if p)
+            raise DataError(f"a worker passes {message}", where="session")
         return targets, samples, tokens
 
     def _check_replicas(self, microbatches: list[MicroBatch]) -> None:
@@ -383,24 +382,24 @@ class Session:
             if isinstance(tensor, torch.Tensor):
                 digest = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest)
         replicas: dict[int, set[int]] = {}
-        for replica, found in self.workers.gather((self.workers.data_rank, digest)):
-            replicas.setdefault(replica, set()).add(found)
-        if any(len(found) > 1 for found in replicas.values()):
+        for replica, worker_digest in self.workers.gather((self.workers.data_rank, digest)):
+            replicas.setdefault(replica, set()).add(worker_digest)
+        if any(len(worker_digest) > 1 for worker_digest in replicas.values()):
             raise DataError(
                 "workers that share a replica of the model pass different batches",
                 where="session.step(batches)",
                 hint="take the share session.workers.data_rank of session.workers.data, not that of the rank",
             )
 
-    def _hear_all(self) -> None:
-        with self._located(self.steps - 1):
+    def _raise_pending_errors(self) -> None:
+        with self._locate_errors(self.steps - 1):
             self._engine.raise_pending_errors()
 
     @contextmanager
-    def _located(self, newest: int) -> Iterator[None]:
+    def _locate_errors(self, newest: int) -> Iterator[None]:
         """Add the step to a :class:`NonFiniteLoss` or a device failure. ``newest`` is the last started step."""
         try:
-            with device_failure.located(lambda: newest):
+            with device_failure.locate_errors(lambda: newest):
                 yield
         except NonFiniteLoss as error:
             step = newest - error.age
@@ -410,7 +409,7 @@ class Session:
             ) from None
 
 
-def _not_kept(value: Any, name: str) -> str | None:
+def _lossy_part(value: Any, name: str) -> str | None:
     """Return the path of the first part of a value that JSON does not preserve. A tuple may become a list."""
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)
@@ -423,7 +422,7 @@ def _not_kept(value: Any, name: str) -> str | None:
         return None
     else:
         return f"{name}, of type {type(value).__name__}"
-    return next(filter(None, (_not_kept(part, place) for place, part in parts.items())), None)
+    return next(filter(None, (_lossy_part(part, place) for place, part in parts.items())), None)
 
 
 def same_weights(model: nn.Module) -> nn.Module:

@@ -28,7 +28,7 @@ IsLogged = Callable[[str, int], bool]
 
 
 @dataclass(frozen=True)
-class Called:
+class RunName:
     """The names of a run in its trackers.
 
     Attributes:
@@ -52,10 +52,10 @@ class Tracker(ABC):
     name: ClassVar[str]
     project_variable: ClassVar[str] = ""
 
-    def __init__(self, folder: Path, called: Called, known: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, run_name: RunName, known: Mapping[str, str]) -> None:
         self.folder = folder
-        project = known.get("project") or called.project or environ.get(self.project_variable) or PROJECT
-        self.identity: dict[str, str] = {"project": project, "name": called.run, **known}
+        project = known.get("project") or run_name.project or environ.get(self.project_variable) or PROJECT
+        self.identity: dict[str, str] = {"project": project, "name": run_name.run, **known}
         _prepare_accelerate()
         self.tracker = self._open()
         self.tracker.main_process_only = False  # other workers have no tracker, so there is nothing to synchronize
@@ -70,7 +70,7 @@ class Tracker(ABC):
         """Store the name and location that the tracker has chosen for the run."""
 
     @abstractmethod
-    def told(self) -> IsLogged:
+    def logged(self) -> IsLogged:
         """Return a function that looks up logged values in the tracker's own store."""
 
     @property
@@ -109,9 +109,9 @@ def _prepare_accelerate() -> None:
     torch.set_num_threads(threads)
 
 
-def _by_name(told: Iterable[tuple[str, int]]) -> IsLogged:
+def _logged_steps(entries: Iterable[tuple[str, int]]) -> IsLogged:
     steps: dict[str, set[int]] = defaultdict(set)
-    for name, step in told:
+    for name, step in entries:
         steps[name].add(step)
     return lambda name, step: step in steps[name]
 
@@ -128,12 +128,12 @@ class TensorBoard(Tracker):
     def _open(self) -> Any:
         return _tracker("tensorboard", self._events.name, self._events.parent)
 
-    def told(self) -> IsLogged:
+    def logged(self) -> IsLogged:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(self._events), size_guidance={"scalars": 0})
         events.Reload()
-        return _by_name((tag, event.step) for tag in events.Tags()["scalars"] for event in events.Scalars(tag))
+        return _logged_steps((tag, event.step) for tag in events.Tags()["scalars"] for event in events.Scalars(tag))
 
     @property
     def where(self) -> str:
@@ -148,18 +148,18 @@ class WandB(Tracker):
 
     def _open(self) -> Any:
         self.identity.setdefault("id", uuid.uuid4().hex[:8])
-        asked = {"id": self.identity["id"], "name": self.identity["name"], "dir": str(self.folder)}
-        return _tracker("wandb", self.identity["project"], resume="allow", **asked)
+        options = {"id": self.identity["id"], "name": self.identity["name"], "dir": str(self.folder)}
+        return _tracker("wandb", self.identity["project"], resume="allow", **options)
 
-    def told(self) -> IsLogged:
+    def logged(self) -> IsLogged:
         """Look up logged values. A server only knows its newest step. Offline, the local files list all values."""
         run = self.tracker.tracker
         if not run.offline:
             newest = run.step
             return lambda name, step: step < newest
         files = sorted((self.folder / "wandb").glob(f"*run-*-{self.identity['id']}/*.wandb"))
-        told = (row for path in files for row in rows(path))
-        return _by_name((name, row["_step"]) for row in told if "_step" in row for name in row)
+        entries = (row for path in files for row in rows(path))
+        return _logged_steps((name, row["_step"]) for row in entries if "_step" in row for name in row)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.tracker.log(dict(values), step=step, commit=True)  # otherwise it would wait for the next step
@@ -194,13 +194,15 @@ class MLflow(Tracker):
 
         self.identity |= {"id": self.tracker.tracker.info.run_id, "uri": mlflow.get_tracking_uri()}
 
-    def told(self) -> IsLogged:
+    def logged(self) -> IsLogged:
         import mlflow
 
         client, run = mlflow.MlflowClient(), self.identity["id"]
         names = client.get_run(run).data.metrics
-        told = _by_name((name, metric.step) for name in names for metric in client.get_metric_history(run, name))
-        return lambda name, step: told(_allowed(name), step)
+        is_logged = _logged_steps(
+            (name, metric.step) for name in names for metric in client.get_metric_history(run, name)
+        )
+        return lambda name, step: is_logged(_allowed(name), step)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         super().log({_allowed(name): value for name, value in values.items()}, step)
@@ -225,15 +227,15 @@ class Trackio(Tracker):
         from trackio.sqlite_storage import SQLiteStorage
 
         if "id" not in self.identity:
-            taken = self.identity["name"] in SQLiteStorage.get_runs(self.identity["project"])
-            self.identity["id"] = self.identity["name"] + (f"-{uuid.uuid4().hex[:8]}" if taken else "")
+            is_taken = self.identity["name"] in SQLiteStorage.get_runs(self.identity["project"])
+            self.identity["id"] = self.identity["name"] + (f"-{uuid.uuid4().hex[:8]}" if is_taken else "")
         return _tracker("trackio", self.identity["project"], name=self.identity["id"], resume="allow")
 
-    def told(self) -> IsLogged:
+    def logged(self) -> IsLogged:
         from trackio.sqlite_storage import SQLiteStorage
 
         logs = SQLiteStorage.get_logs(self.identity["project"], self.identity["id"])
-        return _by_name((name, row["step"]) for row in logs for name in row)
+        return _logged_steps((name, row["step"]) for row in logs for name in row)
 
     @property
     def where(self) -> str:

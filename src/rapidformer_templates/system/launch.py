@@ -17,8 +17,8 @@ from typing import Any, NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
 from rapidformer_templates.system.ports import free_port, why_not
-from rapidformer_templates.system.processes import ERROR_FILE, Failure, Group
-from rapidformer_templates.system.signals import asked_to_end
+from rapidformer_templates.system.processes import ERROR_FILE, Failure, WorkerGroup
+from rapidformer_templates.system.signals import stop_signal
 
 T = TypeVar("T")
 
@@ -28,10 +28,10 @@ CHECKED = "RAPIDFORMER_CHECKED"
 CHOSEN = "RAPIDFORMER_CHOSEN_LAYOUT"
 """Set for our own workers: the fields that the automatic strategy has chosen, as JSON."""
 
-SEEN_AFTER = 5
+NOTICE_SECONDS = 5
 """Seconds within which the peers of a killed worker fail, too, and report it."""
 
-TOLD = "told_at"
+REPORTED_AT = "told_at"
 """Key in a worker's error file: the time at which :func:`report_errors` wrote it."""
 
 INTERRUPTED = "interrupted"
@@ -77,15 +77,17 @@ def run_workers(
     meeting_port = port or free_port()
     started = time.time()
     environments = [{**_environment(rank, count, meeting_port), **(more or {})} for rank in range(count)]
-    with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder, asked_to_end() as asked:
-        workers = Group(command, environments, Path(folder), shown=shown)
+    with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder, stop_signal() as stop:
+        workers = WorkerGroup(command, environments, Path(folder), shown=shown)
         try:
-            workers.wait(asked)
+            workers.wait(stop)
         finally:
             workers.kill()
         failures = workers.failures()
         if failures:
-            _raise_first(failures, started, asked=bool(asked.signals), insisted=asked.insisted, resumes=resumes)
+            _raise_first(
+                failures, started, is_requested=bool(stop.signals), is_repeated=stop.is_repeated, resumes=resumes
+            )
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
@@ -106,8 +108,8 @@ def _raise_first(
     failures: list[Failure],
     started: float,
     *,
-    asked: bool,
-    insisted: bool = False,
+    is_requested: bool,
+    is_repeated: bool = False,
     resumes: Callable[[], bool] = lambda: False,
 ) -> NoReturn:
     """Raise the first error. Workers that failed because a peer was gone are not the cause.
@@ -115,26 +117,26 @@ def _raise_first(
     Args:
         failures: all workers that failed.
         started: start time of the workers, in seconds.
-        asked: whether this launcher was asked to end. If not, the launcher itself may have asked a worker to end,
-            because another one had failed.
-        insisted: whether the launcher was asked twice and has killed the workers.
+        is_requested: whether this launcher was asked to end. If not, the launcher itself may have asked a worker to
+            end, because another one had failed.
+        is_repeated: whether the launcher was asked twice and has killed the workers.
         resumes: whether there is a checkpoint to resume from.
     """
-    told = [f.told[INTERRUPTED] for f in failures if INTERRUPTED in f.told]
-    passed_on = [-signal.SIGTERM, -signal.SIGHUP] + ([-signal.SIGKILL] if insisted else [])
-    ended = [Interrupted.SAVED, Interrupted.LOST] + (passed_on if asked else [])
+    interruptions = [f.report[INTERRUPTED] for f in failures if INTERRUPTED in f.report]
+    passed_on = [-signal.SIGTERM, -signal.SIGHUP] + ([-signal.SIGKILL] if is_repeated else [])
+    ended = [Interrupted.SAVED, Interrupted.LOST] + (passed_on if is_requested else [])
     others = [f for f in failures if f.status not in ended]
-    if not others or (asked and len(others) < len(failures)):
-        if told:
-            raise Interrupted(**told[0])
-        if insisted:
+    if not others or (is_requested and len(others) < len(failures)):
+        if interruptions:
+            raise Interrupted(**interruptions[0])
+        if is_repeated:
             hint = "--resume continues from the last checkpoint" if resumes() else "start it again"
             raise Interrupted("the workers were stopped at once, as requested twice", hint=hint, saved=resumes())
         message = "stopped before the first step; nothing was lost"
         raise Interrupted(message, hint="start it again", saved=resumes())
     first = min(others, key=_when)
-    if TOLD in first.told:
-        raise ReportedError(first.told["message"], first.status if first.status > 0 else 1, first.rank)
+    if REPORTED_AT in first.report:
+        raise ReportedError(first.report["message"], first.status if first.status > 0 else 1, first.rank)
     memory = "out of memory is the usual cause of SIGKILL; " if first.status == -signal.SIGKILL else ""
     raise WorkerFailed(
         f"worker {first.rank} {first.how} after {time.time() - started:.0f} s; the others were stopped",
@@ -144,10 +146,10 @@ def _raise_first(
 
 def _when(failure: Failure) -> float:
     """Return the time of a failure in seconds. A killed worker is only noticed some time after its peers lost it."""
-    if TOLD in failure.told:
-        return float(failure.told[TOLD])
+    if REPORTED_AT in failure.report:
+        return float(failure.report[REPORTED_AT])
     ended_by_us = failure.status == -signal.SIGTERM
-    return math.inf if ended_by_us else failure.seen - SEEN_AFTER
+    return math.inf if ended_by_us else failure.noticed - NOTICE_SECONDS
 
 
 def report_errors(body: Callable[[], T]) -> T:
@@ -164,7 +166,7 @@ def report_errors(body: Callable[[], T]) -> T:
             text, status = traceback.format_exc().rstrip(), 1
         path = os.environ.get(ERROR_FILE)
         if path and Path(path).parent.exists():  # if the launcher was killed, nobody reads the file
-            record: dict[str, Any] = {"message": text, "timestamp": int(time.time()), TOLD: time.time()}
+            record: dict[str, Any] = {"message": text, "timestamp": int(time.time()), REPORTED_AT: time.time()}
             if isinstance(error, Interrupted):
                 record[INTERRUPTED] = {"message": error.message, "hint": error.hint, "saved": error.saved}
             Path(path).write_text(json.dumps(record), encoding="utf-8")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer_templates.errors import Interrupted
-from rapidformer_templates.system.signals import Asked
+from rapidformer_templates.system.signals import StopSignal
 
 LAUNCHER = "RAPIDFORMER_LAUNCHER"
 """Set for our own workers: the process id of the process that started them."""
@@ -44,14 +44,14 @@ class Failure:
     Attributes:
         rank: rank of the worker.
         status: its exit status. A negative one is the signal that killed it.
-        seen: time at which that was noticed, in seconds.
-        told: contents of its error file.
+        noticed: time at which that was noticed, in seconds.
+        report: contents of its error file.
     """
 
     rank: int
     status: int
-    seen: float
-    told: Mapping[str, Any] = field(default_factory=dict)
+    noticed: float
+    report: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def how(self) -> str:
@@ -61,7 +61,7 @@ class Failure:
         return f"was killed by {signal.Signals(-self.status).name}"
 
 
-class Group:
+class WorkerGroup:
     """Processes of one command, one per worker, each in its own session.
 
     Args:
@@ -74,28 +74,28 @@ class Group:
     def __init__(
         self, command: Sequence[str], environments: Sequence[Mapping[str, str]], folder: Path, *, shown: bool = False
     ) -> None:
-        self._printed = Printed(folder) if shown else None
+        self._output = WorkerOutput(folder) if shown else None
         self._files = [folder / f"error-{rank}.json" for rank in range(len(environments))]
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._seen: dict[int, float] = {}
+        self._noticed: dict[int, float] = {}
         try:
             for environment, file in zip(environments, self._files, strict=True):
-                own = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
-                if self._printed:
-                    own["PYTHONUNBUFFERED"] = "1"  # Python would buffer output to a file
+                variables = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
+                if self._output:
+                    variables["PYTHONUNBUFFERED"] = "1"  # Python would buffer output to a file
                 self._processes.append(
                     subprocess.Popen(
                         command,
-                        env={**os.environ, **environment, **own},
+                        env={**os.environ, **environment, **variables},
                         start_new_session=True,
-                        **(self._printed.files if self._printed else {}),
+                        **(self._output.files if self._output else {}),
                     )
                 )
         except OSError:  # not enough memory or process ids for one more process
             self.kill()
             raise
 
-    def wait(self, asked: Asked) -> None:
+    def wait(self, stop: StopSignal) -> None:
         """Wait for all workers. Signals are passed on, and a repeated request kills the workers.
 
         If a worker fails, the others are asked to end, and killed after :data:`GRACE`. A worker that was asked to end
@@ -103,7 +103,7 @@ class Group:
         """
         passed_on, deadline = 0, math.inf
         while self._running() and time.monotonic() < deadline + GRACE:  # killed processes may be stuck in the kernel
-            for number in asked.signals[passed_on:]:
+            for number in stop.signals[passed_on:]:
                 if not passed_on:
                     print("stopping: the workers save first; press Ctrl-C again to stop at once", file=sys.stderr)
                 # In a worker that is still importing, SIGINT would raise an exception anywhere, and all would report
@@ -114,18 +114,18 @@ class Group:
             if ended and deadline == math.inf and any(status != Interrupted.SAVED for status in ended):
                 self._send(signal.SIGTERM)
                 deadline = time.monotonic() + GRACE
-            if asked.insisted or time.monotonic() > deadline:
+            if stop.is_repeated or time.monotonic() > deadline:
                 self.kill()
             self._show()
             time.sleep(POLL)
         self._show()
-        if self._printed:
-            self._printed.close()
-            self._printed = None
+        if self._output:
+            self._output.close()
+            self._output = None
 
     def _show(self) -> None:
-        if self._printed:
-            self._printed.show()
+        if self._output:
+            self._output.show()
 
     def kill(self) -> None:
         """Kill the remaining workers, with the processes that they have started."""
@@ -140,7 +140,7 @@ class Group:
         self._running()
         statuses = [-signal.SIGKILL if p.returncode is None else p.returncode for p in self._processes]
         return [
-            Failure(rank, status, self._seen.get(rank, time.time()), _read(self._files[rank]))
+            Failure(rank, status, self._noticed.get(rank, time.time()), _read(self._files[rank]))
             for rank, status in enumerate(statuses)
             if status
         ]
@@ -148,7 +148,7 @@ class Group:
     def _running(self) -> list[subprocess.Popen[bytes]]:
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:
-                self._seen.setdefault(rank, time.time())
+                self._noticed.setdefault(rank, time.time())
         return [process for process in self._processes if process.returncode is None]
 
     def _send(self, number: int) -> None:
@@ -156,7 +156,7 @@ class Group:
             process.send_signal(number)
 
 
-class Printed:
+class WorkerOutput:
     """The output of processes, in two files that this process keeps reading.
 
     Args:
@@ -185,10 +185,10 @@ class Printed:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # it wrote nothing, or was killed while writing
         return {}
-    return told
+    return report
 
 
 @cache

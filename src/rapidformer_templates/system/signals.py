@@ -20,12 +20,12 @@ INSISTS_AFTER = 1.0
 """Seconds. An earlier signal is the same request, sent to both the process and its group, or by shell and terminal."""
 
 
-class Asked:
+class StopSignal:
     """Records the signals that asked a process to end."""
 
     def __init__(self) -> None:
         self.signals: list[int] = []
-        self.insisted = False
+        self.is_repeated = False
         self._first = 0.0
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
@@ -36,7 +36,7 @@ class Asked:
         if not self.signals:
             self._first = now
         elif number in (signal.SIGTERM, signal.SIGINT) and now - self._first >= INSISTS_AFTER:
-            self.insisted = True
+            self.is_repeated = True
         self.signals.append(number)
 
     def _leave_terminals(self) -> None:
@@ -58,19 +58,19 @@ class StopRequest:
     """
 
     def __init__(self, resumes: Callable[[], bool] = lambda: False, *, alone: bool = True) -> None:
-        self._asked = Asked()
+        self._signal = StopSignal()
         self._resumes = resumes
         self._alone = alone
         self._in_loop = self._raised = False
         self._saves: bool | None = None  # after the loop: whether it has saved its work
 
     @property
-    def asked(self) -> bool:
-        return bool(self._asked.signals)
+    def is_requested(self) -> bool:
+        return bool(self._signal.signals)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._asked(number, frame)
-        if self._asked.insisted and self._alone:
+        self._signal(number, frame)
+        if self._signal.is_repeated and self._alone:
             os.write(2, b"ended at once, as asked twice\n")  # print is not safe here because it may be running
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -111,11 +111,11 @@ def stop_request(resumes: Callable[[], bool] = lambda: False, *, alone: bool = T
 
 
 @contextmanager
-def asked_to_end() -> Iterator[Asked]:
+def stop_signal() -> Iterator[StopSignal]:
     """Record requests to end inside the context (in the main thread)."""
-    asked = Asked()
-    with _handled(asked):
-        yield asked
+    stop = StopSignal()
+    with _handled(stop):
+        yield stop
 
 
 @contextmanager

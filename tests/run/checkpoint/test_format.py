@@ -236,7 +236,7 @@ def test_what_fails_a_save_is_told_with_what_to_do(
 def test_a_failure_without_words_fails_the_other_ranks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test the view of the second worker when the first one fails."""
     attempt = checkpoint.Attempt(tmp_path, 1, {}, {}, alone())
-    monkeypatch.setattr(Workers, "gather", lambda self, value: [checkpoint._told(MemoryError()), value])
+    monkeypatch.setattr(Workers, "gather", lambda self, value: [checkpoint._describe_failure(MemoryError()), value])
     with pytest.raises(CheckpointError, match="there is not enough memory"):
         attempt.together(lambda: None)
 

@@ -18,7 +18,7 @@ import torch
 
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import tensor_file
-from rapidformer_templates.run.checkpoint.format import Attempt, File, Source, Written, for_each_file
+from rapidformer_templates.run.checkpoint.format import Attempt, Source, TensorFile, Written, for_each_file
 from rapidformer_templates.run.checkpoint.tensor_file import Copy
 from rapidformer_templates.run.console import say
 from rapidformer_templates.system import accelerator
@@ -70,7 +70,7 @@ class AsyncSaver:
         assert not self.pending
         attempt = Attempt(self._root, step, engine.state(), progress, self._workers)
         attempt.begin()
-        copies, written = attempt.together(lambda: self._copy(engine))
+        copies, written = attempt.run_together(lambda: self._copy(engine))
         self._attempt = attempt
         self._parts = self._parts_of(attempt, copies, written, protected)
         alone = self._workers.world == 1
@@ -80,7 +80,7 @@ class AsyncSaver:
         copies: dict[str, Copy] = {}
         written: Written = {"index": [], "files": {}}
 
-        def copy(file: File) -> None:
+        def copy(file: TensorFile) -> None:
             copies[file.name] = tensor_file.copy_whole(file.tensors, file.metadata, self._memory.get(file.name))
             self._memory[file.name] = copies[file.name].memory
             written["index"] += file.index
@@ -126,7 +126,7 @@ class AsyncSaver:
         assert parts is not None
         assert part is not None
         try:
-            result = attempt.together(part.result)
+            result = attempt.run_together(part.result)
         except BaseException:
             self._forget()
             raise

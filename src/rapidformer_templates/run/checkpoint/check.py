@@ -45,9 +45,9 @@ def _problem_of_file(folder: Path, name: str, size: int, crc: int, *, contents: 
         return f"{name} is outside the folder"
     path = folder / name
     try:
-        there = path.stat().st_size
-        if there != size:
-            return f"{name} has {there} bytes instead of {size}"
+        size_on_disk = path.stat().st_size
+        if size_on_disk != size:
+            return f"{name} has {size_on_disk} bytes instead of {size}"
         return f"{name} is damaged (its CRC-32 differs)" if contents and crc32(path) != crc else None
     except FileNotFoundError:
         return f"{name} is missing"

@@ -51,8 +51,8 @@ def folder_of(root: Path, step: int) -> Path:
 
 def candidates(root: Path) -> list[Path]:
     """Finished checkpoints of a run, newest first."""
-    found = [path for path in root.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [path for path in root.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -82,7 +82,7 @@ class Written(TypedDict):
 
 
 @dataclass
-class File:
+class TensorFile:
     """A file that a rank must write, with its part of the index."""
 
     name: str
@@ -104,9 +104,9 @@ def save(root: Path, step: int, engine: Source, progress: Mapping[str, Any], wor
     """
     attempt = Attempt(root, step, engine.state(), progress, workers)
     attempt.begin()
-    written = attempt.together(lambda: attempt.write_share(engine))
+    written = attempt.run_together(lambda: attempt.write_share(engine))
     by_rank = workers.gather(written)
-    attempt.together(lambda: attempt.finish(by_rank) if workers.is_main else None)
+    attempt.run_together(lambda: attempt.finish(by_rank) if workers.is_main else None)
     return attempt.final
 
 
@@ -129,7 +129,7 @@ class Attempt:
 
     def begin(self) -> None:
         """Create an empty folder, and delete what a run that was killed during a save has left."""
-        self.together(lambda: self._make_folder() if self.workers.is_main else None)
+        self.run_together(lambda: self._make_folder() if self.workers.is_main else None)
 
     def _make_folder(self) -> None:
         for stale in self.root.glob("step-*.tmp"):
@@ -140,7 +140,7 @@ class Attempt:
         """Write the tensors of this rank."""
         written: Written = {"index": [], "files": {}}
 
-        def write(file: File) -> None:
+        def write(file: TensorFile) -> None:
             written["index"] += file.index
             written["files"][file.name] = tensor_file.write(self.folder / file.name, file.tensors, file.metadata)
 
@@ -167,7 +167,7 @@ class Attempt:
         shutil.rmtree(old, ignore_errors=True)
         write_text(self.root / "latest", self.final.name + "\n")
 
-    def together(self, body: Callable[[], T]) -> T:
+    def run_together(self, body: Callable[[], T]) -> T:
         """Run ``body`` on each rank and return its local result.
 
         Raises:
@@ -187,9 +187,9 @@ class Attempt:
         """Abort on all ranks if one of them has failed.
 
         Raises:
-            CheckpointError, Exception: see :meth:`together`.
+            CheckpointError, Exception: see :meth:`run_together`.
         """
-        told = [t for t in self.workers.gather(_told(failure)) if t is not None]
+        told = [t for t in self.workers.gather(_describe_failure(failure)) if t is not None]
         if not told:
             return
         if self.workers.is_main:
@@ -207,7 +207,7 @@ class Attempt:
         ) from failure
 
 
-def _told(failure: Exception | None) -> tuple[str, str | None] | None:
+def _describe_failure(failure: Exception | None) -> tuple[str, str | None] | None:
     """Describe a failure for all ranks: (problem, remedy), or (stack trace, None) for a bug."""
     if failure is None:
         return None
@@ -218,7 +218,7 @@ def _told(failure: Exception | None) -> tuple[str, str | None] | None:
     return "".join(traceback.format_exception(failure)).rstrip(), None
 
 
-def for_each_file(engine: Source, rank: int, body: Callable[[File], None]) -> None:
+def for_each_file(engine: Source, rank: int, body: Callable[[TensorFile], None]) -> None:
     """Call ``body`` with each file that a rank must write.
 
     An error in ``body`` is raised at the end. An engine may exchange tensors with other ranks while it yields its
@@ -235,7 +235,7 @@ def for_each_file(engine: Source, rank: int, body: Callable[[File], None]) -> No
         raise failure
 
 
-def _files(engine: Source, rank: int) -> Iterator[File]:
+def _files(engine: Source, rank: int) -> Iterator[TensorFile]:
     """Yield each file as soon as it is full. Earlier files do not stay in memory."""
     for kind in KINDS:
         for number, pieces in enumerate(_parts(_keyed(engine.pieces(kind)))):
@@ -243,12 +243,12 @@ def _files(engine: Source, rank: int) -> Iterator[File]:
             index = [
                 (kind, piece.name, list(piece.shape), [name, key, list(piece.offset)]) for key, piece in pieces.items()
             ]
-            file = File(name, {key: piece.tensor for key, piece in pieces.items()}, index)
+            file = TensorFile(name, {key: piece.tensor for key, piece in pieces.items()}, index)
             pieces.clear()
             yield file
             file.tensors.clear()  # free memory before the engine yields more
     tensors, metadata = capture()
-    yield File(f"random-{rank:05d}.safetensors", tensors, [], metadata)
+    yield TensorFile(f"random-{rank:05d}.safetensors", tensors, [], metadata)
 
 
 def _parts(pieces: Iterable[tuple[str, Piece]]) -> Iterator[dict[str, Piece]]:

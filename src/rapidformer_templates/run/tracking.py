@@ -16,11 +16,11 @@ from typing import Any
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.console import say
 from rapidformer_templates.run.folder import RunFolder, is_of_test, read_metrics
-from rapidformer_templates.run.trackers import KINDS, Called, IsLogged, Tracker
+from rapidformer_templates.run.trackers import KINDS, IsLogged, RunName, Tracker
 from rapidformer_templates.system.files import write_json
 from rapidformer_templates.system.workers import Workers
 
-RUNS = "runs.json"
+RUN_IDS = "runs.json"
 """File with the identity of the run in each tracker, so that a resumed run finds it again."""
 
 CONFIGURED = "configured"
@@ -37,36 +37,38 @@ class Trackers:
         plan: logged as the configuration if the run is new to a tracker.
     """
 
-    def __init__(self, folder: RunFolder, names: tuple[str, ...], called: Called, plan: Plan, workers: Workers) -> None:
+    def __init__(
+        self, folder: RunFolder, names: tuple[str, ...], run_name: RunName, plan: Plan, workers: Workers
+    ) -> None:
         self.workers = workers
         self.folder = folder
         self.failed: dict[str, str] = {}
-        self._known: dict[str, dict[str, Any]] = _read(folder.trackers / RUNS)
+        self._known: dict[str, dict[str, Any]] = _read(folder.trackers / RUN_IDS)
         self._open: dict[str, Tracker] = {}
-        self._told: dict[str, IsLogged] = {}
+        self._is_logged: dict[str, IsLogged] = {}
         self._row: dict[str, float] = {}
         self._step = 0
         folder.trackers.mkdir(exist_ok=True)
         for name in names:
-            self._try(name, lambda name=name: self._take_up(name, called, plan))  # type: ignore[misc]
+            self._try(name, lambda name=name: self._open_tracker(name, run_name, plan))  # type: ignore[misc]
         for line in read_metrics(folder.metrics):
-            self.tell(line)
+            self.log(line)
 
-    def _take_up(self, name: str, called: Called, plan: Plan) -> None:
+    def _open_tracker(self, name: str, run_name: RunName, plan: Plan) -> None:
         known = self._known.get(name, {})
         identity = {key: value for key, value in known.items() if key != CONFIGURED}
-        self._open[name] = curve = KINDS[name](self.folder.trackers, called, identity)
-        self._remember(name, {**curve.identity, CONFIGURED: known.get(CONFIGURED, False)})
+        self._open[name] = tracker = KINDS[name](self.folder.trackers, run_name, identity)
+        self._remember(name, {**tracker.identity, CONFIGURED: known.get(CONFIGURED, False)})
         if not known.get(CONFIGURED):
-            curve.configure(configuration(plan))
-            self._remember(name, {**curve.identity, CONFIGURED: True})
-        self._told[name] = curve.told()
+            tracker.configure(configuration(plan))
+            self._remember(name, {**tracker.identity, CONFIGURED: True})
+        self._is_logged[name] = tracker.logged()
 
     def _remember(self, name: str, identity: dict[str, Any]) -> None:
         self._known[name] = identity
-        write_json(self.folder.trackers / RUNS, self._known)
+        write_json(self.folder.trackers / RUN_IDS, self._known)
 
-    def tell(self, line: Mapping[str, Any]) -> None:
+    def log(self, line: Mapping[str, Any]) -> None:
         """Log a line of metrics. Lines of one step are combined, because some trackers accept each step only once."""
         if is_of_test(line):
             return  # part of the summary, because its step (the best one) may be earlier
@@ -79,12 +81,12 @@ class Trackers:
         """Log the collected values of the current step. No more values may follow for it."""
         row, self._row = self._row, {}
         if row:
-            self._all(lambda curve, told: self._tell_new(curve.log, row, told))
+            self._all(lambda tracker, is_logged: self._log_new(tracker.log, row, is_logged))
 
-    def _tell_new(
-        self, log: Callable[[Mapping[str, float], int], None], row: Mapping[str, float], told: IsLogged
+    def _log_new(
+        self, log: Callable[[Mapping[str, float], int], None], row: Mapping[str, float], is_logged: IsLogged
     ) -> None:
-        new = {name: value for name, value in row.items() if not told(name, self._step)}
+        new = {name: value for name, value in row.items() if not is_logged(name, self._step)}
         if new:
             log(new, self._step)
 
@@ -98,8 +100,8 @@ class Trackers:
         self._step = summary["steps"]
         of_test = {name: value for name, value in numbers(summary["metrics"]) if is_of_test({name: value})}
         row = of_test | {f"summary/{name}": value for name, value in numbers(summary)}
-        self._all(lambda curve, told: self._tell_new(curve.summarise, row, told))
-        where = {name: curve.where for name, curve in self._open.items()}
+        self._all(lambda tracker, is_logged: self._log_new(tracker.summarise, row, is_logged))
+        where = {name: tracker.where for name, tracker in self._open.items()}
         self.close()
         return {
             name: {"where": where.get(name), "failed": self.failed.get(name)} for name in sorted({*where, *self.failed})
@@ -107,12 +109,12 @@ class Trackers:
 
     def close(self) -> None:
         self.flush()
-        self._all(lambda curve, _: curve.finish())
+        self._all(lambda tracker, _: tracker.finish())
         self._open.clear()
 
     def _all(self, call: Callable[[Tracker, IsLogged], None]) -> None:
-        for name, curve in list(self._open.items()):
-            self._try(name, lambda name=name, curve=curve: call(curve, self._told[name]))  # type: ignore[misc]
+        for name, tracker in list(self._open.items()):
+            self._try(name, lambda name=name, tracker=tracker: call(tracker, self._is_logged[name]))  # type: ignore[misc]
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
         """Disable a tracker if the call fails. Trackers may raise any exception, and none should end a run."""
@@ -140,10 +142,12 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 def configuration(plan: Plan) -> dict[str, str | int | float | bool]:
     """Return the plan as plain values: its decisions, and each given flag by name."""
-    told = plan.to_json()
-    decided = ("template", "engine", "device", "precision", "optimizer", "optimizer_implementation", "switches")
-    flags = {name.lstrip("-"): given["value"] for name, given in told["values"].items()}
-    values = {name: told[name] for name in decided} | {f"sizes/{name}": size for name, size in told["sizes"].items()}
+    values_of_plan = plan.to_json()
+    fields = ("template", "engine", "device", "precision", "optimizer", "optimizer_implementation", "switches")
+    flags = {name.lstrip("-"): flag["value"] for name, flag in values_of_plan["values"].items()}
+    values = {name: values_of_plan[name] for name in fields} | {
+        f"sizes/{name}": size for name, size in values_of_plan["sizes"].items()
+    }
     return {name: _plain(value) for name, value in (flags | values).items()}
 
 

@@ -50,7 +50,7 @@ def is_plain(engine: Engine, template: Template) -> bool:
     return type(engine) is SingleEngine and template.config.training.ema_decay is None
 
 
-def build_alone(template: Template, weights: Weights | None) -> Engine:
+def build_single_process(template: Template, weights: Weights | None) -> Engine:
     """Build the model in this process, unsharded and without wrappers.
 
     Args:
@@ -62,13 +62,13 @@ def build_alone(template: Template, weights: Weights | None) -> Engine:
             where=f"{type(template).__name__}",
             hint="evaluate and predict in a program of one process, or with rapidformer evaluate and predict",
         )
-    with kept_process_state(), _planned_alone(template):
-        workers = _alone(template.plan)
+    with kept_process_state(), _single_process_plan(template):
+        workers = _single_worker(template.plan)
         build_data(template, workers)
         engine = build_engine(template, workers)
         _attach_precomputed(template, engine, workers)
     if weights is not None:
-        engine.load(_InMemory(weights), optimizer=False)
+        engine.load(_WeightReader(weights), optimizer=False)
     engine.model.eval()
     return engine
 
@@ -84,15 +84,15 @@ def _attach_precomputed(template: Template, engine: Engine, workers: Workers) ->
         return
     save = template.config.training.save
     folder = RunFolder(Path(save)) if save else None
-    is_kept = folder is not None and folder.reference.is_file()
-    if not is_kept and template.config.training.load:
+    is_saved = folder is not None and folder.reference.is_file()
+    if not is_saved and template.config.training.load:
         raise ConfigError(
             "the reference was computed once, and its log-probabilities were not saved",
             where="--precompute-reference",
             hint="give --save FOLDER, in which the run keeps them, or train without --precompute-reference",
         )
-    kept = folder if is_kept else None
-    precomputed.attach(kept, kept=kept)
+    saved = folder if is_saved else None
+    precomputed.attach(saved, saved=saved)
 
 
 def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, float]:
@@ -109,7 +109,7 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
     part = ""
     if data is None:
         samples = template.data.validation_sets()
-    elif _is_of_rows(data) and template.uses_task:
+    elif _are_rows(data) and template.uses_task:
         task, samples = _read_rows(template, data)
     else:
         samples, part = data, _part_of(template, data)
@@ -122,16 +122,16 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
             where="evaluate()",
             hint="pass it: evaluate(data), or give the template a validation part",
         )
-    with kept_process_state(), _planned_alone(template):
+    with kept_process_state(), _single_process_plan(template):
         if data is None:
             return Validation(template, engine, engine.workers).evaluate()
-        held = vars(template)
-        before = {name: held[name] for name in ("task",) if name in held}
-        held |= {"task": task} if task else {}
+        attributes = vars(template)
+        before = {name: attributes[name] for name in ("task",) if name in attributes}
+        attributes |= {"task": task} if task else {}
         try:
             return Evaluator(template, engine, samples, engine.workers, part=part).evaluate()
         finally:
-            held |= before
+            attributes |= before
 
 
 def predict(
@@ -146,20 +146,20 @@ def predict(
     if template.uses_task:
         with kept_process_state():
             return list(predict_samples(template.task, engine.model, samples, batch_size, generation))
-    with kept_process_state(), _planned_alone(template), evaluating(engine):
+    with kept_process_state(), _single_process_plan(template), evaluating(engine):
         return _read(template, engine, samples, batch_size)
 
 
 def _read(template: Template, engine: Engine, samples: Sequence[Any], batch_size: int) -> list[Any]:
     """Return the results of ``read_outputs`` for samples in the form of the template's own data."""
     requests = eval_requests(None, len(samples), 0, rank=0, data_size=1, micro_batch=batch_size)
-    told: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for microbatch in load(samples, template.data, requests, workers=0, pin_memory=False):
         microbatch.targets = checked_count(template.count_targets(microbatch.batch))
         _, outputs = engine.eval_batch(microbatch)
         read, _ = checked_predictions(template.read_outputs(outputs, microbatch.batch), len(microbatch.samples))
-        told |= dict(zip(microbatch.samples, read, strict=True))
-    predictions = [told[place] for place in range(len(samples))]
+        results |= dict(zip(microbatch.samples, read, strict=True))
+    predictions = [results[place] for place in range(len(samples))]
     if predictions and all(prediction is None for prediction in predictions):
         raise ConfigError(
             "cannot tell how to read predictions from the outputs of the model",
@@ -169,7 +169,7 @@ def _read(template: Template, engine: Engine, samples: Sequence[Any], batch_size
     return predictions
 
 
-def _is_of_rows(data: Any) -> bool:
+def _are_rows(data: Any) -> bool:
     return isinstance(data, list | tuple) and all(isinstance(row, Mapping) for row in data)
 
 
@@ -180,24 +180,24 @@ def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
         DataError: a row cannot be used, or the task learns from a corpus, which has no rows.
     """
     task, part = template.task, part_of_samples(data)
-    asked: list[Part] = []
+    read_parts: list[Part] = []
     alone = {"data_name": None, "eval_data_name": None, "streaming": False, "evaluate_test": False}
     known = {name: value for name, value in alone.items() if task.config.get(name) != value}
-    decided = task.for_other_data(task.config.replace("evaluate()", **known) if known else task.config)
+    own_task = task.for_other_data(task.config.replace("evaluate()", **known) if known else task.config)
 
     def read_rows() -> LoadedDataset:
-        asked.append(part)
+        read_parts.append(part)
         return LoadedDataset(train=part, valid=part)
 
-    decided.read_rows = read_rows  # type: ignore[method-assign]
-    samples = decided.read_data().valid
-    if not asked:
+    own_task.read_rows = read_rows  # type: ignore[method-assign]
+    samples = own_task.read_data().valid
+    if not read_parts:
         raise DataError(
             f"--task {template.task.name} learns from a corpus, which has no rows",
             where="evaluate()",
             hint="pass a data set like Data.valid, or evaluate without data",
         )
-    return decided, samples
+    return own_task, samples
 
 
 def _part_of(template: Template, data: Any) -> str:
@@ -218,11 +218,11 @@ def _part_of(template: Template, data: Any) -> str:
 
 
 @contextmanager
-def _planned_alone(template: Template) -> Iterator[None]:
+def _single_process_plan(template: Template) -> Iterator[None]:
     """Plan for a single process inside the context. Switches stay active only if they change the exported model."""
-    plan, held = template.trained_plan, vars(template)
-    before = held.get("plan")
-    held["plan"] = Plan(
+    plan, attributes = template.trained_plan, vars(template)
+    before = attributes.get("plan")
+    attributes["plan"] = Plan(
         template=plan.template,
         switches=tuple(name for name in plan.switches if REGISTRY[name].exported),
         sizes=Sizes(micro_batch=plan.sizes.micro_batch, global_batch=plan.sizes.micro_batch),
@@ -233,17 +233,17 @@ def _planned_alone(template: Template) -> Iterator[None]:
     try:
         yield
     finally:
-        del held["plan"]
+        del attributes["plan"]
         if before is not None:
-            held["plan"] = before
+            attributes["plan"] = before
 
 
-def _alone(plan: Plan) -> Workers:
+def _single_worker(plan: Plan) -> Workers:
     return Workers(rank=0, local_rank=0, world=1, device=accelerator.device_of(plan.device, 0))
 
 
 @dataclasses.dataclass(frozen=True)
-class _InMemory:
+class _WeightReader:
     """Weights in memory with the interface of a checkpoint reader."""
 
     weights: Weights

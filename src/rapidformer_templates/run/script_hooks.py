@@ -77,7 +77,7 @@ def hooks_of(template: type) -> dict[str, frozenset[str]]:
     return {name: flags for name, flags in flags_by_hook.items() if flags is not None}
 
 
-def own_hooks(template: type) -> list[str]:
+def overridden_hooks(template: type) -> list[str]:
     """Return the names of the library's hooks that a class or one of its bases overrides."""
     base = _library_base(template)
     return [name for name in hooks_of(template) if getattr(template, name) is not getattr(base, name)]
@@ -114,7 +114,7 @@ def check_names(template: type) -> None:
     """
     hooks, known = hooks_of(template), set(dir(_library_base(template)))
     own = _own_classes(template)
-    had = {name for kind in own for name in vars(kind)}
+    defined = {name for kind in own for name in vars(kind)}
     for kind in own:
         for name, value in vars(kind).items():
             if name == "predict":
@@ -125,25 +125,25 @@ def check_names(template: type) -> None:
                 )
             if name.startswith("_") or name in known or not (callable(value) or isinstance(value, _WRAPPED)):
                 continue
-            meant = _closest_hook(name, [*hooks, "Flags"], had)
-            if meant:
+            hook_name = _closest_hook(name, [*hooks, "Flags"], defined)
+            if hook_name:
                 raise ConfigError(
                     f"{kind.__name__}.{name} is not a hook, so nothing would call it",
                     where=_file_and_line(kind, value),
-                    hint=f"did you mean {meant}? your own methods may begin with an underscore: _{name}",
+                    hint=f"did you mean {hook_name}? your own methods may begin with an underscore: _{name}",
                 )
 
 
 _WRAPPED = (staticmethod, classmethod, property)
 
 
-def _closest_hook(name: str, hooks: list[str], had: set[str]) -> str | None:
+def _closest_hook(name: str, hooks: list[str], defined: set[str]) -> str | None:
     plain = {_plain(known): known for known in hooks}
     if CALLED_BY_A_LOOP.match(name):
         return plain[alike(_plain(name), [p for p in plain if p.startswith("on")], cutoff=0.0)[0]]
     near = alike(_plain(name), plain, cutoff=NEAR)
-    meant = plain[near[0]] if near else ELSEWHERE.get(name)
-    return None if meant in had else meant
+    hook_name = plain[near[0]] if near else ELSEWHERE.get(name)
+    return None if hook_name in defined else hook_name
 
 
 def _plain(name: str) -> str:
@@ -169,8 +169,10 @@ def unused_flags(template: type, config: RunConfig) -> tuple[str, ...]:
         for flag in sorted(hooks[name] - acting - named):
             acting |= {flag}  # one note per flag
             if flag in config.origins and not _of_a_template(config, flag):
-                given = f"{spelling(flag)} ({config.origin(flag)})"
-                notes.append(f"{given} acts in the default {name}; the {name} of {template.__name__} does not name it")
+                flag_text = f"{spelling(flag)} ({config.origin(flag)})"
+                notes.append(
+                    f"{flag_text} acts in the default {name}; the {name} of {template.__name__} does not name it"
+                )
     return tuple(notes)
 
 
@@ -191,12 +193,12 @@ def _names_in(template: type) -> Iterator[str]:
     base = _library_base(template)
     for kind in _own_classes(template):
         module = sys.modules.get(kind.__module__)
-        beside = vars(module).values() if module else ()
-        mine = [value for value in beside if getattr(value, "__module__", None) == kind.__module__]
-        mine = [
-            value for value in mine if not (inspect.isclass(value) and issubclass(value, base))
+        members = vars(module).values() if module else ()
+        objects = [value for value in members if getattr(value, "__module__", None) == kind.__module__]
+        objects = [
+            value for value in objects if not (inspect.isclass(value) and issubclass(value, base))
         ]  # templates of another script
-        for value in (*vars(kind).values(), *mine):
+        for value in (*vars(kind).values(), *objects):
             for part in vars(value).values() if inspect.isclass(value) else (value,):
                 function = getattr(part, "__func__", None) or getattr(part, "fget", None) or part
                 if isinstance(function, FunctionType):

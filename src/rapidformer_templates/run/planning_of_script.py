@@ -1,8 +1,8 @@
 """Run a script only until its training starts, and capture its template. ``rapidformer plan`` uses this.
 
-All scripts, including those that call ``main()``, train through :meth:`Trainer.fit`. While :func:`ask` runs a
-script, ``fit`` is intercepted. The first template that reaches it is captured, with the class, the values and the flags
-that the script has set. This module does not import torch.
+All scripts, including those that call ``main()``, train through :meth:`Trainer.fit`. While :func:`capture_template`
+runs a script, ``fit`` is intercepted. The first template that reaches it is captured, with the class, the values and
+the flags that the script has set. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_look: Callable[[Any], Any] | None = None
+_inspect: Callable[[Any], Any] | None = None
 """Inspects the captured template. None if ``fit`` is not intercepted."""
 
 
@@ -34,18 +34,18 @@ class _Captured(BaseException):
         self.answer = answer
 
 
-def is_asked_for() -> bool:
+def is_planning() -> bool:
     """Whether the running script is only inspected, not trained."""
-    return _look is not None
+    return _inspect is not None
 
 
 def intercept_for_planning(template: Template) -> None:
     """Stop before training if the script is only inspected. ``fit`` calls this first."""
-    if _look is not None:
-        raise _Captured(_look(template))
+    if _inspect is not None:
+        raise _Captured(_inspect(template))
 
 
-def take_script(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+def split_script(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the value of ``--user-script``, and the command line without it."""
     rest, script = [], None
     words = iter(argv)
@@ -74,13 +74,13 @@ def run_script(script: str, argv: Sequence[str]) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
-def ask(script: str, argv: Sequence[str], look: Callable[[Template], T]) -> T:
-    """Return the result of ``look`` for the template that a script would train with these arguments.
+def capture_template(script: str, argv: Sequence[str], inspect: Callable[[Template], T]) -> T:
+    """Return the result of ``inspect`` for the template that a script would train with these arguments.
 
     Nothing is trained. The output of the script goes to standard error.
 
     Args:
-        look: called with the template while the source of the script's classes is still available.
+        inspect: called with the template while the source of the script's classes is still available.
 
     Raises:
         ConfigError: the script fails, or ends without ``main()`` or ``fit()``.
@@ -88,15 +88,15 @@ def ask(script: str, argv: Sequence[str], look: Callable[[Template], T]) -> T:
         SystemExit: the script ends itself with a nonzero exit status, after it has reported the reason.
     """
     name = Path(script).name
-    with _intercept_fit(look), redirect_stdout(sys.stderr):
+    with _intercept_fit(inspect), redirect_stdout(sys.stderr):
         try:
             run_script(script, argv)
-        except _Captured as reached:
-            return cast(T, reached.answer)
+        except _Captured as captured:
+            return cast(T, captured.answer)
         except RapidformerError:
             raise
-        except SystemExit as ended:
-            if ended.code:
+        except SystemExit as end:
+            if end.code:
                 raise
         except Exception as error:
             raise _failure(script, error) from error
@@ -108,14 +108,14 @@ def ask(script: str, argv: Sequence[str], look: Callable[[Template], T]) -> T:
 
 
 @contextmanager
-def _intercept_fit(look: Callable[[Template], Any]) -> Iterator[None]:
-    global _look
+def _intercept_fit(inspect: Callable[[Template], Any]) -> Iterator[None]:
+    global _inspect
     argv, path = sys.argv, list(sys.path)
-    _look = look
+    _inspect = inspect
     try:
         yield
     finally:
-        _look = None
+        _inspect = None
         sys.argv, sys.path[:] = argv, path
 
 
@@ -125,8 +125,8 @@ def _failure(script: str, error: Exception) -> ConfigError:
     if isinstance(error, SyntaxError):
         file, line = Path(error.filename or script), error.lineno
     else:
-        here = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
-        file, line = path, here[-1].lineno if here else None
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+        file, line = path, frames[-1].lineno if frames else None
     words = str(error).strip().split("\n")[0] or "it gives no reason"
     return ConfigError(
         f"the script fails before it trains: {type(error).__name__}: {words}",

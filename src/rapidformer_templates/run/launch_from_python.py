@@ -25,21 +25,21 @@ import torch
 from rapidformer_templates.data.checks import kind_of
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.errors import ConfigError, ReportedError, WorkerFailed
-from rapidformer_templates.run.afterwards import Weights, whole_weights
-from rapidformer_templates.run.callbacks import states_of, take_back_here
+from rapidformer_templates.run.callbacks import load_callback_states, states_of
 from rapidformer_templates.run.calls import Summary, noted
 from rapidformer_templates.run.fit import check_before_workers, join_and_train
+from rapidformer_templates.run.inference import Weights, whole_weights
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
 
-MADE_BY_A_RUN = (
+RUN_ATTRIBUTES = (
     "_model",
     "_weights",
     "_engine",
-    "_elsewhere",
+    "_trained_in_workers",
     "engine",
     "data",
     "task",
@@ -71,24 +71,24 @@ def fit(template: Template) -> tuple[Summary, Weights]:
 
 
 def _train_in_workers(
-    template: Template, count: int, more: Mapping[str, str], resumes: Callable[[], bool]
+    template: Template, count: int, variables: Mapping[str, str], resumes: Callable[[], bool]
 ) -> tuple[Summary, Weights]:
     with tempfile.TemporaryDirectory(prefix="rapidformer-") as name:
         folder = Path(name)
         (folder / TEMPLATE).write_bytes(_pickled(template))
-        command = [sys.executable, "-m", "rapidformer_templates.run.sent", str(folder)]
-        found = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        command = [sys.executable, "-m", "rapidformer_templates.run.launch_from_python", str(folder)]
+        python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         port, shown = template.config.launch.master_port, not program.is_script()
         try:
-            launch.run_workers(command, count, port, {**more, "PYTHONPATH": found}, resumes, shown=shown)
-        except ReportedError as told:
-            raise _own_error(folder, told) from None
+            launch.run_workers(command, count, port, {**variables, "PYTHONPATH": python_path}, resumes, shown=shown)
+        except ReportedError as report:
+            raise _worker_error(folder, report) from None
         if not (folder / OUTCOME).exists():
             raise WorkerFailed(
                 "the workers ended without a result", hint="one of your hooks may have called sys.exit()"
             )
         outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
-        take_back_here(template.callbacks, outcome["callbacks"])
+        load_callback_states(template.callbacks, outcome["callbacks"])
         return outcome["summary"], torch.load(folder / WEIGHTS, weights_only=True)
 
 
@@ -99,7 +99,7 @@ def _pickled(template: Template) -> bytes:
         ConfigError: something in it cannot be pickled.
     """
     bare = copy.copy(template)
-    for name in MADE_BY_A_RUN:
+    for name in RUN_ATTRIBUTES:
         vars(bare).pop(name, None)
     try:
         return cloudpickle.dumps(bare)
@@ -116,7 +116,7 @@ def _culprit(value: Any, name: str, seen: set[int]) -> tuple[str, Any]:
     """Return the path and value of the innermost part of a value that cannot be pickled."""
     seen.add(id(value))
     for part_name, part in _parts(value, name):
-        if id(part) not in seen and not _goes(part):
+        if id(part) not in seen and not _can_pickle(part):
             return _culprit(part, part_name, seen)
     return name, value
 
@@ -138,7 +138,7 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield type(value).__name__, type(value)
 
 
-def _goes(value: Any) -> bool:
+def _can_pickle(value: Any) -> bool:
     try:
         cloudpickle.dumps(value)
     except Exception:
@@ -150,17 +150,17 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).split("\n")[0]
 
 
-def _own_error(folder: Path, told: ReportedError) -> Exception:
+def _worker_error(folder: Path, report: ReportedError) -> Exception:
     """Return the exception of a worker, or its text if it could not be sent."""
-    file = folder / f"error-{told.rank}.pickle"
+    file = folder / f"error-{report.rank}.pickle"
     try:
         error = pickle.loads(file.read_bytes())
     except Exception:  # unpickling may fail for any class
-        return told
+        return report
     if not isinstance(error, Exception):
-        return told
+        return report
     if not hasattr(error, "render"):
-        error.add_note(f"in worker {told.rank}:\n{told.message}")
+        error.add_note(f"in worker {report.rank}:\n{report.message}")
     return error
 
 
@@ -174,9 +174,9 @@ def main(folder: Path) -> None:
     def train() -> None:
         try:
             template: Template = pickle.loads((folder / TEMPLATE).read_bytes())
-            summary = join_and_train(template, partial(_keep, folder))
+            summary = join_and_train(template, partial(_store_weights, folder))
         except Exception as error:
-            _leave(error, folder / f"error-{rank}.pickle")
+            _store_error(error, folder / f"error-{rank}.pickle")
             raise
         if rank == "0":
             outcome = {"summary": summary, "callbacks": states_of(template.callbacks)}
@@ -185,14 +185,14 @@ def main(folder: Path) -> None:
     launch.report_errors(train)
 
 
-def _leave(error: Exception, file: Path) -> None:
+def _store_error(error: Exception, file: Path) -> None:
     try:
         file.write_bytes(cloudpickle.dumps(error))
     except Exception:  # its text is reported in any case
         file.unlink(missing_ok=True)
 
 
-def _keep(folder: Path, engine: Engine, workers: Workers) -> None:
+def _store_weights(folder: Path, engine: Engine, workers: Workers) -> None:
     weights = whole_weights(engine)
     if weights is not None:
         torch.save(dict(weights), folder / WEIGHTS)

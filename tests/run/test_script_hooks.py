@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates import Data, Finetuner, Trainer
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.run.own_hooks import check_names, hooks_of
+from rapidformer_templates.run.script_hooks import check_names, hooks_of
 from tests.support.texts import WORDS, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -55,7 +55,7 @@ def test_a_name_that_is_nearly_a_hook_is_refused(name: str, meant: str, template
     assert caught.value.hint is not None
     assert caught.value.hint.startswith(f"did you mean {meant}?")
     assert caught.value.hint.endswith(f"_{name}")
-    assert caught.value.where == f"test_own_hooks.py:{_method.__code__.co_firstlineno}"
+    assert caught.value.where == f"test_script_hooks.py:{_method.__code__.co_firstlineno}"
 
 
 @pytest.mark.parametrize("value", [staticmethod(_method), classmethod(_method), property(_method)], ids=["s", "c", "p"])
