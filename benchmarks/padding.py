@@ -21,7 +21,7 @@ from benchmarks.texts import docstrings
 from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.data.collate import CausalCollate, TokenizedSamples
 from rapidformer_templates.data.loader import load
-from rapidformer_templates.data.order import Order, Request, SampleOrder
+from rapidformer_templates.data.order import BatchRequest, Order, SampleOrder
 from rapidformer_templates.data.shapes import Shape, choose_shapes
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.switches.dynamic_shape.batches import DynamicOrder
@@ -77,7 +77,7 @@ class Contender:
         self._batches = load(samples, data, self._requests(), workers=0, pin_memory=False)
         self.useful: list[int] = []
 
-    def _requests(self) -> Iterator[Request]:
+    def _requests(self) -> Iterator[BatchRequest]:
         step = 0
         while True:
             for request in self.order.requests(step, 1, range(1)):

@@ -35,8 +35,8 @@ from rapidformer_templates.switches.auto_strategy.layouts import Layout, layout_
 from rapidformer_templates.switches.auto_strategy.memory import Memory, held_by_worker, predict
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE
-from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
-from rapidformer_templates.switches.auto_strategy.state_bytes import Held
+from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions, memory_options_of
+from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from rapidformer_templates.system import launch
 
 if TYPE_CHECKING:
@@ -81,12 +81,12 @@ class Case:
         sums = SUMS.split() if self.narrow_sums else []
         return [*self.layout.flags(), *narrow, *sums, *self.adapters.split(), *offload]
 
-    def setting(self, shapes: ModelShapes) -> Setting:
+    def setting(self, shapes: ModelShapes) -> MemoryOptions:
         """Return the memory settings in the plan of these flags that are not part of the layout."""
         words = [word for word in self.flags if word != OFFLOAD]  # a CPU refuses this flag
         config = REGISTRY.adopt(parse(words, REGISTRY.options()))
         place = detect("Trainer", "benchmark", device="cpu", world_size=self.layout.world)
-        return replace(setting_of(resolve(config, place), shapes.width), offloads_activations=self.offload)
+        return replace(memory_options_of(resolve(config, place), shapes.width), offloads_activations=self.offload)
 
     @property
     def name(self) -> str:
@@ -225,7 +225,7 @@ class Result:
 
     case: Case
     predicted: Memory
-    held: list[tuple[Held, Held]]
+    held: list[tuple[StateBytes, StateBytes]]
     measured: int
     highest: int
     allocator: int | None
@@ -303,7 +303,7 @@ def _result(case: Case, told: list[dict[str, Any]]) -> Result:
     shapes = sizes.shapes(case.adapters)
     setting = case.setting(shapes)
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
-    measured = [Held(*(rank["held"][kind] for kind in kinds)) for rank in told]
+    measured = [StateBytes(*(rank["held"][kind] for kind in kinds)) for rank in told]
     recorded = [statistics.median(rank["allocator_peaks"]) for rank in told if rank["allocator_peaks"]]
     return Result(
         case,
@@ -397,7 +397,7 @@ def _predicted(subject: Subject, name: str, solution: Solution, way: str = "") -
     for how, words in RECOMPUTATION.items():
         config, place, _ = plan_request([*flags, *words.split()])
         plan = resolve(config, place)
-        needed[how] = predict(subject.shapes, layout_of(plan), setting_of(plan, subject.shapes.width))
+        needed[how] = predict(subject.shapes, layout_of(plan), memory_options_of(plan, subject.shapes.width))
     states = needed["none"].parameters + needed["none"].gradients + needed["none"].optimizer
     published_mb = int(solution.published[1])
     fitting = [how for how, memory in needed.items() if memory.total <= published_mb * 1e6]

@@ -160,7 +160,7 @@ def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
         def on_step_end(self, step: int, result: Any) -> None:
             with record_function(f"{MARK}{step}"):
                 self.peaks.append(self.live.peak)
-            self.live.restart()
+            self.live.reset_peak()
             if step == STEPS:
                 self.watching.close()
 

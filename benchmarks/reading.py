@@ -28,7 +28,7 @@ from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.data.indexed.dataset import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
 from rapidformer_templates.data.indexed.writer import IndexedWriter
 from rapidformer_templates.data.loader import load
-from rapidformer_templates.data.order import Request
+from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.pretraining.gpt import GPTSamples
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import RapidformerError
@@ -78,7 +78,7 @@ def _our_batches(samples: GPTSamples) -> Read:
     data = Data(samples, collate=WindowCollate())
 
     def read(choice: np.ndarray) -> None:
-        requests = [Request(batch, (SEED, 2), batch) for batch in choice.reshape(-1, BATCH).tolist()]
+        requests = [BatchRequest(batch, (SEED, 2), batch) for batch in choice.reshape(-1, BATCH).tolist()]
         for _ in load(samples, data, requests, workers=0, pin_memory=False):
             pass
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.contest import Answer, Flag, table, verdict
 from rapidformer_templates.commands.bench.output import progress
 from rapidformer_templates.data.loader import load
-from rapidformer_templates.data.order import Request
+from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.planning.config import parse
@@ -90,7 +90,7 @@ def measure(flags: Sequence[str]) -> dict[str, float]:
     samples: Any = data.train
     streamed = isinstance(samples, Endless)
     batches = count() if streamed else range(len(samples) // BATCH)
-    requests = (Request(list(p), (1, 2), list(p)) for p in (range(i * BATCH, (i + 1) * BATCH) for i in batches))
+    requests = (BatchRequest(list(p), (1, 2), list(p)) for p in (range(i * BATCH, (i + 1) * BATCH) for i in batches))
     tokens, bookmark = 0, None
     for batch in load(samples, data, requests, workers=0, pin_memory=False):
         if batch.bookmark and batch.bookmark["epoch"]:

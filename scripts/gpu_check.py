@@ -152,10 +152,10 @@ def record(scale: str, device: str, output: Path) -> None:
     """Train a model of the utilisation table for a few steps, and profile them."""
     from rapidformer_templates import Data, Trainer
     from rapidformer_templates.commands.bench.tables import UTILISATION
-    from rapidformer_templates.commands.bench.worker import Job, RandomTokens, build_model
+    from rapidformer_templates.commands.bench.worker import BenchJob, RandomTokens, build_model
 
     precision = "bf16" if device == "cuda" else "fp32"
-    job = Job("mfu", "rapidformer", None, scale, 1, 1, 20, device, precision, "", "")
+    job = BenchJob("mfu", "rapidformer", None, scale, 1, 1, 20, device, precision, "", "")
 
     class Profiled(Trainer):
         def build_data(self) -> Data:

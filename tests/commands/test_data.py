@@ -219,7 +219,7 @@ def test_inspect(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixture
 
 def test_lengths_are_those_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed_tools, "CHUNK", 2)
-    facts = indexed_tools.facts_of(str(write(tmp_path / "set", [[[1], [2, 3]], [[1] * 8], [[5]], [[1] * 9, [2]]])))
+    facts = indexed_tools.statistics_of(str(write(tmp_path / "set", [[[1], [2, 3]], [[1] * 8], [[5]], [[1] * 9, [2]]])))
     assert facts.shares == [(2, 1, 1), (4, 1, 3), (16, 2, 18)]
     assert (facts.documents, facts.sequences, facts.mean, facts.longest, facts.shortest) == (4, 6, 5.5, 10, 1)
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rapidformer_templates.data.loader import load
-from rapidformer_templates.data.order import Request
+from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.types import Data
 
 
@@ -37,7 +37,7 @@ def test_a_loader_process_leaves_the_garbage_of_its_parent(tmp_path: Path) -> No
     gc.disable()
     try:
         Group(tmp_path)
-        requests = [Request([index], (0,), [index]) for index in range(4)]
+        requests = [BatchRequest([index], (0,), [index]) for index in range(4)]
         batches = list(load(Collecting(), Data(train=Collecting()), requests, workers=2, pin_memory=False))
         assert [batch.samples for batch in batches] == [[0], [1], [2], [3]]
         assert not (tmp_path / "collected").exists()

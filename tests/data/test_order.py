@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rapidformer_templates.data.loader import Request, eval_requests, train_requests
+from rapidformer_templates.data.loader import BatchRequest, eval_requests, train_requests
 from rapidformer_templates.data.order import WINDOW, SampleOrder
 
 SIZES = st.integers(1, 60)
 BATCHES = st.integers(1, 16)
 
 
-def _requests(order: SampleOrder, steps: range, data_size: int, accumulation: int) -> list[list[Request]]:
+def _requests(order: SampleOrder, steps: range, data_size: int, accumulation: int) -> list[list[BatchRequest]]:
     """Return, for each step, the requests of all ranks, micro batch by micro batch."""
     ranks = [
         list(train_requests(order, steps.start, steps.stop, rank=rank, data_size=data_size, accumulation=accumulation))

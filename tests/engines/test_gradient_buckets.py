@@ -55,7 +55,7 @@ def _watch(workers: Any, micro_batches: int) -> dict[str, Any]:
 
         def on_step_end(self, step: int, result: Any) -> None:
             peaks.append(live.peak)
-            live.restart()
+            live.reset_peak()
             if step == STEPS:
                 live.__exit__(None, None, None)
 

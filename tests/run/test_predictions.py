@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, BertConfig, GPT2Config, PreTrainedModel,
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.run.predictions import predict_samples
-from rapidformer_templates.run.saved_model import Opened, open_saved
+from rapidformer_templates.run.saved_model import OpenedModel, open_saved
 from tests.support.texts import WORDS
 
 TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, 2 + i * 3 % 11)) for i in range(7)]
@@ -45,7 +45,7 @@ def saved(folder: Path, model: PreTrainedModel, tokenizer: Any) -> Path:
     return folder
 
 
-def records(opened: Opened, samples: list[Any], **generation: Any) -> list[dict[str, Any]]:
+def records(opened: OpenedModel, samples: list[Any], **generation: Any) -> list[dict[str, Any]]:
     """Predict in batches of three, so that rows are grouped and then restored to their order."""
     return predict_samples(opened.task, opened.model, samples, 3, Generation(**generation))
 

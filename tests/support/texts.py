@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates.data.text import preprocess
-from rapidformer_templates.data.text.encoding import Recipe
+from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.preprocess import PreprocessResult
 from rapidformer_templates.planning.config import RunConfig
 
@@ -111,16 +111,16 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def recipe(gpt_folder: Path) -> Recipe:
+def recipe(gpt_folder: Path) -> EncodingRecipe:
     """How to use the tokenizer of ``gpt_folder``."""
-    return Recipe((gpt_folder / "tokenizer.json").read_text(encoding="utf-8"), "uint16", end=0)
+    return EncodingRecipe((gpt_folder / "tokenizer.json").read_text(encoding="utf-8"), "uint16", end=0)
 
 
 @pytest.fixture
-def make(tmp_path: Path, recipe: Recipe) -> Callable[..., PreprocessResult]:
+def make(tmp_path: Path, recipe: EncodingRecipe) -> Callable[..., PreprocessResult]:
     """A function that preprocesses into ``tmp_path/out_…``, with one worker by default."""
 
-    def run(*files: Path, recipe: Recipe = recipe, prefix: str = "out", **options: Any) -> PreprocessResult:
+    def run(*files: Path, recipe: EncodingRecipe = recipe, prefix: str = "out", **options: Any) -> PreprocessResult:
         options = {"workers": 1, "backend": "transformers", **options}
         return preprocess.preprocess(files, str(tmp_path / prefix), recipe, **options)
 

@@ -65,7 +65,7 @@ def test_what_only_the_data_tell_is_said_how_to_compute(
     kind: str | None, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "large":
-        monkeypatch.setattr("rapidformer_templates.data.finetuning.locating.COUNTED_BYTES", 100)
+        monkeypatch.setattr("rapidformer_templates.data.finetuning.locating.MAX_COUNTED_BYTES", 100)
     if kind:
         write(tmp_path, "csv")
     expected = ("--train-iters N", "in place of --epochs; N = 3 × the training samples / 16")

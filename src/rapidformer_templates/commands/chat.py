@@ -39,7 +39,7 @@ class ChatFlags:
 
 
 @dataclass(frozen=True)
-class Asked(ChatFlags, GenerationFlags):
+class ChatOptions(ChatFlags, GenerationFlags):
     """The options of the command that are not flags of a run."""
 
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path, given = words_of_saved(build_parser(), argv)
 
     saved = find_saved(path)
-    config = saved.config(user=Asked, **given)
+    config = saved.config(user=ChatOptions, **given)
     task = load_saved_task(config, saved)
     if task.auto_class != "AutoModelForCausalLM":
         hint = f"rapidformer predict {path} --input FILE --output FILE predicts the rows of a file"

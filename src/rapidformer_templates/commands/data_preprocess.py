@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from rapidformer_templates.data.indexed.dataset import type_for
-from rapidformer_templates.data.text.encoding import Recipe
+from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.files import text_files
 from rapidformer_templates.data.text.preprocess import TITLES, PreprocessResult, preprocess, usable_cores
 from rapidformer_templates.errors import ConfigError, DataError
@@ -59,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
         raise DataError("a key with '/' cannot be part of a file name", where="--json-keys", hint="rename the key")
     tokenizer = tokenizer_of(options)
     vocabulary = vocabulary_size(tokenizer)
-    recipe = Recipe(
+    recipe = EncodingRecipe(
         tokenizer.backend_tokenizer.to_str(),
         type_for(vocabulary).name,
         end_token_id(tokenizer) if options.append_eod else None,

@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
-from rapidformer_templates.data.indexed.tools import Damage, Facts, add_sums, facts_of, merge, prefixes_of, verify
+from rapidformer_templates.data.indexed.tools import (
+    Damage,
+    DataSetStatistics,
+    add_sums,
+    merge,
+    prefixes_of,
+    statistics_of,
+    verify,
+)
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.system.files import to_json
 
@@ -23,7 +31,7 @@ def merge_main(options: argparse.Namespace) -> int:
     """Merge data sets, print the result and return the exit status."""
     prefixes = prefixes_of(options.input, leave_out=options.output_prefix)
     merge(prefixes, options.output_prefix, overwrite=options.overwrite)
-    facts = facts_of(options.output_prefix)
+    facts = statistics_of(options.output_prefix)
     if options.json:
         print(to_json({"inputs": prefixes, "output": dataclasses.asdict(facts)}), end="")
     else:
@@ -38,7 +46,7 @@ def inspect_main(options: argparse.Namespace) -> int:
     """Print the contents of data sets and return the exit status."""
     decode = _decoder(options)
     prefixes = prefixes_of(options.input)
-    about_sets = [facts_of(prefix) for prefix in prefixes]
+    about_sets = [statistics_of(prefix) for prefix in prefixes]
     shown = {prefix: _first_documents(prefix, options.show, decode) for prefix in prefixes}
     losses = {prefix: _unigram_loss(prefix, options.split) for prefix in prefixes} if options.split else {}
     if options.json:
@@ -113,7 +121,7 @@ def _first_documents(prefix: str, count: int, tokenizer: Any) -> list[dict[str, 
     return documents
 
 
-def _table(facts: Facts) -> Table:
+def _table(facts: DataSetStatistics) -> Table:
     table = Table(title=facts.prefix, title_justify="left", show_header=False)
     rows = {
         "documents": f"{facts.documents:,}",
@@ -128,7 +136,7 @@ def _table(facts: Facts) -> Table:
     return table
 
 
-def _histogram(facts: Facts) -> Table:
+def _histogram(facts: DataSetStatistics) -> Table:
     table = Table("tokens", title="Lengths of documents", title_justify="left")
     for heading in ("documents", "share", "share of the tokens"):
         table.add_column(heading, justify="right")

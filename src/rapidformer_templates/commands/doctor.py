@@ -83,7 +83,7 @@ for name, module in json.loads(sys.argv[1]).items():
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """A line of the table.
 
     Attributes:
@@ -201,21 +201,21 @@ def _install(package: str) -> str:
     return next((text for text in declared if text), f"pip install {package}")
 
 
-def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> Finding:
+def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> DoctorFinding:
     needed_by = ("everything",) if name in REQUIRED_PACKAGES else serves(name)
     if probed is None:
-        return Finding(name, "not installed", detail=_install(name), serves=needed_by)
+        return DoctorFinding(name, "not installed", detail=_install(name), serves=needed_by)
     installed = _version(name)
     if name == "apex" and not _is_nvidia_apex():
-        return Finding(name, "not Nvidia's", installed, _install(name), needed_by)
+        return DoctorFinding(name, "not Nvidia's", installed, _install(name), needed_by)
     if not has_gpu and (name in NEEDS_GPU or _had_no_cpu_form(name, installed)):
-        return Finding(name, "needs a GPU", installed, "torch sees none here", needed_by)
+        return DoctorFinding(name, "needs a GPU", installed, "torch sees none here", needed_by)
     if probed["error"]:
-        return Finding(name, "does not import", installed, probed["error"], needed_by)
+        return DoctorFinding(name, "does not import", installed, probed["error"], needed_by)
     if probed["gone"]:
         gone = "; ".join(f"no {what}: without it, {broken}" for what, broken in probed["gone"])
-        return Finding(name, "lacks what this version uses", installed, gone, needed_by)
-    return Finding(name, "ok", installed, serves=needed_by)
+        return DoctorFinding(name, "lacks what this version uses", installed, gone, needed_by)
+    return DoctorFinding(name, "ok", installed, serves=needed_by)
 
 
 def _had_no_cpu_form(package: str, version: str) -> bool:
@@ -272,7 +272,7 @@ def _import_all(modules: dict[str, str]) -> tuple[list[str], str]:
     return text.splitlines(), how
 
 
-def _parts(device: str) -> tuple[list[Finding], str | None]:
+def _parts(device: str) -> tuple[list[DoctorFinding], str | None]:
     """Return the findings about DeepSpeed's compiled parts, and their folder. Both are empty without DeepSpeed."""
     try:
         root = deepspeed_parts.folder(device)
@@ -281,23 +281,23 @@ def _parts(device: str) -> tuple[list[Finding], str | None]:
     return [_part(name, root, device) for name in deepspeed_parts.PARTS], str(root)
 
 
-def _part(name: str, root: Path, device: str) -> Finding:
+def _part(name: str, root: Path, device: str) -> DoctorFinding:
     part = deepspeed_parts.PARTS[name]
     built = deepspeed_parts.is_built(name, root)
     reason = build_tools.problems(name, device)
     locks = [lock for lock in deepspeed_parts.locks([name], root) if lock.parent.name in part.folders]
     if reason:
-        return Finding(name, "cannot be used" if built else "cannot be built", "", reason, part.serves)
+        return DoctorFinding(name, "cannot be used" if built else "cannot be built", "", reason, part.serves)
     for lock in locks:
         builder = deepspeed_parts.holder(lock)
         if builder is not None:
-            return Finding(name, "in use", "", f"process {builder} is building or loading it", part.serves)
+            return DoctorFinding(name, "in use", "", f"process {builder} is building or loading it", part.serves)
         mend = "the next run removes it" if deepspeed_parts.is_ours(root) else "delete it if nothing is building there"
-        return Finding(name, "stale lock", "", f"{lock}: {mend}", part.serves)
+        return DoctorFinding(name, "stale lock", "", f"{lock}: {mend}", part.serves)
     if not built:
         mend = f"built at first use ({part.takes}), or now by rapidformer doctor --build {name}"
-        return Finding(name, "not built yet", "", mend, part.serves)
-    return Finding(name, "built", serves=part.serves)
+        return DoctorFinding(name, "not built yet", "", mend, part.serves)
+    return DoctorFinding(name, "built", serves=part.serves)
 
 
 def show(report: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from rapidformer_templates.commands.words import in_workers, parser_of_saved, wo
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, subset_of_flags
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
-from rapidformer_templates.run.saved_model import Saved, find_saved
+from rapidformer_templates.run.saved_model import SavedModel, find_saved
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return in_workers(config.launch.nproc_per_node, config.launch.master_port, check, body)
 
 
-def _check_hooks(saved: Saved, given: dict[str, Any]) -> None:
+def _check_hooks(saved: SavedModel, given: dict[str, Any]) -> None:
     """Refuse an evaluation whose metrics would not be those of the run's script.
 
     Raises:
@@ -127,7 +127,7 @@ def _check_hooks(saved: Saved, given: dict[str, Any]) -> None:
         )
 
 
-def _config(saved: Saved, given: dict[str, Any], *, own_data: bool) -> RunConfig:
+def _config(saved: SavedModel, given: dict[str, Any], *, own_data: bool) -> RunConfig:
     """Return the flags of the evaluation as the configuration of a run that does not train.
 
     Raises:
@@ -148,7 +148,7 @@ def _config(saved: Saved, given: dict[str, Any], *, own_data: bool) -> RunConfig
     return config
 
 
-def _template(saved: Saved, config: RunConfig, *, own_data: bool) -> Trainer:
+def _template(saved: SavedModel, config: RunConfig, *, own_data: bool) -> Trainer:
     from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
     from rapidformer_templates.trainer import Trainer
 
@@ -160,7 +160,7 @@ def _template(saved: Saved, config: RunConfig, *, own_data: bool) -> Trainer:
     return template
 
 
-def _reference(saved: Saved, template: Trainer) -> Callable[[], nn.Module] | None:
+def _reference(saved: SavedModel, template: Trainer) -> Callable[[], nn.Module] | None:
     """Return a function that builds the run's initial model, if preferences are measured against it.
 
     Raises:
@@ -181,7 +181,7 @@ def _reference(saved: Saved, template: Trainer) -> Callable[[], nn.Module] | Non
     return lambda: load_task(config).build_model()
 
 
-def _show(saved: Saved, metrics: dict[str, float], *, as_json: bool) -> None:
+def _show(saved: SavedModel, metrics: dict[str, float], *, as_json: bool) -> None:
     """Print the metrics on rank 0."""
     import os
 

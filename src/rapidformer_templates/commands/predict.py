@@ -21,7 +21,7 @@ from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
 from rapidformer_templates.system import launch
 
 if TYPE_CHECKING:
-    from rapidformer_templates.data.finetuning.tables import Part
+    from rapidformer_templates.data.finetuning.tables import DataPart
     from rapidformer_templates.data.tasks.base import Inputs, Record, Task
     from rapidformer_templates.system.workers import Workers
 
@@ -66,7 +66,7 @@ class GenerationFlags:
 
 
 @dataclass(frozen=True)
-class Asked(FileFlags, GenerationFlags):
+class PredictOptions(FileFlags, GenerationFlags):
     """The options of the command that are not flags of a run. ``--overwrite`` is a flag of a run."""
 
 
@@ -103,11 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     path, given = words_of_saved(build_parser(), argv)
 
     saved = find_saved(path)
-    config = saved.config(user=Asked, **{**AT_ONCE, **given})
+    config = saved.config(user=PredictOptions, **{**AT_ONCE, **given})
     if not launch.is_worker():
         _check_files(config.user, overwrite=config.training.overwrite)
 
-    def read() -> tuple[Task, Part, Inputs]:
+    def read() -> tuple[Task, DataPart, Inputs]:
         task = load_saved_task(config, saved)
         part = read_rows(config, task.text_column)
         return task, part, task.inputs(part)
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return in_workers(config.launch.nproc_per_node, config.launch.master_port, read, body)
 
 
-def _check_files(asked: Asked, *, overwrite: bool) -> None:
+def _check_files(asked: PredictOptions, *, overwrite: bool) -> None:
     for name in ("input", "output"):
         if getattr(asked, name) is None:
             raise ConfigError(f"--{name} is missing", hint=f"add --{name} FILE")
@@ -132,7 +132,7 @@ def _check_files(asked: Asked, *, overwrite: bool) -> None:
         raise ConfigError(f"{output} already exists", where="--output", hint="give another one, or --overwrite")
 
 
-def read_rows(config: RunConfig, text_column: str) -> Part:
+def read_rows(config: RunConfig, text_column: str) -> DataPart:
     """Read the rows of ``--input``.
 
     Args:
@@ -167,7 +167,7 @@ def read_rows(config: RunConfig, text_column: str) -> Part:
     return part
 
 
-def _predict(config: RunConfig, task: Task, part: Part, inputs: Inputs) -> int:
+def _predict(config: RunConfig, task: Task, part: DataPart, inputs: Inputs) -> int:
     from rapidformer_templates.data.generation import Generation
     from rapidformer_templates.run.predictions import predict_inputs
     from rapidformer_templates.system import accelerator
@@ -209,7 +209,7 @@ def precision(config: RunConfig, workers: Workers) -> AbstractContextManager[Any
     return torch.autocast(workers.device.type, dtype=kind) if kind else nullcontext()
 
 
-def _write(output: Path, part: Part, records: Sequence[Record]) -> None:
+def _write(output: Path, part: DataPart, records: Sequence[Record]) -> None:
     """Write the records to a temporary file and rename it, so that the output is never incomplete."""
     from rapidformer_templates.system.files import finite, sync, writing
 

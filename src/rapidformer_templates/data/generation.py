@@ -82,8 +82,8 @@ def generate(
 
 def _ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> list[int] | None:
     """Return the tokens that end a text, from the model and the tokenizer."""
-    own = model.generation_config.eos_token_id
-    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
+    of_model = model.generation_config.eos_token_id
+    ends = {*(of_model if isinstance(of_model, list) else [of_model]), tokenizer.eos_token_id} - {None}
     return sorted(ends) or None
 
 

@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from rapidformer_templates.data.checks import checked_batch, collated
 from rapidformer_templates.data.collate import collate_to_shape
-from rapidformer_templates.data.order import Order, Request
+from rapidformer_templates.data.order import BatchRequest, Order
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.types import Batch, Bookmark, Data
 from rapidformer_templates.system import accelerator
@@ -114,7 +114,7 @@ class _Fetcher(Dataset[MicroBatch]):
         self.augment = data.augment
         self.collate = data.collate or self._by_default
 
-    def __getitem__(self, request: Request) -> MicroBatch:
+    def __getitem__(self, request: BatchRequest) -> MicroBatch:
         many = getattr(self.samples, "__getitems__", None)
         items = many(request.samples) if many else [self.samples[i] for i in request.samples]
         if self.augment:
@@ -142,7 +142,7 @@ class _Fetcher(Dataset[MicroBatch]):
 
 def train_requests(
     order: Order, start: int, stop: int, *, rank: int, data_size: int, accumulation: int
-) -> Iterator[Request]:
+) -> Iterator[BatchRequest]:
     """Yield the requests of one rank for steps ``start`` to ``stop``, ``accumulation`` of them per step."""
     count = data_size * accumulation
     for step in range(start, stop):
@@ -151,7 +151,7 @@ def train_requests(
 
 def eval_requests(
     lengths: np.ndarray | None, size: int, seed: int, *, rank: int, data_size: int, micro_batch: int
-) -> list[Request]:
+) -> list[BatchRequest]:
     """Return the requests of one rank for the first ``size`` samples. Samples of similar length share a batch.
 
     Every rank gets the same number. Ranks without a sample left get an idle one.
@@ -162,7 +162,7 @@ def eval_requests(
     for first in range(0, len(batches), data_size):
         idle = first + rank >= len(batches)
         samples = batches[first if idle else first + rank].tolist()
-        requests.append(Request(samples, (seed, Stream.EVALUATION), samples, idle))
+        requests.append(BatchRequest(samples, (seed, Stream.EVALUATION), samples, idle))
     return requests
 
 

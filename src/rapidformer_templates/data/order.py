@@ -20,7 +20,7 @@ WINDOW = 50
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """The samples of one micro batch of one rank.
 
     Attributes:
@@ -59,20 +59,22 @@ class Order(Protocol):
     def step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (sample indices, positions) of the global batch of ``step``. Positions never repeat in a run."""
 
-    def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
-        """Yield the requests of this rank: ``mine`` are its indices among the ``count`` micro batches of a step."""
+    def requests(self, step: int, count: int, own_indices: range) -> Iterator[BatchRequest]:
+        """Yield the requests of this rank, whose indices among the ``count`` micro batches are ``own_indices``."""
 
     def depends_on(self) -> dict[str, Any]:
         """Return what the samples of a step depend on, as plain values. A resumed run must have the same values."""
 
 
-def even_requests(samples: np.ndarray, positions: np.ndarray, seed: int, count: int, mine: range) -> Iterator[Request]:
-    """Split a global batch into ``count`` even pieces and yield those in ``mine``. A piece without samples is idle."""
-    for number in mine:
+def even_requests(
+    samples: np.ndarray, positions: np.ndarray, seed: int, count: int, own_indices: range
+) -> Iterator[BatchRequest]:
+    """Split a global batch into ``count`` even pieces and yield ``own_indices``. A piece without samples is idle."""
+    for number in own_indices:
         first, end = len(samples) * number // count, len(samples) * (number + 1) // count
         idle = first == end
         piece = slice(0, 1) if idle else slice(first, end)
-        yield Request(samples[piece].tolist(), (seed, Stream.SAMPLE), positions[piece].tolist(), idle)
+        yield BatchRequest(samples[piece].tolist(), (seed, Stream.SAMPLE), positions[piece].tolist(), idle)
 
 
 class SampleOrder:
@@ -133,9 +135,9 @@ class SampleOrder:
             positions = self._grouped(epoch, index, end)
         return self._samples(positions), positions
 
-    def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
+    def requests(self, step: int, count: int, own_indices: range) -> Iterator[BatchRequest]:
         """Split the global batch into ``count`` even pieces. No sample of a short batch is lost or repeated."""
-        return even_requests(*self.step(step), self.seed, count, mine)
+        return even_requests(*self.step(step), self.seed, count, own_indices)
 
     def depends_on(self) -> dict[str, Any]:
         """Return what the samples of a step depend on."""
@@ -173,8 +175,8 @@ class SampleOrder:
         epochs = positions // self.size
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            samples[here] = self._permutation(int(epoch))[positions[here] % self.size]
+            in_epoch = epochs == epoch
+            samples[in_epoch] = self._permutation(int(epoch))[positions[in_epoch] % self.size]
         return samples
 
     def _permutation(self, epoch: int) -> np.ndarray:

@@ -58,11 +58,11 @@ def assign_rows(lengths: np.ndarray, capacity: int, generator: np.random.Generat
             if not open_rows[space]:
                 del open_rows[space], spaces[index]
         rows[sample] = row
-        left = space - length
-        if left not in open_rows:
-            open_rows[left] = []
-            insort(spaces, left)
-        open_rows[left].append(row)
+        room = space - length
+        if room not in open_rows:
+            open_rows[room] = []
+            insort(spaces, room)
+        open_rows[room].append(row)
     return rows
 
 

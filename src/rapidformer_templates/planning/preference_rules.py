@@ -33,8 +33,8 @@ def has_frozen_copy(config: RunConfig, switches: Iterable[Switch]) -> bool:
 def rows_per_sample(config: RunConfig) -> int:
     """Return the number of rows that each sample has in a batch: two if two answers are compared."""
     training = config.training
-    judges = training.task == "preference" and training.preference_loss == "kto"
-    return 2 if training.task in TWO_ROWS and not judges else 1
+    is_unpaired = training.task == "preference" and training.preference_loss == "kto"
+    return 2 if training.task in TWO_ROWS and not is_unpaired else 1
 
 
 def _reasons(request: Request, field: str) -> list[tuple[str, str]]:

@@ -101,7 +101,7 @@ def metrics_of(config: RunConfig, *, of_task: bool = True) -> tuple[str, ...]:
 def _own_metrics(config: RunConfig) -> tuple[str, ...]:
     """Return the task's metrics. If only the data decide the problem type of sequence classification, return all."""
     if config.training.task == "preference":
-        return preference_metrics(judges=config.training.preference_loss == "kto")
+        return preference_metrics(is_unpaired=config.training.preference_loss == "kto")
     if config.training.task != "sequence_classification":
         return METRICS_OF.get(config.training.task or "", ())
     problem = config.data.problem_type
@@ -109,9 +109,9 @@ def _own_metrics(config: RunConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for names in known for name in names))
 
 
-def preference_metrics(*, judges: bool) -> tuple[str, ...]:
+def preference_metrics(*, is_unpaired: bool) -> tuple[str, ...]:
     """Return the metrics of preferences. If each answer is judged separately, there is no accuracy of a choice."""
-    return METRICS_OF["preference"][: 3 if judges else 4]
+    return METRICS_OF["preference"][: 3 if is_unpaired else 4]
 
 
 def check_task_flags(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rapidformer_templates.data.loader import load, to_device
-from rapidformer_templates.data.order import Request
+from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.engines.auxiliary_losses import notes_about
 from rapidformer_templates.engines.contract import Engine
@@ -137,7 +137,7 @@ def _loss_of_one(template: Template, model: nn.Module) -> Any:
             where=" → ".join(template.plan.switches),
             hint="give compose() a batch of one sample: example=batch",
         )
-    request = Request([0], (template.config.training.seed, Stream.TRIAL), [0])
+    request = BatchRequest([0], (template.config.training.seed, Stream.TRIAL), [0])
     (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
     batch = to_device(microbatch.batch, next(model.parameters()).device)
     with preserve_state(model):

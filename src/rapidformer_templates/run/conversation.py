@@ -78,7 +78,7 @@ class Conversation:
         first, forgotten = len(self._first), 0
         messages = [*self.messages, message]
         while True:
-            text = self._template.render(messages, asks=True)
+            text = self._template.render(messages, add_generation_prompt=True)
             ids = torch.tensor([self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]])
             if not ids.shape[1]:
                 raise DataError("the message has no token", hint="write it in the characters that the tokenizer knows")

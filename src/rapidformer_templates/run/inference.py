@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rapidformer_templates.data.checks import kind_of
-from rapidformer_templates.data.finetuning.tables import LoadedDataset, Part
+from rapidformer_templates.data.finetuning.tables import DataPart, LoadedDataset
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import eval_requests, load
 from rapidformer_templates.data.tasks.base import Task
@@ -180,7 +180,7 @@ def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
         DataError: a row cannot be used, or the task learns from a corpus, which has no rows.
     """
     task, part = template.task, part_of_samples(data)
-    read_parts: list[Part] = []
+    read_parts: list[DataPart] = []
     alone = {"data_name": None, "eval_data_name": None, "streaming": False, "evaluate_test": False}
     known = {name: value for name, value in alone.items() if task.config.get(name) != value}
     own_task = task.for_other_data(task.config.replace("evaluate()", **known) if known else task.config)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rapidformer_templates.data.finetuning.tables import Part, part_of
+from rapidformer_templates.data.finetuning.tables import DataPart, part_of
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.base import Inputs, Record
@@ -48,7 +48,7 @@ def predict_samples(
     return predict_inputs(task, model, task.inputs(part_of_samples(samples, task.text_column)), batch_size, generation)
 
 
-def part_of_samples(samples: Sequence[Mapping[str, Any] | str], text_column: str = "text") -> Part:
+def part_of_samples(samples: Sequence[Mapping[str, Any] | str], text_column: str = "text") -> DataPart:
     """Convert samples in memory to the rows of a data set.
 
     Args:

@@ -32,7 +32,7 @@ OF_THE_SAMPLES = (
 """Fields of a run that also determine how its model reads inputs after training."""
 
 DESCRIPTION = "task.json"
-"""File in ``model/`` of a run folder, see :meth:`Saved.described`."""
+"""File in ``model/`` of a run folder, see :meth:`SavedModel.described`."""
 
 TASK_OF_CLASS = {
     "ForSequenceClassification": "sequence_classification",
@@ -48,7 +48,7 @@ TASK_OF_CLASS = {
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedModel:
     """The location of a saved model, and how it was trained.
 
     Attributes:
@@ -96,7 +96,7 @@ class Saved:
         return told
 
 
-def find_saved(path: str | Path) -> Saved:
+def find_saved(path: str | Path) -> SavedModel:
     """Find the exported model of a run folder, or a transformers folder.
 
     Raises:
@@ -109,7 +109,7 @@ def find_saved(path: str | Path) -> Saved:
         if not (given / "export").is_dir():
             hint = f"rapidformer export {given} writes one from its newest checkpoint"
             raise ConfigError(f"{given} holds no exported model", where="RUN", hint=hint)
-        return Saved(given / "export", given, values_of(given))
+        return SavedModel(given / "export", given, values_of(given))
     if (given / "manifest.json").is_file():
         run, step = given.parent.parent, given.name.removeprefix("step-")
         hint = f"rapidformer export {run} --step {step} writes its model"
@@ -119,7 +119,7 @@ def find_saved(path: str | Path) -> Saved:
         raise ConfigError(f"{given} is neither a run folder nor a model", where="RUN", hint=hint)
     beside = given.resolve().parent
     run_of = beside if (beside / "plan.json").is_file() else None  # RUN/export and RUN/merged also belong to the run
-    return Saved(given, run_of, values_of(run_of) if run_of else {})
+    return SavedModel(given, run_of, values_of(run_of) if run_of else {})
 
 
 def values_of(run: Path) -> dict[str, tuple[Any, str]]:
@@ -152,7 +152,7 @@ def _task_of(folder: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A saved model in memory.
 
     Attributes:
@@ -170,7 +170,7 @@ class Opened:
         return self.task.tokenizer
 
 
-def load_saved_task(config: RunConfig, saved: Saved) -> Task:
+def load_saved_task(config: RunConfig, saved: SavedModel) -> Task:
     """Load the task of a saved model with the decisions of its data. This does not read the weights.
 
     Raises:
@@ -183,7 +183,7 @@ def load_saved_task(config: RunConfig, saved: Saved) -> Task:
     return task
 
 
-def open_saved(path: str | Path, task: str | None = None, *, base: str | Path | None = None) -> Opened:
+def open_saved(path: str | Path, task: str | None = None, *, base: str | Path | None = None) -> OpenedModel:
     """Load the model of a run folder or of a transformers folder.
 
     Args:
@@ -198,4 +198,4 @@ def open_saved(path: str | Path, task: str | None = None, *, base: str | Path | 
     config = saved.config(task=task, base=str(base) if base is not None else None)
     used = load_saved_task(config, saved)
     model = used.build_model()
-    return Opened(config, used, model.eval())
+    return OpenedModel(config, used, model.eval())

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
 from rapidformer_templates.system.ports import free_port, why_not
-from rapidformer_templates.system.processes import ERROR_FILE, Failure, WorkerGroup
+from rapidformer_templates.system.processes import ERROR_FILE, Failure, WorkerProcesses
 from rapidformer_templates.system.signals import stop_signal
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ def run_workers(
     started = time.time()
     environments = [{**_environment(rank, count, meeting_port), **(more or {})} for rank in range(count)]
     with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder, stop_signal() as stop:
-        workers = WorkerGroup(command, environments, Path(folder), shown=shown)
+        workers = WorkerProcesses(command, environments, Path(folder), shown=shown)
         try:
             workers.wait(stop)
         finally:

@@ -61,7 +61,7 @@ class Failure:
         return f"was killed by {signal.Signals(-self.status).name}"
 
 
-class WorkerGroup:
+class WorkerProcesses:
     """Processes of one command, one per worker, each in its own session.
 
     Args:

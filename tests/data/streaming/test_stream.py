@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
-from rapidformer_templates.data.streaming.samples import Made, StreamedSamples, StreamOrder
+from rapidformer_templates.data.streaming.samples import BlockResult, StreamedSamples, StreamOrder
 from rapidformer_templates.data.streaming.windows import WindowsOfDocuments
 from rapidformer_templates.data.tasks import load_task
-from rapidformer_templates.data.text.encoding import Recipe
+from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import CachedPieces, Reference
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
@@ -88,17 +88,17 @@ def test_lines_that_cannot_be_read_are_named_or_left_out(tmp_path: Path) -> None
                                  f"{file}:4: a line must hold a JSON object, not list"]  # fmt: skip
 
 
-def whole_rows(rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> Made:
-    return Made([row.row["text"] for row in rows if row.row])
+def whole_rows(rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> BlockResult:
+    return BlockResult([row.row["text"] for row in rows if row.row])
 
 
 class Pairs:
     """Combines two rows into a sample. An odd row at the end is left over."""
 
-    def __call__(self, rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> Made:
+    def __call__(self, rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> BlockResult:
         all_rows = [*(left or []), *(row.row["text"] for row in rows if row.row)]
         even = len(all_rows) // 2 * 2
-        return Made([tuple(all_rows[i : i + 2]) for i in range(0, even, 2)], all_rows[even:])
+        return BlockResult([tuple(all_rows[i : i + 2]) for i in range(0, even, 2)], all_rows[even:])
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_a_step_is_divided_and_nothing_of_it_lost(workers: int, accumulation: in
 def test_a_stream_without_a_sample_ends(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 3)
     samples = StreamedSamples(
-        RowStream([file], 1), lambda rows, left, generator: Made([]), seed=1, buffer=2, identity=""
+        RowStream([file], 1), lambda rows, left, generator: BlockResult([]), seed=1, buffer=2, identity=""
     )
     with pytest.raises(DataError, match="there is no sample in any of the files"):
         samples[0]
@@ -228,7 +228,7 @@ def test_a_fast_tokenizer_is_used_only_where_it_gives_the_same(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
     rows = [StreamedRow(Path("a.jsonl"), i, {"text": text}, ()) for i, text in enumerate(documents(20))]
-    recipe = Recipe(tokenizer.backend_tokenizer.to_str(), "uint16", 0)
+    recipe = EncodingRecipe(tokenizer.backend_tokenizer.to_str(), "uint16", 0)
 
     def windows() -> tuple[Any, WindowsOfDocuments]:
         made = WindowsOfDocuments(recipe, 8, overlap=1, shuffles=False)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rapidformer_templates.data.text import fast_tokenizers, preprocess
-from rapidformer_templates.data.text.encoding import Encoded, Encoder, Job, Recipe
+from rapidformer_templates.data.text.encoding import Encoded, Encoder, EncodingJob, EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import (
     PIECE,
     CachedPieces,
@@ -44,25 +44,25 @@ def _hands_out_wrong_ids(number: int) -> Callable[..., Any]:
 @pytest.mark.slow
 @needs_gigatoken
 def test_a_fast_tokenizer_that_differs_is_not_used(
-    corpus: Path, make: Callable[..., PreprocessResult], recipe: Recipe
+    corpus: Path, make: Callable[..., PreprocessResult], recipe: EncodingRecipe
 ) -> None:
     word_piece = json.dumps(json.loads(recipe.tokenizer) | {"model": {
         "type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
         "vocab": {"a": 0, "dog": 1, "cat": 2}}, "added_tokens": []})  # fmt: skip
-    made = make(corpus, recipe=Recipe(word_piece, "uint16", None), backend="auto")
+    made = make(corpus, recipe=EncodingRecipe(word_piece, "uint16", None), backend="auto")
     assert made.way == "pieces"
     assert made.compared == sum(made.tokens.values())  # there is only one part, which is compared
     assert made.notes[0].startswith("gigatoken is not used: it cannot read this tokenizer")
-    reference = make(corpus, recipe=Recipe(word_piece, "uint16", None), prefix="reference")
+    reference = make(corpus, recipe=EncodingRecipe(word_piece, "uint16", None), prefix="reference")
     assert files_of(made.prefix["text"]) == files_of(reference.prefix["text"])
 
 
-def test_a_difference_is_found(recipe: Recipe, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_found(recipe: EncodingRecipe, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = Reference(recipe.tokenizer)
     monkeypatch.setattr(Gigatoken, "__init__", Reference.__init__)
     monkeypatch.setattr(Gigatoken, "ids", Reference.ids, raising=False)
     monkeypatch.setattr(Gigatoken, "__call__", _hands_out_wrong_ids(50))
-    encoder = Encoder(Recipe(recipe.tokenizer, "uint16", 0, way="gigatoken"))
+    encoder = Encoder(EncodingRecipe(recipe.tokenizer, "uint16", 0, way="gigatoken"))
     first, *_, last = split_files([corpus], ["text"], 20, check_all=True)
     assert encoder(first).compared == sum(reference(TEXTS[:20])[1])
     with pytest.raises(NotEquivalent, match=r"it gives other tokens in .*corpus.jsonl, text 20: '"):
@@ -79,9 +79,11 @@ def test_a_difference_in_the_middle_starts_again(
 ) -> None:
     real, passes = preprocess.encoded, []
 
-    def encoded(jobs: Iterator[Job], recipe: Recipe, workers: int) -> Iterator[tuple[Job, Encoded]]:
+    def encoded(
+        jobs: Iterator[EncodingJob], recipe: EncodingRecipe, workers: int
+    ) -> Iterator[tuple[EncodingJob, Encoded]]:
         passes.append(recipe.way)
-        for number, found in enumerate(real(jobs, Recipe(recipe.tokenizer, "uint16", 0), workers)):
+        for number, found in enumerate(real(jobs, EncodingRecipe(recipe.tokenizer, "uint16", 0), workers)):
             if recipe.way != "whole" and number == 3:
                 raise NotEquivalent("it gives other tokens in corpus.jsonl, text 1: 'x'")
             yield found
@@ -100,7 +102,7 @@ def test_a_difference_in_the_middle_starts_again(
 
 
 @needs_gigatoken
-def test_hard_texts_are_hard_and_the_same(recipe: Recipe) -> None:
+def test_hard_texts_are_hard_and_the_same(recipe: EncodingRecipe) -> None:
     fast, reference = verified("gigatoken", recipe.tokenizer)
     texts = hard_texts(["<|endoftext|>"])
     assert texts == hard_texts(["<|endoftext|>"])
@@ -159,7 +161,7 @@ def test_the_fast_tokenizer_asked_for_is_absent(
     monkeypatch.undo()
 
 
-def test_truncation_in_the_description_is_not_used(recipe: Recipe) -> None:
+def test_truncation_in_the_description_is_not_used(recipe: EncodingRecipe) -> None:
     cut_short = json.loads(recipe.tokenizer) | {
         "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     }

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.text import fast_tokenizers, preprocess
-from rapidformer_templates.data.text.encoding import Encoder, Job, Recipe
+from rapidformer_templates.data.text.encoding import Encoder, EncodingJob, EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import Reference
 from rapidformer_templates.data.text.files import BadLines, Span, TextUnit, documents, text_documents
 from rapidformer_templates.data.text.preprocess import AHEAD, PreprocessResult, split_files
@@ -63,24 +63,26 @@ def test_text_and_parquet_give_the_same_documents(tmp_path: Path, make: Callable
         assert files_of(make(text, prefix=f"t{chunk_size}", chunk_size=chunk_size).prefix["text"]) == expected
     assert files_of(make(tmp_path / "a.parquet", prefix="parquet", chunk_size=2).prefix["text"]) == expected
     with pytest.raises(DataError, match="there is no column 'body'") as raised:
-        make(tmp_path / "a.parquet", recipe=Recipe("", "uint16", None, ("body",)))
+        make(tmp_path / "a.parquet", recipe=EncodingRecipe("", "uint16", None, ("body",)))
     assert raised.value.hint == "the columns are text, other"
 
 
 @pytest.mark.slow
-def test_several_keys_in_one_pass(tmp_path: Path, recipe: Recipe, make: Callable[..., PreprocessResult]) -> None:
+def test_several_keys_in_one_pass(
+    tmp_path: Path, recipe: EncodingRecipe, make: Callable[..., PreprocessResult]
+) -> None:
     rows = [{"text": "a dog", "title": "dog"}, {"text": "a cat", "title": " "}, {"text": "a tree", "title": "tree"}]
     corpus = write_jsonl(tmp_path / "c.jsonl", rows)
-    made = make(corpus, recipe=Recipe(recipe.tokenizer, "uint16", None, ("text", "title")))
+    made = make(corpus, recipe=EncodingRecipe(recipe.tokenizer, "uint16", None, ("text", "title")))
     assert made.documents == {"text": 3, "title": 2}
     assert made.empty == {"text": 0, "title": 1}
-    alone = make(corpus, recipe=Recipe(recipe.tokenizer, "uint16", None, ("title",)), prefix="alone")
+    alone = make(corpus, recipe=EncodingRecipe(recipe.tokenizer, "uint16", None, ("title",)), prefix="alone")
     assert files_of(made.prefix["title"]) == files_of(alone.prefix["title"])
 
 
-def test_sentences(tmp_path: Path, recipe: Recipe, make: Callable[..., PreprocessResult]) -> None:
+def test_sentences(tmp_path: Path, recipe: EncodingRecipe, make: Callable[..., PreprocessResult]) -> None:
     rows = [{"text": "A dog. A cat! The tree?"}, {"text": ["he sees", "", "they run. we run"]}, {"text": "  "}]
-    sentences = Recipe(recipe.tokenizer, "uint16", 0, sentences=True)
+    sentences = EncodingRecipe(recipe.tokenizer, "uint16", 0, sentences=True)
     made = make(write_jsonl(tmp_path / "c.jsonl", rows), recipe=sentences)
     assert made.prefix["text"].endswith("out_text_sentence")
     tokenizer = Reference(recipe.tokenizer)
@@ -117,11 +119,13 @@ BAD = {
 
 
 @pytest.mark.slow
-def test_bad_lines_are_errors_or_listed(tmp_path: Path, recipe: Recipe, make: Callable[..., PreprocessResult]) -> None:
+def test_bad_lines_are_errors_or_listed(
+    tmp_path: Path, recipe: EncodingRecipe, make: Callable[..., PreprocessResult]
+) -> None:
     good = [json.dumps({"text": text}).encode() for text in TEXTS[:3]]
     file = tmp_path / "bad.jsonl"
     file.write_bytes(b"\n".join([good[0], *BAD, *good[1:]]) + b"\n")
-    skip = Recipe(recipe.tokenizer, "uint16", 0, skip=True)
+    skip = EncodingRecipe(recipe.tokenizer, "uint16", 0, skip=True)
     made = make(file, recipe=skip, chunk_size=2)
     reasons = [f"{file}:{line}: {reason}" for line, reason in enumerate(BAD.values(), start=2)]
     listed = Path(f"{tmp_path}/out.skipped.txt").read_text().splitlines()
@@ -133,7 +137,7 @@ def test_bad_lines_are_errors_or_listed(tmp_path: Path, recipe: Recipe, make: Ca
     for number, line in enumerate(BAD):
         file.write_bytes(good[0] + b"\n" + line)
         with pytest.raises(DataError) as raised:
-            Encoder(recipe)(Job(file, Span(0, file.stat().st_size, 1), 0, check=False))
+            Encoder(recipe)(EncodingJob(file, Span(0, file.stat().st_size, 1), 0, check=False))
         assert raised.value.where == f"{file}:2"
         assert listed[number].endswith(raised.value.message)
     with pytest.raises(DataError, match="the column 'text' holds") as raised:
@@ -149,7 +153,7 @@ def corpus_with(folder: Path, good: int, bad: bytes) -> Path:
 
 
 @pytest.mark.slow
-def test_a_line_of_50_mb(tmp_path: Path, make: Callable[..., PreprocessResult], recipe: Recipe) -> None:
+def test_a_line_of_50_mb(tmp_path: Path, make: Callable[..., PreprocessResult], recipe: EncodingRecipe) -> None:
     file = tmp_path / "long.jsonl"
     small = json.dumps({"text": "a dog"})
     file.write_text("\n".join([small, json.dumps({"text": "a cat", "meta": "x" * 50_000_000}), small]) + "\n")
@@ -212,10 +216,10 @@ def test_every_64th_part_is_checked(tmp_path: Path) -> None:
     assert all(job.check for job in split_files([lines], ["text"], 1, check_all=True))
 
 
-def test_few_parts_are_under_way(corpus: Path, recipe: Recipe) -> None:
+def test_few_parts_are_under_way(corpus: Path, recipe: EncodingRecipe) -> None:
     taken = 0
 
-    def jobs() -> Iterator[Job]:
+    def jobs() -> Iterator[EncodingJob]:
         nonlocal taken
         for job in split_files([corpus], ["text"], 1):
             taken += 1

@@ -16,7 +16,7 @@ import pytest
 from rapidformer_templates.data.indexed import writer as indexed_writer
 from rapidformer_templates.data.indexed.writer import IndexedWriter
 from rapidformer_templates.data.text import preprocess
-from rapidformer_templates.data.text.encoding import Recipe
+from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.preprocess import PreprocessResult
 from rapidformer_templates.errors import DataError, WorkerFailed
 from tests.support.texts import files_of, write_jsonl
@@ -59,7 +59,7 @@ def test_a_worker_that_is_killed(
 
 @pytest.mark.slow
 def test_of_several_sets_all_or_none_are_there(
-    tmp_path: Path, recipe: Recipe, make: Callable[..., PreprocessResult], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe: EncodingRecipe, make: Callable[..., PreprocessResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = IndexedWriter._write_index
 
@@ -71,19 +71,19 @@ def test_of_several_sets_all_or_none_are_there(
     monkeypatch.setattr(IndexedWriter, "_write_index", full)
     corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": "a dog", "title": "dog"}])
     with pytest.raises(DataError, match="the disk is full"):
-        make(corpus, recipe=Recipe(recipe.tokenizer, "uint16", None, ("text", "title")))
+        make(corpus, recipe=EncodingRecipe(recipe.tokenizer, "uint16", None, ("text", "title")))
     assert list(tmp_path.iterdir()) == [corpus]
 
 
 @pytest.mark.slow
-def test_workers_are_not_waited_for_after_an_error(recipe: Recipe) -> None:
+def test_workers_are_not_waited_for_after_an_error(recipe: EncodingRecipe) -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError):
         _fail_while_a_worker_is_busy(recipe)
     assert time.monotonic() - began < 40
 
 
-def _fail_while_a_worker_is_busy(recipe: Recipe) -> None:
+def _fail_while_a_worker_is_busy(recipe: EncodingRecipe) -> None:
     with preprocess._pool(recipe, 1) as pool:
         _wait_until(pool.submit(time.sleep, 50).running)
         raise RuntimeError
@@ -120,7 +120,7 @@ def words_for(corpus: Path, gpt_folder: Path, prefix: Path) -> list[str]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_interrupted_and_run_again(
     corpus: Path,
-    recipe: Recipe,
+    recipe: EncodingRecipe,
     make: Callable[..., PreprocessResult],
     gpt_folder: Path,
     tmp_path: Path,

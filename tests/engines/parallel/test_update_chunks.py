@@ -23,7 +23,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.auto_strategy.memory import predict
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.setting import setting_of
+from rapidformer_templates.switches.auto_strategy.setting import memory_options_of
 from tests.support.jobs import VOCABULARY, CausalJob
 from tests.support.parallel_jobs import JOBS
 from tests.support.parity import Trained, trained
@@ -151,7 +151,7 @@ class Large(CausalJob):
 
     def on_step_end(self, step: int, result: Any) -> None:
         self.peaks.append(self.live.peak)
-        self.live.restart()
+        self.live.reset_peak()
         if step == 3:
             self.live.__exit__(None, None, None)
 
@@ -170,7 +170,7 @@ def test_the_planner_predicts_the_peak(apart: bool) -> None:
         job = Large([*STEPS.split(), *BF16.split()])
         job.fit()
         shapes = ModelShapes(lambda blocks: job.make().train(), batch)
-        setting = replace(setting_of(job.plan, shapes.width), updates_in_chunks=apart)
+        setting = replace(memory_options_of(job.plan, shapes.width), updates_in_chunks=apart)
         predicted = predict(shapes, Layout(micro_batch=2, accumulation=4), setting)
     assert predicted.total == pytest.approx(max(job.peaks[1:]), rel=0.03)
     parameters = sum(p.numel() for p in job.make().parameters())

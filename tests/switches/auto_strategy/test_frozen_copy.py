@@ -17,18 +17,22 @@ from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.setting import NarrowWeights, Setting
-from rapidformer_templates.switches.auto_strategy.state_bytes import How
+from rapidformer_templates.switches.auto_strategy.setting import MasterWeights, MemoryOptions
+from rapidformer_templates.switches.auto_strategy.state_bytes import StateOptions
 from tests.support.preference_runs import make, pairs
 from tests.support.worker_pool import run_in_workers
 
 KEPT_WHOLE = "stage3_param_persistence_threshold"
-MASTERS = Setting("bf16", narrow=NarrowWeights())
-ENGINES: dict[str, tuple[tuple[str, ...], str, Setting]] = {
-    "none": ((), "none", Setting()),
+MASTERS = MemoryOptions("bf16", masters=MasterWeights())
+ENGINES: dict[str, tuple[tuple[str, ...], str, MemoryOptions]] = {
+    "none": ((), "none", MemoryOptions()),
     "none, weights of 16 bits": (("--mixed-precision", "bf16"), "none", MASTERS),
-    "fsdp": (("--fsdp-memory-optimization",), "fsdp", Setting()),
-    "zero-3": (("--zero-3-memory-optimization",), "zero-3", Setting(how=How(kept_whole=by_width(32)[KEPT_WHOLE]))),
+    "fsdp": (("--fsdp-memory-optimization",), "fsdp", MemoryOptions()),
+    "zero-3": (
+        ("--zero-3-memory-optimization",),
+        "zero-3",
+        MemoryOptions(how=StateOptions(kept_whole=by_width(32)[KEPT_WHOLE])),
+    ),
 }
 """By name: flags, and the partitioning and setting that the planner derives from them."""
 

@@ -25,9 +25,9 @@ from rapidformer_templates.switches.auto_strategy.layouts import layout_of
 from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES, Facts
-from rapidformer_templates.switches.auto_strategy.setting import setting_of
-from rapidformer_templates.switches.auto_strategy.state_bytes import Held
+from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES, ParameterShape
+from rapidformer_templates.switches.auto_strategy.setting import memory_options_of
+from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from tests.support.machine import why_no_nvme
 from tests.support.worker_pool import run_in_workers
 
@@ -299,34 +299,34 @@ def words(values: Mapping[str, Any], folder: str) -> list[str]:
     return found
 
 
-def run(case: Case, folder: str) -> list[Held]:
+def run(case: Case, folder: str) -> list[StateBytes]:
     """Return the bytes that each rank holds according to the receipts."""
     name, _, template, values = case
     summary = JOBS[template](words(values, str(Path(folder) / name.replace(" ", "-")))).fit()
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
-    return [Held(*(rank[kind] for kind in kinds)) for rank in summary["receipts"]["held_bytes_by_rank"]]
+    return [StateBytes(*(rank[kind] for kind in kinds)) for rank in summary["receipts"]["held_bytes_by_rank"]]
 
 
-def run_all(workers: Any, folder: str, names: list[str]) -> dict[str, list[Held]]:
+def run_all(workers: Any, folder: str, names: list[str]) -> dict[str, list[StateBytes]]:
     return {case[0]: run(case, folder) for case in CASES if case[0] in names}
 
 
-def predicted(case: Case) -> list[Held]:
+def predicted(case: Case) -> list[StateBytes]:
     _, workers, template, values = case
     job = JOBS[template]([*words(values, "run"), "--nproc-per-node", str(workers)])
     plan = resolve(job.config, detect(template, "test", device="cpu", world_size=workers))
     of_model = shapes(job.config, plan)
-    return held_by_worker(of_model, layout_of(plan), setting_of(plan, of_model.width))
+    return held_by_worker(of_model, layout_of(plan), memory_options_of(plan, of_model.width))
 
 
 @pytest.fixture(scope="module")
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Held]]:
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StateBytes]]:
     """Measure the selected cases, with one group of workers for each number of workers."""
     folder = str(tmp_path_factory.mktemp("runs"))
     asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
     if why_no_nvme():
         asked -= {"nvme-offload"}
-    found: dict[str, list[Held]] = {}
+    found: dict[str, list[StateBytes]] = {}
     for count in (1, 2, 4):
         names = [name for name, workers, *_ in CASES if workers == count and name in asked]
         if names:
@@ -336,7 +336,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_a_run_holds_what_is_predicted(case: Case, measured: dict[str, list[Held]]) -> None:
+def test_a_run_holds_what_is_predicted(case: Case, measured: dict[str, list[StateBytes]]) -> None:
     if case[0] not in measured:
         why = why_no_nvme()
         assert why, f"{case[0]} was not run"
@@ -365,7 +365,7 @@ def test_the_state_of_every_optimizer_is_known() -> None:
     classes = {facts.implementation for facts in OPTIMIZERS.values()} | {CPU_ADAM, *TORCH_ADAM.values()}
     classes |= {facts.fallback for facts in OPTIMIZERS.values() if facts.fallback}
     assert classes == STATES.keys()
-    large = Facts((1024, 4096), decays=True)
+    large = ParameterShape((1024, 4096), decays=True)
     for name, facts in OPTIMIZERS.items():
         per_parameter = STATES[facts.implementation].bytes_of([large]) / large.count
         assert per_parameter == pytest.approx(facts.state_bytes, abs=0.01), name

@@ -25,7 +25,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, 
 from rapidformer_templates.switches.auto_strategy.memory import held_by_worker, predict
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
-from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
+from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions, memory_options_of
 from rapidformer_templates.switches.auto_strategy.show import reasons
 from tests.support.selection import by_default
 
@@ -74,7 +74,7 @@ def fits(search: Search, layout: Layout) -> bool:
         return False
     try:
         plan = resolve(REGISTRY.adopt(config), search.environment)
-        memory = predict(search.subject.shapes, layout, setting_of(plan, search.subject.shapes.width))
+        memory = predict(search.subject.shapes, layout, memory_options_of(plan, search.subject.shapes.width))
     except ModelError:
         return False
     return memory.total * (1 + ALLOWANCE) / GB + search.hardware.context_gb <= search.hardware.memory_gb
@@ -226,8 +226,8 @@ def test_groups_in_a_node_exchange_parameters_there(shard_size: int | None, expe
     links = {"memory_bandwidth": 1600.0, "intra_node": 200.0, "inter_node": 20.0, "host_link": 20.0}
     hardware = Hardware("cuda", "fp32", 80.0, 15.0, context_gb=1.5, sources={}, **links)
     nothing_to_compute: Any = SimpleNamespace(flops=0, traffic=0, sent=0)
-    facts = timing.Facts(parameters=10**9, blocks=1, hidden=1, tokens=1)
-    seconds = timing.predict_seconds(layout, Setting(), nothing_to_compute, facts, hardware, local_world=2)
+    facts = timing.CommunicationSizes(parameters=10**9, blocks=1, hidden=1, tokens=1)
+    seconds = timing.predict_seconds(layout, MemoryOptions(), nothing_to_compute, facts, hardware, local_world=2)
     assert seconds.data == pytest.approx(expected)
 
 
@@ -249,11 +249,11 @@ def test_a_layout_has_masters_where_its_plan_has(
     config, place, _ = plan_request([*BF16.replace("--auto-strategy", "").split(), *layout.flags()])
     assert ("narrow_weights" in resolve(config, place).engine_options) is has_masters
     setting = search._setting(layout)
-    assert isinstance(setting, Setting)
-    assert (setting.narrow is not None) is has_masters
+    assert isinstance(setting, MemoryOptions)
+    assert (setting.masters is not None) is has_masters
     kept = search_of(f"{BF16} --keep-fp32-parameters", monkeypatch, 4)._setting(layout)
-    assert isinstance(kept, Setting)
-    assert kept.narrow is None
+    assert isinstance(kept, MemoryOptions)
+    assert kept.masters is None
     assert kept.by_parallel_engine(layout) is layout.is_divided
 
 
@@ -281,7 +281,7 @@ def test_activations_go_to_the_host_where_nothing_else_fits(monkeypatch: pytest.
     for offload in (False, True):
         layout = Layout(micro_batch=32, offload=offload)
         setting = search._setting(layout)
-        assert isinstance(setting, Setting)
+        assert isinstance(setting, MemoryOptions)
         needed[offload] = search._needed_gb(predict(search.subject.shapes, layout, setting))
     assert needed[True] < needed[False]
 

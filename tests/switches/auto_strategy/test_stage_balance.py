@@ -14,7 +14,7 @@ from rapidformer_templates.errors import ConfigError, ModelError
 from rapidformer_templates.run.configure import chosen_layout
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import predict
-from rapidformer_templates.switches.auto_strategy.setting import Setting
+from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions
 from rapidformer_templates.switches.auto_strategy.stage_balance import ALIKE, balance_memory
 from rapidformer_templates.system.launch import CHOSEN
 from tests.support.jobs import CausalJob
@@ -23,7 +23,7 @@ from tests.support.requests import CPU, codes, on
 
 STAGES, BLOCKS = 3, 8
 LAYOUT = Layout(pipeline=STAGES, micro_batch=4, accumulation=8)
-SETTING = Setting("bf16")
+SETTING = MemoryOptions("bf16")
 MODEL = (
     "--task pretraining --template Trainer --model-type gpt2 --num-layers 6 --hidden-size 64 --num-attention-heads 4 "
     "--seq-length 64 --device cpu"

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rapidformer_templates import Data, Pretrainer
 from rapidformer_templates.data.collate import CausalCollate, PadCollate, check_pads_to_shape, collate_to_shape
 from rapidformer_templates.data.loader import load, train_requests
-from rapidformer_templates.data.order import Request
+from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.shapes import Shape, choose_shapes
 from rapidformer_templates.data.targets import IGNORED, count_targets
 from rapidformer_templates.errors import CheckpointError, DataError
@@ -36,7 +36,7 @@ def _order(size: int, micro_batches: int, by_epochs: bool = False, seed: int = 5
     return DynamicOrder(lengths, choose_shapes(lengths, budget, most, 2), micro_batches, seed, by_epochs=by_epochs)
 
 
-def _requests(order: DynamicOrder, step: int, workers: int) -> list[list[Request]]:
+def _requests(order: DynamicOrder, step: int, workers: int) -> list[list[BatchRequest]]:
     """Return the requests of a step by rank."""
     each = order.micro_batches // workers
     return [

@@ -27,7 +27,7 @@ from transformers import (
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
-from rapidformer_templates.switches.fused_loss.linear_cross_entropy import Recipe, linear_cross_entropy
+from rapidformer_templates.switches.fused_loss.linear_cross_entropy import LossRecipe, linear_cross_entropy
 from rapidformer_templates.switches.fused_loss.logits import FusedHead, Logits, head_of
 from rapidformer_templates.switches.fused_loss.memory import rows_at_once, saved_bytes
 from rapidformer_templates.switches.fused_loss.pointwise import Scale, Shift, Tanh
@@ -60,7 +60,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(rows: int, bias: bool, smo
     constant = torch.randn(1, 50, dtype=torch.float64)
     capped = torch.tanh((logits + constant) / 3) * 3
     expected = F.cross_entropy(capped, target, reduction="sum", label_smoothing=smoothing)
-    recipe = Recipe((Shift(constant), Scale(1 / 3), Tanh(), Scale(3.0)), smoothing=smoothing)
+    recipe = LossRecipe((Shift(constant), Scale(1 / 3), Tanh(), Scale(3.0)), smoothing=smoothing)
     actual = linear_cross_entropy(hidden, weight, shift, target, recipe)
     given = [tensor for tensor in tensors if tensor is not None]
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
@@ -72,14 +72,14 @@ def test_loss_and_gradients_are_those_of_whole_logits(rows: int, bias: bool, smo
 
 def test_rows_that_do_not_count_give_nothing() -> None:
     *tensors, target = _inputs(8, 11, bias=True)
-    total = linear_cross_entropy(*tensors, torch.full_like(target, -100), Recipe())
+    total = linear_cross_entropy(*tensors, torch.full_like(target, -100), LossRecipe())
     assert float(total.detach()) == 0.0
     assert all(not g.any() for g in torch.autograd.grad(total, tensors))
 
 
 def test_a_frozen_weight_gets_no_gradient_and_a_second_backward_is_refused() -> None:
     hidden, weight, _, target = _inputs(8, 11, bias=False)
-    total = linear_cross_entropy(hidden, weight.detach(), None, target, Recipe())
+    total = linear_cross_entropy(hidden, weight.detach(), None, target, LossRecipe())
     total.backward(retain_graph=True)
     assert hidden.grad is not None
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -91,7 +91,7 @@ def test_autocast_rounds_as_without_fusing(dtype: torch.dtype) -> None:
     *tensors, target = _inputs(64, 200, bias=True, dtype=torch.float32)
     with torch.autocast("cpu", dtype=dtype):
         expected = F.cross_entropy(F.linear(*tensors).float(), target, reduction="sum")
-        actual = linear_cross_entropy(*tensors, target, Recipe())
+        actual = linear_cross_entropy(*tensors, target, LossRecipe())
         again = F.linear(*tensors)
     assert again.grad_fn is not None  # autocast has not cached a weight without a gradient
     assert actual.dtype == expected.dtype
@@ -121,7 +121,7 @@ class _Widest(TorchDispatchMode):
 def test_no_tensor_is_as_large_as_the_logits() -> None:
     *tensors, target = _inputs(100, 300, bias=True)
     with _Widest() as seen:
-        linear_cross_entropy(*tensors, target.clamp(min=0), Recipe()).backward()
+        linear_cross_entropy(*tensors, target.clamp(min=0), LossRecipe()).backward()
     assert max(seen.elements) == 25 * 300  # a quarter of the rows. Weight and its gradient have 300 × 16
     with _Widest() as seen:
         F.cross_entropy(F.linear(*tensors), target).backward()
@@ -301,7 +301,7 @@ def test_steps_are_those_without(job: str, double: bool, references: Any) -> Non
 def test_the_receipt_would_see_whole_logits() -> None:
     """Break the switch on purpose. The receipt must differ from that of a working switch."""
 
-    def whole(hidden: Any, weight: Any, bias: Any, target: Any, recipe: Recipe, words: Any) -> Any:
+    def whole(hidden: Any, weight: Any, bias: Any, target: Any, recipe: LossRecipe, words: Any) -> Any:
         return F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")
 
     with mock.patch("rapidformer_templates.switches.fused_loss.logits.linear_cross_entropy", whole):

@@ -13,8 +13,8 @@ from rapidformer_templates.switches.auto_strategy.layouts import layout_of
 from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.setting import setting_of
-from rapidformer_templates.switches.auto_strategy.state_bytes import Held
+from rapidformer_templates.switches.auto_strategy.setting import memory_options_of
+from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from tests.support import mixtures, parity
 from tests.support.worker_pool import run_in_workers
 
@@ -39,24 +39,24 @@ CASES = {  # name: (workers, flags)
 }
 
 
-def _held(workers: Any, names: list[str]) -> dict[str, list[Held]]:
+def _held(workers: Any, names: list[str]) -> dict[str, list[StateBytes]]:
     """Return the bytes that each rank holds according to the receipts."""
     found = {}
     for name in names:
         run = parity.train("mixtral-wide", False, f"{STEPS} {CASES[name][1]}")
         kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
         ranks = run["summary"]["receipts"]["held_bytes_by_rank"]
-        found[name] = [Held(*(rank[kind] for kind in kinds)) for rank in ranks]
+        found[name] = [StateBytes(*(rank[kind] for kind in kinds)) for rank in ranks]
     return found
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, list[Held]]:
+def measured() -> dict[str, list[StateBytes]]:
     alone, two = ([name for name, (workers, _) in CASES.items() if workers == count] for count in (1, 2))
     return _held(None, alone) | run_in_workers(2, _held, two)[0]
 
 
-def _predicted(name: str) -> list[Held]:
+def _predicted(name: str) -> list[StateBytes]:
     workers, flags = CASES[name]
     job = mixtures.WideJob([*STEPS.split(), *flags.split(), "--nproc-per-node", str(workers)])
     plan = resolve(job.config, detect("Trainer", "test", device="cpu", world_size=workers))
@@ -65,15 +65,15 @@ def _predicted(name: str) -> list[Held]:
         return dict.fromkeys(("input_ids", "labels"), torch.zeros((samples, 16), dtype=torch.long))
 
     of_model = ModelShapes(lambda blocks: with_switches(mixtures.tiny("mixtral", blocks or 4), job.config, plan), batch)
-    return held_by_worker(of_model, layout_of(plan), setting_of(plan, of_model.width))
+    return held_by_worker(of_model, layout_of(plan), memory_options_of(plan, of_model.width))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_holds_what_is_predicted(name: str, measured: dict[str, list[Held]]) -> None:
+def test_a_run_holds_what_is_predicted(name: str, measured: dict[str, list[StateBytes]]) -> None:
     assert measured[name] == _predicted(name)
 
 
-def test_experts_in_codes_take_fewer_bytes(measured: dict[str, list[Held]]) -> None:
+def test_experts_in_codes_take_fewer_bytes(measured: dict[str, list[StateBytes]]) -> None:
     """Their stacks, four layers of 4 experts, take one byte per number and a scale per row."""
     linear = 4 * 4 * (16 * 16)
     stacks = 4 * 4 * 3 * 16 * 24

@@ -15,11 +15,11 @@ from rapidformer_templates.switches.auto_strategy.hardware import GB
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import predict, variant_of
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.setting import Setting
+from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions
 from rapidformer_templates.switches.auto_strategy.timing import _exposed_copies
 from tests.support.model_shapes import shapes
 
-HERE, AWAY = Setting(gpu=True), Setting(gpu=True, offloads_activations=True)
+HERE, AWAY = MemoryOptions(gpu=True), MemoryOptions(gpu=True, offloads_activations=True)
 
 
 @pytest.fixture(scope="module")

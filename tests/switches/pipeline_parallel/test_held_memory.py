@@ -23,7 +23,7 @@ from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.auto_strategy.memory import of_stage, variant_of
-from rapidformer_templates.switches.auto_strategy.setting import Setting
+from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions
 from rapidformer_templates.switches.auto_strategy.stage_memory import Stage
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.switches.pipeline_parallel import engine as pipeline_engine
@@ -92,7 +92,7 @@ class Held:
                     (SAMPLES, LENGTH, WIDTH),
                 )
             engine.train_batch(rows, 1e9, 1.0)
-            live.restart()
+            live.reset_peak()
             engine.before_update = lambda: self._keep_gradients(engine)
             with self._watching_forwards(live):
                 engine.train_batch(rows, 1e9, 1.0)
@@ -134,7 +134,7 @@ same_shapes = cache(shapes)
 
 def predicted(name: str, rank: int, precision: str, recompute: str) -> int:
     layout = Layout(pipeline=STAGES, micro_batch=SAMPLES, accumulation=8, recompute=recompute)
-    setting, model = Setting(precision), same_shapes(name, BLOCKS)
+    setting, model = MemoryOptions(precision), same_shapes(name, BLOCKS)
     return of_stage(model, Stage(model, layout, rank, setting), variant_of(layout, setting), exact=True).total
 
 

@@ -19,9 +19,9 @@ from rapidformer_templates.commands.bench.worker import (
     LR,
     SEED,
     WEIGHT_DECAY,
-    Absent,
-    Job,
+    BenchJob,
     Line,
+    PeerUnavailable,
     RandomTokens,
     build_model,
 )
@@ -30,7 +30,7 @@ from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.gloo_threads import let_go_at_exit
 
 
-def ours(job: Job, line: Line) -> None:
+def ours(job: BenchJob, line: Line) -> None:
     """Run a solution of this library with its flags, as a user would give them. The added hooks only measure."""
     from rapidformer_templates.data.types import Data
     from rapidformer_templates.trainer import Trainer
@@ -55,7 +55,7 @@ def ours(job: Job, line: Line) -> None:
     line.end(float(template.loss), summary["receipts"])
 
 
-def flags_of(job: Job) -> list[str]:
+def flags_of(job: BenchJob) -> list[str]:
     """Return the command line for a run of this library."""
     own = list(TABLES[job.table].solutions[job.solution].flags)
     if own[-1:] == ["--nvme-path"]:
@@ -71,7 +71,7 @@ def flags_of(job: Job) -> list[str]:
     return [str(flag) for flag in flags]
 
 
-def as_asked(job: Job, line: Line) -> None:
+def as_asked(job: BenchJob, line: Line) -> None:
     """Run the user's training command with its model and data, for the number of steps that are measured.
 
     Its model FLOPs are counted for the shapes of the first batch.
@@ -80,7 +80,7 @@ def as_asked(job: Job, line: Line) -> None:
     from rapidformer_templates.commands.train import template_of
     from rapidformer_templates.data.targets import samples_in
 
-    class Measured(template_of(job.words)):  # type: ignore[misc]
+    class MeasuredScript(template_of(job.words)):  # type: ignore[misc]
         flops: float | None = None
 
         def build_model(self) -> Any:
@@ -105,7 +105,7 @@ def as_asked(job: Job, line: Line) -> None:
             line.step_ends()
 
     own = ["--train-iters", str(job.total_steps), "--log-interval", str(job.total_steps), "--no-save"]
-    template = Measured([*job.words, *own])
+    template = MeasuredScript([*job.words, *own])
     summary = template.fit()
     sizes = template.plan.sizes
     line.end(
@@ -119,17 +119,17 @@ def as_asked(job: Job, line: Line) -> None:
     )
 
 
-def work(job: Job) -> None:
+def work(job: BenchJob) -> None:
     """Run the job in one worker."""
     line = Line(job)
     try:
         (PEERS[job.peer] if job.peer else as_asked if job.table == RUN else ours)(job, line)
-    except Absent as error:
+    except PeerUnavailable as error:
         line.absent(error.message)
 
 
 def main() -> int:
-    job = Job(**json.loads(sys.argv[1]))
+    job = BenchJob(**json.loads(sys.argv[1]))
     if launch.is_worker():
         let_go_at_exit()  # a peer may create the process group itself
         launch.report_errors(lambda: work(job))
@@ -142,7 +142,7 @@ def main() -> int:
     return 0
 
 
-def command(job: Job) -> list[str]:
+def command(job: BenchJob) -> list[str]:
     """Return the command that starts a run."""
     return [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job))]
 

@@ -14,21 +14,21 @@ from rapidformer_templates.commands.bench.worker import (
     LR,
     SEED,
     WEIGHT_DECAY,
-    Absent,
-    Job,
+    BenchJob,
     Line,
+    PeerUnavailable,
     RandomTokens,
     build_model,
 )
 
 
-def accelerate_ddp(job: Job, line: Line) -> None:
+def accelerate_ddp(job: BenchJob, line: Line) -> None:
     from accelerate import Accelerator
 
     _accelerate(job, line, Accelerator(**_options(job)))
 
 
-def accelerate_fsdp(job: Job, line: Line) -> None:
+def accelerate_fsdp(job: BenchJob, line: Line) -> None:
     """Run accelerate's FSDP2, which shards each block separately.
 
     Raises:
@@ -41,11 +41,13 @@ def accelerate_fsdp(job: Job, line: Line) -> None:
     )
     accelerator = Accelerator(fsdp_plugin=blocks, **_options(job))
     if accelerator.distributed_type != DistributedType.FSDP:
-        raise Absent(f"accelerate turns its FSDP plugin into {accelerator.distributed_type.value} on this device")
+        raise PeerUnavailable(
+            f"accelerate turns its FSDP plugin into {accelerator.distributed_type.value} on this device"
+        )
     _accelerate(job, line, accelerator)
 
 
-def accelerate_zero(job: Job, line: Line, zero_stage: int) -> None:
+def accelerate_zero(job: BenchJob, line: Line, zero_stage: int) -> None:
     os.environ.setdefault("DS_ACCELERATOR", job.device)
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
@@ -63,7 +65,7 @@ def accelerate_zero(job: Job, line: Line, zero_stage: int) -> None:
     _accelerate(job, line, Accelerator(deepspeed_plugin=plugin, **options))
 
 
-def _options(job: Job) -> dict[str, Any]:
+def _options(job: BenchJob) -> dict[str, Any]:
     return {
         "cpu": job.device == "cpu",
         "mixed_precision": "no" if job.precision == "fp32" else job.precision,
@@ -71,11 +73,11 @@ def _options(job: Job) -> dict[str, Any]:
     }
 
 
-def _accelerate(job: Job, line: Line, accelerator: Any) -> None:
+def _accelerate(job: BenchJob, line: Line, accelerator: Any) -> None:
     import torch
 
     if accelerator.num_processes != job.workers:
-        raise Absent(f"accelerate runs {accelerator.num_processes} worker of {job.workers} on this device")
+        raise PeerUnavailable(f"accelerate runs {accelerator.num_processes} worker of {job.workers} on this device")
 
     torch.manual_seed(SEED)
     line.before_model()
@@ -100,7 +102,7 @@ def _accelerate(job: Job, line: Line, accelerator: Any) -> None:
     accelerator.end_training()
 
 
-def torch_fully_shard(job: Job, line: Line) -> None:
+def torch_fully_shard(job: BenchJob, line: Line) -> None:
     """Run a plain loop around torch's ``fully_shard``, as in its tutorial.
 
     Raises:
@@ -113,7 +115,7 @@ def torch_fully_shard(job: Job, line: Line) -> None:
     from rapidformer_templates.system.workers import join
 
     if job.precision == "fp16":
-        raise Absent("a plain loop has no loss scale for fp16")
+        raise PeerUnavailable("a plain loop has no loss scale for fp16")
     with join(job.device) as workers:
         torch.manual_seed(SEED)
         line.before_model()
@@ -140,7 +142,7 @@ def torch_fully_shard(job: Job, line: Line) -> None:
         line.end(float(loss) / workers.world, None)
 
 
-def plain_pytorch(job: Job, line: Line, *, compiled: bool = False) -> None:
+def plain_pytorch(job: BenchJob, line: Line, *, compiled: bool = False) -> None:
     """Run a hand-written loop for one device, which follows all of torch's tuning guide.
 
     Raises:
@@ -149,7 +151,7 @@ def plain_pytorch(job: Job, line: Line, *, compiled: bool = False) -> None:
     import torch
 
     if job.precision == "fp16" or job.workers > 1:
-        raise Absent("the hand-written loop is for one worker, and has no loss scale for fp16")
+        raise PeerUnavailable("the hand-written loop is for one worker, and has no loss scale for fp16")
     torch.manual_seed(SEED)
     line.before_model()
     model = build_model(job.sizes).to(job.device).train()
@@ -172,7 +174,7 @@ def plain_pytorch(job: Job, line: Line, *, compiled: bool = False) -> None:
     line.end(float(loss), None)
 
 
-def transformers_trainer(job: Job, line: Line, *, compiled: bool = False) -> None:
+def transformers_trainer(job: BenchJob, line: Line, *, compiled: bool = False) -> None:
     """Run transformers' Trainer with its best options: a 16-bit type, a fused optimizer, prefetching loaders.
 
     Raises:
@@ -184,7 +186,7 @@ def transformers_trainer(job: Job, line: Line, *, compiled: bool = False) -> Non
     import transformers
 
     if job.workers > 1:
-        raise Absent("only compared on one worker")
+        raise PeerUnavailable("only compared on one worker")
 
     class Watch(transformers.TrainerCallback):
         def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
@@ -234,7 +236,7 @@ def transformers_trainer(job: Job, line: Line, *, compiled: bool = False) -> Non
         line.end(float(sum(trainer.losses)), None)
 
 
-def _steps(job: Job, rank: int) -> Iterator[list[dict[str, Any]]]:
+def _steps(job: BenchJob, rank: int) -> Iterator[list[dict[str, Any]]]:
     """Yield the micro batches of one rank for each step."""
     batches = iter(_loader(job, rank))
     while parts := list(islice(batches, job.accumulation)):
@@ -252,7 +254,7 @@ def _adamw(model: Any) -> Any:
     return torch.optim.AdamW(options, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def _loader(job: Job, rank: int | None = None) -> Any:
+def _loader(job: BenchJob, rank: int | None = None) -> Any:
     """Return a loader of micro batches in the order of this library, for one rank or for all ranks in turn."""
     from torch.utils.data import DataLoader, Subset
 
@@ -267,7 +269,7 @@ def _loader(job: Job, rank: int | None = None) -> Any:
     return DataLoader(Subset(tokens, mine), batch_size=job.sizes.micro_batch, **ahead)  # type: ignore[arg-type]
 
 
-PEERS: dict[str, Callable[[Job, Line], None]] = {
+PEERS: dict[str, Callable[[BenchJob, Line], None]] = {
     "accelerate DDP": accelerate_ddp,
     "accelerate FSDP": accelerate_fsdp,
     "torch fully_shard": torch_fully_shard,

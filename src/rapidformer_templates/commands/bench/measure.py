@@ -21,12 +21,12 @@ from rapidformer_templates.commands.bench.output import Advance, progress, put_o
 from rapidformer_templates.commands.bench.report import Report
 from rapidformer_templates.commands.bench.runs import WARMUP, run_together
 from rapidformer_templates.commands.bench.show import draw, notes, table
-from rapidformer_templates.commands.bench.tables import TABLES, Scale, Solution, Table
-from rapidformer_templates.commands.bench.worker import Job, RandomTokens, build_model
+from rapidformer_templates.commands.bench.tables import TABLES, BenchScale, Solution, Table
+from rapidformer_templates.commands.bench.worker import BenchJob, RandomTokens, build_model
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.deepspeed_file.buckets import by_width
 from rapidformer_templates.planning.environment import detect_gpu, kind_of
-from rapidformer_templates.switches.auto_strategy.state_bytes import ON_HOST, PLAIN, Facts
+from rapidformer_templates.switches.auto_strategy.state_bytes import ON_HOST, PLAIN, ParameterShape
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 
@@ -37,7 +37,7 @@ SAME_LOSS = {"fp32": 1e-3, "mixed": 2e-2}
 """Largest relative difference between the losses of the last step, by precision."""
 
 
-def facts_of(scale: Scale) -> list[Facts]:
+def facts_of(scale: BenchScale) -> list[ParameterShape]:
     """Return the facts of all parameters of a scale's model, without allocating their data."""
     import torch
 
@@ -45,11 +45,13 @@ def facts_of(scale: Scale) -> list[Facts]:
 
     with torch.device("meta"):
         model: nn.Module = build_model(scale)
-    narrowed = parameters_with_masters(model)
-    return [Facts(tuple(p.shape), decays=p.ndim >= 2, narrows=id(p) in narrowed) for p in model.parameters()]
+    with_masters = parameters_with_masters(model)
+    return [
+        ParameterShape(tuple(p.shape), decays=p.ndim >= 2, has_master=id(p) in with_masters) for p in model.parameters()
+    ]
 
 
-def flops_of(job: Job) -> float:
+def flops_of(job: BenchJob) -> float:
     """Return the model FLOPs per sample of a job's model."""
     from rapidformer_templates.commands.bench.flops import training_flops
 
@@ -58,7 +60,7 @@ def flops_of(job: Job) -> float:
 
 
 @dataclass(frozen=True)
-class Request:
+class MeasureRequest:
     """A request to measure a table.
 
     Attributes:
@@ -86,8 +88,8 @@ class Request:
     peers: bool = True
     disk: Path | None = None
 
-    def job(self, name: str, peer: str | None, folder: Path, number: int) -> Job:
-        return Job(
+    def job(self, name: str, peer: str | None, folder: Path, number: int) -> BenchJob:
+        return BenchJob(
             table=self.table.name,
             solution=name,
             peer=peer,
@@ -102,7 +104,7 @@ class Request:
         )
 
 
-def measure(request: Request, advance: Advance = lambda text: None) -> Report:
+def measure(request: MeasureRequest, advance: Advance = lambda text: None) -> Report:
     """Run the solutions and their peers, and call ``advance`` after each solution of each repeat.
 
     Raises:
@@ -163,7 +165,7 @@ def _matrix_product(device: str, precision: str) -> Callable[[], float]:
     return MatrixProduct(device, precision).rate
 
 
-def _why_not(request: Request, name: str) -> str | None:
+def _why_not(request: MeasureRequest, name: str) -> str | None:
     solution, device = request.table.solutions[name], request.device
     sizes = request.table.scales[request.scale]
     if solution.package and importlib.util.find_spec(solution.package) is None:
@@ -192,7 +194,7 @@ def _build_parts(solutions: list[Solution], device: str) -> None:
         deepspeed_parts.build(sorted(needed), device)
 
 
-def _heats(request: Request, report: Report, name: str, folder: Path) -> Iterator[list[Job]]:
+def _heats(request: MeasureRequest, report: Report, name: str, folder: Path) -> Iterator[list[BenchJob]]:
     """Yield groups of jobs that run at the same time and take turns.
 
     On a CPU, a solution and its peers form a group. On a GPU each runs alone, because memory is scarce.
@@ -205,7 +207,7 @@ def _heats(request: Request, report: Report, name: str, folder: Path) -> Iterato
         yield from ([job] for job in jobs)
 
 
-def _add(report: Report, jobs: list[Job], repeat: int) -> None:
+def _add(report: Report, jobs: list[BenchJob], repeat: int) -> None:
     runs, reasons = run_together(jobs, repeat, _matrix_product(report.device, jobs[0].precision))
     for name, run in runs.items():
         report.runs.setdefault(name, []).append(run)
@@ -251,7 +253,7 @@ def main(options: argparse.Namespace) -> int:
     chosen = _chosen(options.solutions, chosen_table)
     if options.folder:
         options.folder.mkdir(parents=True, exist_ok=True)
-    request = Request(
+    request = MeasureRequest(
         table=chosen_table,
         scale=options.scale,
         workers=workers,
@@ -293,7 +295,7 @@ def _chosen(text: str | None, of: Table) -> list[str]:
     return [name for name in of.solutions if name in asked]
 
 
-def _device(options: argparse.Namespace, scale: Scale, workers: int) -> str:
+def _device(options: argparse.Namespace, scale: BenchScale, workers: int) -> str:
     """Return the device of the workers. Each worker needs its own accelerator, or all share the CPU.
 
     Raises:

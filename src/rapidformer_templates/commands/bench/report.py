@@ -9,7 +9,7 @@ from typing import Any
 from rapidformer_templates.commands.bench.output import spread
 from rapidformer_templates.commands.bench.runs import Run
 from rapidformer_templates.commands.bench.tables import Table
-from rapidformer_templates.switches.auto_strategy.state_bytes import Facts, Held
+from rapidformer_templates.switches.auto_strategy.state_bytes import ParameterShape, StateBytes
 
 
 @dataclass
@@ -32,14 +32,14 @@ class Report:
     scale: str
     workers: int
     device: str
-    parameters: list[Facts] = field(default_factory=list)
+    parameters: list[ParameterShape] = field(default_factory=list)
     precision: dict[str, str] = field(default_factory=dict)
     flops: float = 0.0
     global_batch: int = 0
     runs: dict[str, list[Run]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
-    expected: dict[str, list[Held]] = field(default_factory=dict)
+    expected: dict[str, list[StateBytes]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -74,11 +74,11 @@ class Report:
         """Return the highest ``before_mb`` or ``setup_mb`` of all workers and repeats. See :class:`Run`."""
         return max(float(worker[when]) for run in self.runs[name] for worker in run.figures)
 
-    def held(self, name: str) -> list[Held]:
+    def held(self, name: str) -> list[StateBytes]:
         """Return the bytes that each worker holds, according to the receipts of the first run."""
         ranks = self.runs[name][0].figures[0]["held"]
         kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
-        return [Held(*(int(rank[kind]) for kind in kinds)) for rank in ranks]
+        return [StateBytes(*(int(rank[kind]) for kind in kinds)) for rank in ranks]
 
     def bucket_bytes(self, name: str) -> int:
         """Return the size of the buckets in which gradients wait to be sent, in bytes."""

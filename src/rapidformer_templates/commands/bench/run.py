@@ -14,7 +14,7 @@ from rapidformer_templates.commands.bench.flops import MatrixProduct
 from rapidformer_templates.commands.bench.output import put_out, spread
 from rapidformer_templates.commands.bench.runs import WARMUP, Run, run_together
 from rapidformer_templates.commands.bench.tables import RUN
-from rapidformer_templates.commands.bench.worker import Job
+from rapidformer_templates.commands.bench.worker import BenchJob
 from rapidformer_templates.commands.train import template_of
 from rapidformer_templates.errors import RapidformerError
 
@@ -44,7 +44,7 @@ def main(options: argparse.Namespace) -> int:
     machines = 1 if plan.device == "cpu" else plan.sizes.world
     product = MatrixProduct(plan.device, plan.precision)
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
-        job = Job(
+        job = BenchJob(
             table=RUN,
             solution=RUN,
             peer=None,

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rapidformer_templates.commands.bench import job as job_module
-from rapidformer_templates.commands.bench.worker import Job
+from rapidformer_templates.commands.bench.worker import BenchJob
 
 WARMUP = 2
 """First turns that do not count, because of allocations, receipts and rebuilt buckets."""
@@ -54,7 +54,7 @@ class CannotRun(Exception):
 class Contender:
     """A run that works only during its turns."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchJob) -> None:
         self._job = job
         self._lines: dict[int, Connection] = {}
         self._pids: list[int] = []
@@ -152,7 +152,7 @@ class Contender:
 
 
 def run_together(
-    jobs: Sequence[Job], repeat: int, peak: Callable[[], float] | None = None
+    jobs: Sequence[BenchJob], repeat: int, peak: Callable[[], float] | None = None
 ) -> tuple[dict[str, Run], dict[str, str]]:
     """Let runs make their steps in turns, so that a busy moment of the machine affects all of them.
 
@@ -189,6 +189,6 @@ def run_together(
     return {name: run for name, run in runs.items() if name not in reasons}, reasons
 
 
-def name_of(job: Job) -> str:
+def name_of(job: BenchJob) -> str:
     """Return the name of a run, which is the peer or else the solution."""
     return job.peer or job.solution

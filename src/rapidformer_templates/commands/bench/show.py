@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from rapidformer_templates.commands.bench.output import in_short, spread
-from rapidformer_templates.switches.auto_strategy.state_bytes import Held
+from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,16 +114,16 @@ def _bytes(report: Report) -> Table:
     return made
 
 
-def _most(held: list[Held]) -> Held:
+def _most(held: list[StateBytes]) -> StateBytes:
     """Return the highest value of each kind over all workers."""
-    return Held(max(h.parameters for h in held), max(h.gradients for h in held), max(h.optimizer for h in held))
+    return StateBytes(max(h.parameters for h in held), max(h.gradients for h in held), max(h.optimizer for h in held))
 
 
-def _shares(held: Held, count: int) -> str:
+def _shares(held: StateBytes, count: int) -> str:
     return " / ".join(f"{share:.2f}" for share in held.per_parameter(count))
 
 
-def deviation(held: list[Held], expected: list[Held]) -> float:
+def deviation(held: list[StateBytes], expected: list[StateBytes]) -> float:
     """Return the largest relative difference from the expected bytes, over all workers and kinds."""
     kinds = ("parameters", "gradients", "optimizer")
     pairs = [

@@ -24,7 +24,7 @@ from rapidformer_templates.switches.auto_strategy.state_bytes import (
 
 
 @dataclass(frozen=True)
-class Scale:
+class BenchScale:
     """The size of the model and its batches.
 
     Attributes:
@@ -96,7 +96,7 @@ class Table:
 
     name: str
     solutions: Mapping[str, Solution]
-    scales: Mapping[str, Scale]
+    scales: Mapping[str, BenchScale]
     utilisation: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -125,9 +125,9 @@ PARTITIONING = Table(
         "zero-3-nvme": Solution((ZERO.format(3), "--nvme-path"), each_divided_on_disk, offload="nvme:"),
     },
     {
-        "tiny": Scale(2, 32, 2, 128, 16, accumulation=2),
-        "small": Scale(8, 640, 10, 16_000, 128, accumulation=2),
-        "paper": Scale(24, 2048, 32, 50_304, 1024, accumulation=1, cuda_workers=4, workers=4),
+        "tiny": BenchScale(2, 32, 2, 128, 16, accumulation=2),
+        "small": BenchScale(8, 640, 10, 16_000, 128, accumulation=2),
+        "paper": BenchScale(24, 2048, 32, 50_304, 1024, accumulation=1, cuda_workers=4, workers=4),
     },
 )
 """``paper`` is the published GPT: GPT-2's vocabulary of 50,257, padded to a multiple of 128. The published rows
@@ -142,9 +142,9 @@ MIXED_PRECISION = Table(
         "mixed": Solution(peers=(f"{HF_TRAINER}, mixed",), published=(178.15, 12_698), precision="mixed"),
     },
     {
-        "tiny": Scale(2, 32, 2, 128, 16, 1, micro_batch=4, kind="bert", workers=1),
-        "small": Scale(4, 512, 8, 8_192, 128, 1, micro_batch=8, kind="bert", workers=1),
-        "paper": Scale(12, 768, 12, 30_522, 512, 4, micro_batch=16, kind="bert", workers=1, global_batch=64),
+        "tiny": BenchScale(2, 32, 2, 128, 16, 1, micro_batch=4, kind="bert", workers=1),
+        "small": BenchScale(4, 512, 8, 8_192, 128, 1, micro_batch=8, kind="bert", workers=1),
+        "paper": BenchScale(12, 768, 12, 30_522, 512, 4, micro_batch=16, kind="bert", workers=1, global_batch=64),
     },
     notes=("published: 4 GPUs of 32 GB, 64 samples per step; samples/s are the sum over all GPUs",),
 )
@@ -172,9 +172,9 @@ PARALLEL = Table(
         ]
     ),
     {
-        "tiny": Scale(4, 32, 4, 128, 16, 1, workers=4, global_batch=4),
-        "small": Scale(8, 640, 20, 16_000, 128, 1, workers=4, global_batch=4),
-        "paper": Scale(24, 2048, 32, 50_304, 1024, 1, cuda_workers=4, workers=4, global_batch=4),
+        "tiny": BenchScale(4, 32, 4, 128, 16, 1, workers=4, global_batch=4),
+        "small": BenchScale(8, 640, 20, 16_000, 128, 1, workers=4, global_batch=4),
+        "paper": BenchScale(24, 2048, 32, 50_304, 1024, 1, cuda_workers=4, workers=4, global_batch=4),
     },
 )
 
@@ -187,11 +187,11 @@ UTILISATION = Table(
         ),
     },
     {
-        "tiny": Scale(2, 32, 2, 128, 16, 1, micro_batch=2, workers=1),
-        "small": Scale(4, 768, 12, 8_192, 128, 1, micro_batch=8, kind="bert", workers=1),
-        "bert-base": Scale(12, 768, 12, 30_522, 512, 1, micro_batch=32, kind="bert", workers=1),
-        "gpt-124m": Scale(12, 768, 12, 50_304, 1024, 1, micro_batch=16, workers=1),
-        "paper": Scale(24, 2048, 32, 50_304, 1024, 1, micro_batch=8, workers=1),
+        "tiny": BenchScale(2, 32, 2, 128, 16, 1, micro_batch=2, workers=1),
+        "small": BenchScale(4, 768, 12, 8_192, 128, 1, micro_batch=8, kind="bert", workers=1),
+        "bert-base": BenchScale(12, 768, 12, 30_522, 512, 1, micro_batch=32, kind="bert", workers=1),
+        "gpt-124m": BenchScale(12, 768, 12, 50_304, 1024, 1, micro_batch=16, workers=1),
+        "paper": BenchScale(24, 2048, 32, 50_304, 1024, 1, micro_batch=8, workers=1),
     },
     utilisation={"cpu": 0.70, "cuda": 0.45},
     notes=(

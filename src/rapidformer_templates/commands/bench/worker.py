@@ -10,14 +10,14 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
-from rapidformer_templates.commands.bench.tables import TABLES, Scale
+from rapidformer_templates.commands.bench.tables import TABLES, BenchScale
 from rapidformer_templates.errors import RapidformerError
 
 LR, WEIGHT_DECAY, CLIP, SEED = 1e-4, 0.01, 1.0, 1234
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """The work of one run.
 
     Attributes:
@@ -49,7 +49,7 @@ class Job:
     words: tuple[str, ...] = ()
 
     @property
-    def sizes(self) -> Scale:
+    def sizes(self) -> BenchScale:
         return TABLES[self.table].scales[self.scale]
 
     @property
@@ -73,7 +73,7 @@ class Job:
         return self.turns * self.steps
 
 
-class Absent(RapidformerError):
+class PeerUnavailable(RapidformerError):
     """The peer does not offer this here. The table reports it as a fact, not as a failure."""
 
 
@@ -87,7 +87,7 @@ class Line:
         setup_mb: peak memory before the first step, in MB.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchJob) -> None:
         self._job = job
         self._connection = Client(job.address)
         self._connection.send({"rank": int(os.environ["RANK"]), "pid": os.getpid()})
@@ -163,7 +163,7 @@ def _of_status(field: str) -> float:
     return peak_memory_mb(torch.device("cpu"))
 
 
-def build_model(scale: Scale) -> Any:
+def build_model(scale: BenchScale) -> Any:
     """Build a GPT-2 or a BERT without dropout, so that the losses of all solutions can be compared."""
     from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
@@ -190,7 +190,7 @@ def build_model(scale: Scale) -> Any:
 class RandomTokens:
     """Random samples that are drawn on access. An index always gives the same sample."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchJob) -> None:
         self._sizes = job.sizes
         self._count = job.total_steps * job.global_batch
 

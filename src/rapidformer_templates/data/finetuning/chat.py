@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from rapidformer_templates.data.finetuning.content_parts import joined_parts
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.tasks.base import TEXT_COLUMNS
 from rapidformer_templates.errors import DataError, alike
 from rapidformer_templates.planning.flags import DataFlags
@@ -28,7 +28,7 @@ CHAT_COLUMNS = ("messages", "conversations")
 PROMPTS = {"prompt": ("completion",), "instruction": ("output", "response")}
 """Prompt columns, mapped to the usual names of their answer columns."""
 
-BESIDE_INSTRUCTIONS = (("input", "context"), ("system",))
+INSTRUCTION_COLUMNS = (("input", "context"), ("system",))
 """Columns that belong to an instruction: its input, and a system prompt."""
 
 FLAGS = ("text_column", "label_column")
@@ -46,14 +46,14 @@ class Columns:
     Attributes:
         kind: plain text, conversations, prompts with completions, or instructions with answers.
         names: the only column, or the prompt column and the answer column.
-        beside: the columns of an instruction's input and system prompt. None if there is no such column.
+        extra: the columns of an instruction's input and system prompt. None if there is no such column.
     """
 
     kind: Literal["text", "chat", "prompt", "instruction"]
     names: tuple[str, ...]
-    beside: tuple[str | None, ...] = ()
+    extra: tuple[str | None, ...] = ()
 
-    def of(self, part: Part) -> Columns:
+    def of(self, part: DataPart) -> Columns:
         """Check that another part has these columns, and return them.
 
         Raises:
@@ -63,21 +63,21 @@ class Columns:
             part.check_column(flag, name)
         return self
 
-    def told(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         """Return the columns as plain values for :func:`known_columns`."""
-        beside = dict(zip(("input_column", "system_column"), self.beside, strict=False))
-        return {"kind": self.kind, **dict(zip(FLAGS, self.names, strict=False)), **beside}
+        extra = dict(zip(("input_column", "system_column"), self.extra, strict=False))
+        return {"kind": self.kind, **dict(zip(FLAGS, self.names, strict=False)), **extra}
 
 
 def known_columns(flags: DataFlags, known: Mapping[str, Any]) -> Columns | None:
-    """Restore columns from :meth:`Columns.told`. Returns None if nothing is known or the flags name other columns."""
+    """Restore columns from :meth:`Columns.to_state`. Returns None if there are none or the flags name other columns."""
     if "kind" not in known or any(getattr(flags, flag) not in (None, known.get(flag)) for flag in FLAGS):
         return None
-    beside = (known["input_column"], known["system_column"]) if known["kind"] == "instruction" else ()
-    return Columns(known["kind"], tuple(known[flag] for flag in FLAGS if flag in known), beside)
+    extra = (known["input_column"], known["system_column"]) if known["kind"] == "instruction" else ()
+    return Columns(known["kind"], tuple(known[flag] for flag in FLAGS if flag in known), extra)
 
 
-def find_columns(part: Part, flags: DataFlags) -> Columns:
+def find_columns(part: DataPart, flags: DataFlags) -> Columns:
     """Return the columns that ``--text-column`` and ``--label-column`` name, else columns with a usual name.
 
     If several usual names exist, conversations come before prompts and instructions, and plain text comes last. A
@@ -86,37 +86,37 @@ def find_columns(part: Part, flags: DataFlags) -> Columns:
     Raises:
         DataError: there is no such column.
     """
-    there = set(part.table.column_names)
-    for asked, usual in PROMPTS.items():
-        named = flags.text_column == asked
+    columns = set(part.table.column_names)
+    for prompt, usual in PROMPTS.items():
+        named = flags.text_column == prompt
         is_text_alone = (
-            flags.text_column is None and asked in there and (flags.label_column or not there & set(CHAT_COLUMNS))
+            flags.text_column is None and prompt in columns and (flags.label_column or not columns & set(CHAT_COLUMNS))
         )
-        if (named or is_text_alone) and (flags.label_column or there.intersection(usual)):
-            return asked_and_answered(part, asked, part.column("label_column", flags.label_column, usual))
+        if (named or is_text_alone) and (flags.label_column or columns.intersection(usual)):
+            return prompt_and_answer_columns(part, prompt, part.column("label_column", flags.label_column, usual))
     if flags.label_column:
-        asked = part.column("text_column", flags.text_column, tuple(PROMPTS))
-        return asked_and_answered(part, asked, part.column("label_column", flags.label_column, ()))
+        prompt = part.column("text_column", flags.text_column, tuple(PROMPTS))
+        return prompt_and_answer_columns(part, prompt, part.column("label_column", flags.label_column, ()))
     name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *TEXT_COLUMNS))
     is_chat = name in CHAT_COLUMNS or _holds_lists(part, name)
     return Columns("chat" if is_chat else "text", (name,))
 
 
-def _holds_lists(part: Part, column: str) -> bool:
+def _holds_lists(part: DataPart, column: str) -> bool:
     kind = part.table.data.schema.field(column).type
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def asked_and_answered(part: Part, asked: str, answer: str | None) -> Columns:
+def prompt_and_answer_columns(part: DataPart, prompt: str, answer: str | None) -> Columns:
     """Return the columns for prompts or instructions. ``answer`` is None if there are no answers yet."""
-    if asked != "instruction":
-        return Columns("prompt", (asked, answer) if answer else (asked,))
-    there = [name for name in part.table.column_names if name != answer]
-    beside = tuple(next((name for name in usual if name in there), None) for usual in BESIDE_INSTRUCTIONS)
-    return Columns("instruction", (asked, answer) if answer else (asked,), beside)
+    if prompt != "instruction":
+        return Columns("prompt", (prompt, answer) if answer else (prompt,))
+    columns = [name for name in part.table.column_names if name != answer]
+    extra = tuple(next((name for name in usual if name in columns), None) for usual in INSTRUCTION_COLUMNS)
+    return Columns("instruction", (prompt, answer) if answer else (prompt,), extra)
 
 
-def find_asked(part: Part, flags: DataFlags, known: Mapping[str, Any]) -> Columns:
+def find_prompt_columns(part: DataPart, flags: DataFlags, known: Mapping[str, Any]) -> Columns:
     """Return the columns of texts to continue or answer, like :func:`find_columns` but without answers.
 
     The columns of the training part come first. If they are missing, any text column can be used.
@@ -127,27 +127,27 @@ def find_asked(part: Part, flags: DataFlags, known: Mapping[str, Any]) -> Column
     Raises:
         DataError: there is no such column.
     """
-    trained, there = known_columns(flags, known), part.table.column_names
-    if trained is not None and trained.names[0] in there:
+    trained, columns = known_columns(flags, known), part.table.column_names
+    if trained is not None and trained.names[0] in columns:
         return replace(trained, names=trained.names[:1])
-    if flags.text_column is None and known.get("text_column") in there:
+    if flags.text_column is None and known.get("text_column") in columns:
         flags = replace(flags, text_column=known["text_column"])
     name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *PROMPTS, *TEXT_COLUMNS))
     if name in PROMPTS:
-        return asked_and_answered(part, name, None)
+        return prompt_and_answer_columns(part, name, None)
     return Columns("chat" if _holds_lists(part, name) or name in CHAT_COLUMNS else "text", (name,))
 
 
-def read_asked(columns: Columns, fields: tuple[Any, ...]) -> str | list[Message]:
+def read_prompt(columns: Columns, fields: tuple[Any, ...]) -> str | list[Message]:
     """Return a text to continue, or the messages to answer. An answer at the end of the messages is removed.
 
     Raises:
         DataError: the row cannot be used. The caller adds its location.
     """
     if columns.kind == "instruction":
-        instruction, given, system = fields
+        instruction, input_text, system = fields
         before = [{"role": "system", "content": system}] if _text(system or "", "system prompt") else []
-        return [*before, {"role": "user", "content": instruction_text(instruction, given)}]
+        return [*before, {"role": "user", "content": instruction_text(instruction, input_text)}]
     (value,) = fields
     if columns.kind == "text" or isinstance(value, str):
         if not _text(value, columns.names[0]):
@@ -163,11 +163,11 @@ def read_asked(columns: Columns, fields: tuple[Any, ...]) -> str | list[Message]
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """Messages. The first ``given`` of them are a prompt and are not learned."""
+class ChatExample:
+    """Messages. The first ``prompt_length`` of them are a prompt and are not learned."""
 
     messages: list[Message]
-    given: int = 0
+    prompt_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,10 @@ class Completion:
     completion: str
 
 
-Example = Conversation | Completion
+Example = ChatExample | Completion
 
 
-def rows_of(part: Part, columns: Columns) -> Iterator[tuple[Any, ...]]:
+def rows_of(part: DataPart, columns: Columns) -> Iterator[tuple[Any, ...]]:
     """Yield the values of ``columns`` for each row, as :func:`read_example` takes them.
 
     Raises:
@@ -192,12 +192,12 @@ def rows_of(part: Part, columns: Columns) -> Iterator[tuple[Any, ...]]:
     if columns.kind == "instruction":
         hint = "if the model should not learn from them; conversations belong in messages"
         _refuse(part, "history", "earlier turns in 'history' are not supported in this version", hint)
-    there = part.table.column_names
-    names = [name if name in there else None for name in (*columns.names, *columns.beside)]
+    columns_there = part.table.column_names
+    names = [name if name in columns_there else None for name in (*columns.names, *columns.extra)]
     yield from zip(*(part.table[name][:] if name else [None] * len(part) for name in names), strict=True)
 
 
-def _refuse(part: Part, column: str, message: str, unless: str) -> None:
+def _refuse(part: DataPart, column: str, message: str, unless: str) -> None:
     if column in part.table.column_names:
         row = next((row for row, value in enumerate(part.table[column][:]) if value), None)
         if row is not None:
@@ -211,19 +211,19 @@ def read_example(fields: tuple[Any, ...]) -> Example:
         DataError: the row cannot be used. The caller adds its location.
     """
     if len(fields) == 1:
-        return Conversation(read_messages(fields[0], "conversation"))
+        return ChatExample(read_messages(fields[0], "conversation"))
     return read_completion(*fields) if len(fields) == 2 else _instruction(*fields)
 
 
-def _instruction(instruction: Any, answer: Any, given: Any, system: Any) -> Conversation:
-    user = {"role": "user", "content": instruction_text(instruction, given)}
+def _instruction(instruction: Any, answer: Any, input_text: Any, system: Any) -> ChatExample:
+    user = {"role": "user", "content": instruction_text(instruction, input_text)}
     if not _text(answer, "answer"):
         raise DataError("the answer is empty")
     before = [{"role": "system", "content": system}] if _text(system or "", "system prompt") else []
-    return Conversation([*before, user, {"role": "assistant", "content": answer}], given=len(before) + 1)
+    return ChatExample([*before, user, {"role": "assistant", "content": answer}], prompt_length=len(before) + 1)
 
 
-def instruction_text(instruction: Any, given: Any) -> str:
+def instruction_text(instruction: Any, input_text: Any) -> str:
     """Return an instruction. Its input, if there is one, follows after a blank line.
 
     Raises:
@@ -232,7 +232,7 @@ def instruction_text(instruction: Any, given: Any) -> str:
     if not _text(instruction, "instruction"):
         raise DataError("the instruction is empty")
     text: str = instruction
-    return f"{text}\n\n{given}" if _text(given or "", "input") else text
+    return f"{text}\n\n{input_text}" if _text(input_text or "", "input") else text
 
 
 def _text(value: Any, what: str) -> bool:
@@ -253,8 +253,10 @@ def read_completion(prompt: Any, completion: Any) -> Example:
             raise DataError("the completion is empty")
         return Completion(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        given = read_messages(prompt, "prompt") if prompt else []
-        return Conversation([*given, *read_messages(completion, "completion")], given=len(given))
+        prompt_messages = read_messages(prompt, "prompt") if prompt else []
+        return ChatExample(
+            [*prompt_messages, *read_messages(completion, "completion")], prompt_length=len(prompt_messages)
+        )
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, (str, list)):
             raise DataError(f"the {name} is {_what(value)}", hint="write a text or a list of messages")
@@ -292,7 +294,7 @@ def _message(value: Any, what: str) -> Message:
         raise DataError(f"{what} has no role", hint=f"roles are {', '.join(ROLES)}")
     if role not in ROLES:
         raise DataError(f"{what} has the unknown role {role!r}", hint=_roles_hint(str(role)))
-    _refuse_unheard(message, what)
+    _refuse_ignored_fields(message, what)
     if isinstance(content, list):
         content = joined_parts(content, what)
     if not isinstance(content, str):
@@ -302,7 +304,7 @@ def _message(value: Any, what: str) -> Message:
     return {**message, "role": role, "content": content}
 
 
-def _refuse_unheard(message: Message, what: str) -> None:
+def _refuse_ignored_fields(message: Message, what: str) -> None:
     """Refuse fields that a chat template would silently ignore."""
     if message.get("tool_calls") or message.get("function_call"):
         raise DataError(f"{what} calls tools, which is not supported in this version", hint="remove the conversation")

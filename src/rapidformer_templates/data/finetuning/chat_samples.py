@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import Columns, Completion, Example, Message, read_example, rows_of
-from rapidformer_templates.data.finetuning.chat_template import ChatTemplate, Encoded, Rendered, encode
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.chat_template import ChatTemplate, EncodedChat, Rendered, encode
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
 
@@ -54,7 +54,7 @@ class ChatReader:
             self.notes.append(PLAIN_NOTE)
         return template
 
-    def samples(self, name: str, part: Part, columns: Columns) -> TokenizedSamples:
+    def samples(self, name: str, part: DataPart, columns: Columns) -> TokenizedSamples:
         """Return ``input_ids``, and with ``answers_only`` also ``labels``, which are -100 outside of answers.
 
         Args:
@@ -65,42 +65,42 @@ class ChatReader:
         """
         texts = self._texts(part, columns)
         truncated, counts = self._encoded(texts)
-        kept = [tokens for tokens in truncated if not self.answers_only or tokens.learned[1:].any()]
-        self._tell(name, part, counts, len(kept))
-        samples = {"input_ids": Ragged(tokens.ids for tokens in kept)}
+        usable = [tokens for tokens in truncated if not self.answers_only or tokens.learned[1:].any()]
+        self._add_notes(name, part, counts, len(usable))
+        samples = {"input_ids": Ragged(tokens.ids for tokens in usable)}
         if self.answers_only:
-            labels = (np.where(tokens.learned, tokens.ids, IGNORED) for tokens in kept)
+            labels = (np.where(tokens.learned, tokens.ids, IGNORED) for tokens in usable)
             # The first token of a sample has no context to be predicted from.
             samples["labels"] = Ragged(np.append(IGNORED, row[1:]) for row in labels)
         return TokenizedSamples(samples)
 
-    def _texts(self, part: Part, columns: Columns) -> list[Rendered]:
+    def _texts(self, part: DataPart, columns: Columns) -> list[Rendered]:
         return self.read(part, rows_of(part, columns), lambda fields: self.render(read_example(fields)))
 
-    def read(self, part: Part, rows: Iterable[Any], read_row: Callable[[Any], T]) -> list[T]:
+    def read(self, part: DataPart, rows: Iterable[Any], read_row: Callable[[Any], T]) -> list[T]:
         """Apply a function to each row. Rows that cannot be used are left out with ``skip_bad``.
 
         Raises:
             DataError: a row cannot be used and ``skip_bad`` is off, or no row can be used.
         """
-        made: list[T] = []
+        results: list[T] = []
         for row, fields in enumerate(rows):
             try:
-                made.append(read_row(fields))
+                results.append(read_row(fields))
             except DataError as error:
                 if not self.skip_bad:
                     raise DataError(error.message, where=part.where(row), hint=error.hint or self.advice) from error
                 self.skipped.append(f"{part.where(row)}: {error.message}")
-        if not made and self.whole:
+        if not results and self.whole:
             message = f"none of the {len(part)} rows can be used; the last: {self.skipped[-1]}"
             raise DataError(message, where=part.files[0], hint="fix the rows")
-        return made
+        return results
 
-    def encoded(self, texts: Sequence[Rendered]) -> list[Encoded]:
+    def encoded(self, texts: Sequence[Rendered]) -> list[EncodedChat]:
         """Tokenize texts of one kind, truncated to the length."""
         return self._encoded(texts)[0]
 
-    def _encoded(self, texts: Sequence[Rendered]) -> tuple[list[Encoded], _Counts]:
+    def _encoded(self, texts: Sequence[Rendered]) -> tuple[list[EncodedChat], _Counts]:
         counts = _Counts(len(texts))
         bare = bool(texts) and texts[0].bare  # a column holds one kind of value
         encoded = encode(self.tokenizer, texts, special=bare)
@@ -112,25 +112,25 @@ class ChatReader:
             text = example.prompt + example.completion
             return Rendered(text, [(len(example.prompt), len(text))], bare=True)
         if self.answers_only:
-            return self._template.answers(example.messages, example.given)
+            return self._template.answers(example.messages, example.prompt_length)
         return Rendered(self._template.render(example.messages))
 
     def question(self, messages: Sequence[Message]) -> str:
         """Return the text of a conversation up to the answer that it asks for."""
-        return self._template.render(messages, asks=True)
+        return self._template.render(messages, add_generation_prompt=True)
 
-    def _truncate(self, text: Rendered, tokens: Encoded, counts: _Counts) -> Encoded:
+    def _truncate(self, text: Rendered, tokens: EncodedChat, counts: _Counts) -> EncodedChat:
         """Truncate tokens to the length. A text without a chat template gets an end token first."""
         ids, learned, end = tokens.ids, tokens.learned, self.tokenizer.eos_token_id
         if text.bare and end is not None and end not in ids[-1:]:
             ids, learned = np.append(ids, end), np.append(learned, True)
         counts.truncated += len(ids) > self.seq_length
         counts.split += tokens.split
-        return Encoded(ids[: self.seq_length], learned[: self.seq_length], tokens.split)
+        return EncodedChat(ids[: self.seq_length], learned[: self.seq_length], tokens.split)
 
-    def _tell(self, name: str, part: Part, counts: _Counts, kept: int) -> None:
-        lost, length = counts.texts - kept, self.seq_length
-        if not kept and self.whole:
+    def _add_notes(self, name: str, part: DataPart, counts: _Counts, usable: int) -> None:
+        lost, length = counts.texts - usable, self.seq_length
+        if not usable and self.whole:
             message = f"no token of an answer is within the first {length} tokens of any of the {counts.texts} samples"
             raise DataError(message, where=part.files[0], hint="use a greater --seq-length, or shorter prompts")
         if counts.truncated:

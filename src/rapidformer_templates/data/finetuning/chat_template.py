@@ -75,18 +75,18 @@ class ChatTemplate:
         self._tokens = tokenizer.special_tokens_map
         self._is_marked = MARKED.search(self._source) is not None
 
-    def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Render messages as text. ``asks`` adds the generation prompt."""
-        return self._render(messages, asks=asks)[0]
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """Render messages as text. ``add_generation_prompt`` adds the generation prompt."""
+        return self._render(messages, add_generation_prompt=add_generation_prompt)[0]
 
     def _render(
-        self, messages: Sequence[Message], *, asks: bool = False, marks: bool = False
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
             texts, spans = self._apply(
                 conversations=[list(messages)],
                 chat_template=self._source,
-                add_generation_prompt=asks,
+                add_generation_prompt=add_generation_prompt,
                 return_assistant_tokens_mask=marks,
                 **self._tokens,
             )
@@ -96,39 +96,39 @@ class ChatTemplate:
 
     _apply: Any = staticmethod(render_jinja_template)  # its annotations do not show what it returns
 
-    def answers(self, messages: Sequence[Message], given: int = 0) -> Rendered:
-        """Render the conversation and find its answers. Answers in the first ``given`` messages do not count.
+    def answers(self, messages: Sequence[Message], prompt_length: int = 0) -> Rendered:
+        """Render the conversation and find its answers. Answers in the first ``prompt_length`` messages do not count.
 
         Raises:
             DataError: there is no answer, or the template does not show where an answer begins.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = [i for i in turns if i >= given]
-        if not wanted:
+        learned = [i for i in turns if i >= prompt_length]
+        if not learned:
             raise DataError("the conversation has no answer: no message is the assistant's")
         if self._is_marked:
             text, marked = self._render(messages, marks=True)
             if len(marked) != len(turns):
                 raise DataError(f"the chat template marks {len(marked)} answers of {len(turns)}")
-            return Rendered(text, marked[len(turns) - len(wanted) :])
+            return Rendered(text, marked[len(turns) - len(learned) :])
         text = self.render(messages)
-        return Rendered(text, [self._answer(messages, turn, text) for turn in wanted])
+        return Rendered(text, [self._answer(messages, turn, text) for turn in learned])
 
     def _answer(self, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
         # The first message has no prompt. If it is an answer, its header is learned, too.
-        asked = self.render(messages[:turn], asks=True) if turn else ""
+        prompt = self.render(messages[:turn], add_generation_prompt=True) if turn else ""
         through = text if turn == len(messages) - 1 else self.render(messages[: turn + 1])
-        if not (text.startswith(through) and through.startswith(asked) and len(asked) < len(through)):
+        if not (text.startswith(through) and through.startswith(prompt) and len(prompt) < len(through)):
             raise DataError(
                 f"the chat template writes what is before message {turn + 1}, or that message, in another way "
                 "when more messages follow, so that it is unknown where the answer begins",
                 hint="mark the answers in the template with {% generation %}, or learn all tokens with --loss-on all",
             )
-        return len(asked), len(through)
+        return len(prompt), len(through)
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedChat:
     """A tokenized text.
 
     Attributes:
@@ -142,7 +142,7 @@ class Encoded:
     split: int
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, special: bool) -> Iterator[Encoded]:
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, special: bool) -> Iterator[EncodedChat]:
     """Tokenize texts, and find the tokens of their answers by character offsets.
 
     A token belongs to an answer if its last character does. A token that also has characters from before the answer is
@@ -164,7 +164,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, spe
             yield _encoded(rendered, ids, offsets)
 
 
-def _encoded(rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+def _encoded(rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> EncodedChat:
     spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     # Tokens added after the text have the end offset 0. They end where the text ends.
     ends = np.maximum.accumulate(spans[:, 1])
@@ -173,4 +173,4 @@ def _encoded(rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]])
         first, stop = np.searchsorted(ends, (begin, end), side="right")
         learned[first:stop] = True
         split += bool(first < stop and spans[first, 0] < begin)
-    return Encoded(np.asarray(ids, dtype=np.int32), learned, split)
+    return EncodedChat(np.asarray(ids, dtype=np.int32), learned, split)

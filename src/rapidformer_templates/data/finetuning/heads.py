@@ -31,23 +31,25 @@ def in_order_of_head(
     """
     if new_head:
         return list(names), None
-    own = labels_of_model(model_config)
+    head_labels = labels_of_model(model_config)
     is_trained = has_head_of(model_config, auto_class)
     lower = {name.lower(): name for name in names}
-    if len(lower) < len(names) or len({name.lower() for name in own}) < len(own):
+    if len(lower) < len(names) or len({name.lower() for name in head_labels}) < len(head_labels):
         lower = {name: name for name in names}
-    known = [name if name in lower else name.lower() for name in own]
-    if set(lower) == set(known) or (is_trained and set(lower) < set(known)):
-        return [lower.get(folded, name) for folded, name in zip(known, own, strict=True)], None
+    spelled = [name if name in lower else name.lower() for name in head_labels]
+    if set(lower) == set(spelled) or (is_trained and set(lower) < set(spelled)):
+        return [lower.get(folded, name) for folded, name in zip(spelled, head_labels, strict=True)], None
     if not is_trained:
         return list(names), None
-    there, here = ", ".join(own), ", ".join(names)
-    if len(own) != len(names):
-        return list(names), f"the head is new: the model's own is for the labels {there}, and the data has {here}"
-    if own == [f"LABEL_{i}" for i in range(len(own))]:
-        return list(names), f"the model does not name its labels, so its outputs mean {here}, in this order"
+    head_names, data_names = ", ".join(head_labels), ", ".join(names)
+    if len(head_labels) != len(names):
+        return list(
+            names
+        ), f"the head is new: the model's own is for the labels {head_names}, and the data has {data_names}"
+    if head_labels == [f"LABEL_{i}" for i in range(len(head_labels))]:
+        return list(names), f"the model does not name its labels, so its outputs mean {data_names}, in this order"
     raise DataError(
-        f"the head of the model is for the labels {there}, and the data has {here}",
+        f"the head of the model is for the labels {head_names}, and the data has {data_names}",
         where="--pretrained-model-name-or-path",
         hint="give the labels of the data the model's names, or train a new head with --new-head",
     )

@@ -76,14 +76,14 @@ def find_cached(name: str, config: str | None, flag: str) -> Cached:
         raise DataError(
             f"there is no folder {name}, and no data set of that name in {cache_root()}", where=flag, hint=hint
         )
-    wanted = config or ("default" if "default" in by_config else next(iter(by_config)))
-    if wanted not in by_config or (config is None and "default" not in by_config and len(by_config) > 1):
+    config_name = config or ("default" if "default" in by_config else next(iter(by_config)))
+    if config_name not in by_config or (config is None and "default" not in by_config and len(by_config) > 1):
         message = (
             f"{name} has no configuration '{config}' in the cache" if config else f"{name} has several configurations"
         )
         hint = f"give --data-dir {name} --data-name CONFIGURATION; the cache has {', '.join(sorted(by_config))}"
         raise DataError(message, where="--data-name" if config else flag, hint=hint)
-    return Cached(name, wanted, max(by_config[wanted], key=lambda version: version.stat().st_mtime))
+    return Cached(name, config_name, max(by_config[config_name], key=lambda version: version.stat().st_mtime))
 
 
 def cached_files(cached: Cached) -> dict[str, list[Path]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import datasets
 
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError, did_you_mean
 
@@ -31,7 +31,7 @@ def sorted_names(names: Iterable[str]) -> list[str]:
     return sorted(distinct, key=int) if numbers else sorted(distinct)
 
 
-def declared_names(part: Part, column: str) -> list[str] | None:
+def declared_names(part: DataPart, column: str) -> list[str] | None:
     """Return the names that a saved data set declares for a column of labels or of lists of labels, or None."""
     feature = part.table.features[column]
     inner = getattr(feature, "feature", feature)
@@ -43,7 +43,7 @@ def stands_for_none(value: Any, declared: Sequence[str] | None) -> bool:
     return label_text(value) in ((str(IGNORED),) if declared is None else (str(IGNORED), "-1"))
 
 
-def label_name(value: Any, declared: Sequence[str] | None, column: str, part: Part, row: int) -> str | None:
+def label_name(value: Any, declared: Sequence[str] | None, column: str, part: DataPart, row: int) -> str | None:
     """Return the name of a label, or None if it is empty.
 
     Raises:
@@ -57,7 +57,7 @@ def label_name(value: Any, declared: Sequence[str] | None, column: str, part: Pa
     return declared[value]
 
 
-def label_names(parts: Sequence[Part], column: str) -> list[str]:
+def label_names(parts: Sequence[DataPart], column: str) -> list[str]:
     """Return the labels of the parts, in order.
 
     Raises:
@@ -72,7 +72,7 @@ def label_names(parts: Sequence[Part], column: str) -> list[str]:
     return sorted_names(name for names in names_of_parts for name in names)
 
 
-def _refuse_measures(part: Part, column: str, names: Sequence[str], of_all: set[str]) -> None:
+def _refuse_measures(part: DataPart, column: str, names: Sequence[str], of_all: set[str]) -> None:
     """Refuse a column of non-integer numbers. They are measures, and each would become a separate class."""
     row = _first_measure(names) if all(NUMBER.fullmatch(name) for name in of_all) else None
     if row is not None:
@@ -88,7 +88,7 @@ def _first_measure(names: Sequence[str]) -> int | None:
     return next((row for row, name in enumerate(names) if not float(name).is_integer()), None)
 
 
-def problem_of(parts: Sequence[Part], column: str) -> str:
+def problem_of(parts: Sequence[DataPart], column: str) -> str:
     """Return the problem type of labels, as transformers names it.
 
     Labels that are not all integers are a regression. Lists are several labels per row. Anything else is one class per
@@ -103,7 +103,7 @@ def problem_of(parts: Sequence[Part], column: str) -> str:
     return "regression" if is_measured else "single_label_classification"
 
 
-def measures(part: Part, column: str) -> list[float]:
+def measures(part: DataPart, column: str) -> list[float]:
     """Return the number of each row.
 
     Raises:
@@ -119,7 +119,7 @@ def measures(part: Part, column: str) -> list[float]:
     return numbers
 
 
-def label_sets(part: Part, column: str) -> list[list[str]]:
+def label_sets(part: DataPart, column: str) -> list[list[str]]:
     """Return the names of each row's labels. A row may have none.
 
     Raises:
@@ -139,28 +139,28 @@ def label_sets(part: Part, column: str) -> list[list[str]]:
     return sets
 
 
-def label_set_names(parts: Sequence[Part], column: str) -> list[str]:
+def label_set_names(parts: Sequence[DataPart], column: str) -> list[str]:
     """Return all labels that occur in lists of labels, in order."""
     declared = declared_names(parts[0], column)
-    held = {name for part in parts for names in label_sets(part, column) for name in names}
-    return declared or sorted_names(held)
+    names_used = {name for part in parts for names in label_sets(part, column) for name in names}
+    return declared or sorted_names(names_used)
 
 
-def encode_label_sets(part: Part, column: str, names: Sequence[str]) -> list[list[float]]:
+def encode_label_sets(part: DataPart, column: str, names: Sequence[str]) -> list[list[float]]:
     """Return, for each row, 1 for each label that it has and 0 for the others, in the order of ``names``.
 
     Raises:
         DataError: a label is not among ``names``.
     """
     rows = label_sets(part, column)
-    for row, held in enumerate(rows):
-        for name in held:
+    for row, row_labels in enumerate(rows):
+        for name in row_labels:
             if name not in names:
                 unknown_label(name, names, part.where(row))
-    return [[float(name in held) for name in names] for held in rows]
+    return [[float(name in row_labels) for name in names] for row_labels in rows]
 
 
-def encode_labels(part: Part, column: str, names: Sequence[str]) -> list[int]:
+def encode_labels(part: DataPart, column: str, names: Sequence[str]) -> list[int]:
     """Return the index of each row's label in ``names``.
 
     Raises:
@@ -180,7 +180,7 @@ def unknown_label(name: str, names: Sequence[str], where: str) -> None:
     raise DataError(f"unknown label '{name}'", where=where, hint=hint)
 
 
-def _names(part: Part, column: str) -> list[str]:
+def _names(part: DataPart, column: str) -> list[str]:
     declared = declared_names(part, column)
     names: list[str] = []
     for row, value in enumerate(part.table[column][:]):

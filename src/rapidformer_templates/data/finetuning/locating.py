@@ -50,13 +50,13 @@ SHARD = re.compile(r"-(\d+)-of-(\d+)$")
 READ = ("train", "valid")
 """The parts that a run uses. ``--evaluate-test`` adds the test part."""
 
-SPOKEN = {"train": "training", "valid": "validation", TEST: "test"}
+NAMES_IN_MESSAGES = {"train": "training", "valid": "validation", TEST: "test"}
 """Names of the parts in messages."""
 
 SAVED = ("dataset_dict.json", "state.json")
 """Files that mark a folder saved by ``datasets``."""
 
-COUNTED_BYTES = 200_000_000
+MAX_COUNTED_BYTES = 200_000_000
 """Text files are counted only if their total size is at most this number of bytes."""
 
 WHOLE_ROWS = ("sequence_classification", "token_classification", "masked_lm", "causal_lm", "seq2seq_lm", "reward")
@@ -104,7 +104,7 @@ def locate(flags: DataFlags, read: Sequence[str] | None = None) -> Located:
     if name is not None and (folder / name).is_dir():
         folder, name = folder / name, None
     if name is None and any((folder / mark).is_file() for mark in SAVED):
-        return Located("saved", str(folder), _by_part(_saved(folder), read, folder))
+        return Located("saved", str(folder), _by_part(_saved_parts(folder), read, folder))
     return Located("files", str(folder), _locate(folder, name, read))
 
 
@@ -122,27 +122,29 @@ def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, li
     """Return the files of each part, by the rules in the module docstring."""
     files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in ROW_READERS)
     if name and (named := folder / name) in files:
-        return {"train": [named], **(_beside(named, files, read) if "valid" in read else {})}
-    parts = _called(name, files)
+        return {"train": [named], **(_neighbouring_parts(named, files, read) if "valid" in read else {})}
+    parts = _parts_by_name(name, files)
     if "train" not in parts:
-        whole = [p for p in files if name in (p.name, p.stem)] if name else ([] if parts else files)
-        if whole:
-            parts["train"] = whole
+        training = [p for p in files if name in (p.name, p.stem)] if name else ([] if parts else files)
+        if training:
+            parts["train"] = training
     for part in parts.keys() & set(read):
         _check_one(parts[part], folder)
-    parts = parts or _by_part(_folders_of_parts(folder, name) or _described(folder, name), read, folder)
+    parts = parts or _by_part(_folders_of_parts(folder, name) or _parts_in_readme(folder, name), read, folder)
     if not parts and name is None and (folder / "data").is_dir():
         return _locate(folder / "data", name, read)
     if not parts:
-        there = sorted(p.name for p in folder.iterdir())
+        names_there = sorted(p.name for p in folder.iterdir())
         what = f"there is no data set '{name}' in {folder}" if name else f"there is no data file in {folder}"
-        listed = ", ".join(there[:20]) or "nothing"
-        hint = did_you_mean(name or "", there, f"the folder holds: {listed}; files can be {', '.join(ROW_READERS)}")
+        listed = ", ".join(names_there[:20]) or "nothing"
+        hint = did_you_mean(
+            name or "", names_there, f"the folder holds: {listed}; files can be {', '.join(ROW_READERS)}"
+        )
         raise DataError(what, where="--data-name" if name else "--data-dir", hint=hint)
     return parts
 
 
-def _called(name: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
+def _parts_by_name(name: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the files whose names mark them as parts of the data set ``name``."""
     parts: dict[str, list[Path]] = {}
     for path in files:
@@ -152,11 +154,11 @@ def _called(name: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
     return parts
 
 
-def _beside(named: Path, files: Sequence[Path], read: Sequence[str]) -> dict[str, list[Path]]:
+def _neighbouring_parts(named: Path, files: Sequence[Path], read: Sequence[str]) -> dict[str, list[Path]]:
     """Return the validation and test files next to a training file that have the same extension."""
     match = STEM.match(named.stem)
     name = match["name"] if match and PART_NAMES[match["part"]] == "train" else named.stem
-    parts = _called(name, [path for path in files if path.suffix == named.suffix and path != named])
+    parts = _parts_by_name(name, [path for path in files if path.suffix == named.suffix and path != named])
     parts.pop("train", None)
     for part in parts.keys() & set(read):
         _check_one(parts[part], named.parent)
@@ -173,36 +175,38 @@ def _check_one(files: Sequence[Path], folder: Path) -> None:
         hint = "keep one, or choose one with --data-name: " + ", ".join(path.name for path in files)
         raise DataError(f"several files in {folder} fit", where="--data-name", hint=hint)
     if shards and len({int(of[1]) for of in numbers if of}) != int(shards[0][2]):
-        there = ", ".join(path.name for path in files)
-        hint = f"add the others; there is: {there}"
+        names_there = ", ".join(path.name for path in files)
+        hint = f"add the others; there is: {names_there}"
         raise DataError(
             f"only {len(files)} of {int(shards[0][2])} shards are in {folder}", where="--data-dir", hint=hint
         )
 
 
-def _by_part(found: Mapping[str, list[Path]], read: Sequence[str], place: Path | str) -> dict[str, list[Path]]:
+def _by_part(files: Mapping[str, list[Path]], read: Sequence[str], where: Path | str) -> dict[str, list[Path]]:
     """Group what was found under names such as ``dev`` by our names of the parts."""
     names: dict[str, list[str]] = {}
-    for name in found:
+    for name in files:
         names.setdefault(PART_NAMES[name], []).append(name)
     for part, fitting in names.items():
         if part in read and len(fitting) > 1:
             hint = f"keep one of {', '.join(fitting)}"
-            raise DataError(f"several parts of {place} are for {SPOKEN[part]}", where="--data-name", hint=hint)
-    return {part: [path for name in fitting for path in found[name]] for part, fitting in names.items()}
+            raise DataError(
+                f"several parts of {where} are for {NAMES_IN_MESSAGES[part]}", where="--data-name", hint=hint
+            )
+    return {part: [path for name in fitting for path in files[name]] for part, fitting in names.items()}
 
 
 def _folders_of_parts(folder: Path, name: str | None) -> dict[str, list[Path]]:
     """Return all files in folders that are named like parts, by folder name."""
-    found: dict[str, list[Path]] = {}
+    folders: dict[str, list[Path]] = {}
     for inner in sorted(folder.iterdir()) if name is None else ():
         files = sorted(p for p in inner.glob("*") if p.suffix.lower() in ROW_READERS)
         if inner.name in PART_NAMES and files:
-            found[inner.name] = files
-    return found
+            folders[inner.name] = files
+    return folders
 
 
-def _described(folder: Path, name: str | None) -> dict[str, list[Path]]:
+def _parts_in_readme(folder: Path, name: str | None) -> dict[str, list[Path]]:
     """Return the files of a configuration by split, from the YAML header of ``README.md`` as on the hub."""
     readme = folder / "README.md"
     try:
@@ -214,17 +218,17 @@ def _described(folder: Path, name: str | None) -> dict[str, list[Path]]:
         files = chosen["data_files"]
         listed = files if isinstance(files, list) else [{"split": "train", "path": files}]
         entries = [e if isinstance(e, dict) else {"split": "train", "path": e} for e in listed]
-        found: dict[str, list[Path]] = {}
+        parts: dict[str, list[Path]] = {}
         for entry in entries:
             patterns = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
             for pattern in patterns:
                 _check_inside(pattern, readme)
             files = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
             if entry["split"] in PART_NAMES and files:
-                found.setdefault(entry["split"], []).extend(files)
+                parts.setdefault(entry["split"], []).extend(files)
     except (StopIteration, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, NotImplementedError):
         return {}
-    return found
+    return parts
 
 
 def _check_inside(name: str, written_in: Path) -> None:
@@ -237,7 +241,7 @@ def _check_inside(name: str, written_in: Path) -> None:
         )
 
 
-def _saved(folder: Path) -> dict[str, list[Path]]:
+def _saved_parts(folder: Path) -> dict[str, list[Path]]:
     """Return the folder of each part that ``datasets`` saved, by name. Without parts it is the folder itself.
 
     Raises:
@@ -281,10 +285,10 @@ def evaluated_sets(flags: DataFlags) -> dict[str, DataFlags]:
     Raises:
         DataError: a name cannot be used.
     """
-    return {name: _named(flags, of) for name, of in named_sets(flags.eval_data_name, "--eval-data-name").items()}
+    return {name: _flags_of_set(flags, of) for name, of in named_sets(flags.eval_data_name, "--eval-data-name").items()}
 
 
-def _named(flags: DataFlags, of: str) -> DataFlags:
+def _flags_of_set(flags: DataFlags, of: str) -> DataFlags:
     alone = replace(flags, eval_data_name=None, evaluate_test=False)
     for path in (Path(flags.data_dir or ".") / of, Path(of)):
         if path.is_dir():
@@ -318,13 +322,13 @@ def locate_part(
     Raises:
         DataError: there is no data set or no such part, or several files fit.
     """
-    there = locate(flags, read=()).parts
-    chosen = part or (next(iter(there)) if len(there) == 1 else "valid")
-    if chosen not in there:
-        shown = ", ".join(f"{SPOKEN[part]} ({', '.join(map(str, files))})" for part, files in there.items())
+    parts = locate(flags, read=()).parts
+    chosen = part or (next(iter(parts)) if len(parts) == 1 else "valid")
+    if chosen not in parts:
+        shown = ", ".join(f"{NAMES_IN_MESSAGES[part]} ({', '.join(map(str, files))})" for part, files in parts.items())
         where = f"--data-name {flags.data_name}" if flags.data_name else f"--data-dir {flags.data_dir}"
         hint = f"{advice}; there is: {shown or 'none'}"
-        raise DataError(f"the data set has no {SPOKEN[chosen]} part", where=where, hint=hint)
+        raise DataError(f"the data set has no {NAMES_IN_MESSAGES[chosen]} part", where=where, hint=hint)
     located = locate(flags, read=(chosen,))
     return located, located.parts[chosen]
 
@@ -383,7 +387,7 @@ def _rows(files: Sequence[tuple[Path, int]], *, saved: bool) -> int | None:
     if saved:
         return sum(_saved_rows(folder) for folder, _ in files)
     text = sum(size for path, size in files if path.suffix.lower() != ".parquet")
-    if text > COUNTED_BYTES:
+    if text > MAX_COUNTED_BYTES:
         return None
     return sum(
         parquet_row_count(path)

@@ -92,17 +92,17 @@ def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Dat
         for number, (name, data) in enumerate(sources.items())
     ]
     first = next(iter(sources.values()))
-    valid = _together(data.validation_sets().get("") for data in sources.values())
+    valid = _concatenated(data.validation_sets().get("") for data in sources.values())
     named = {name: samples for name, samples in first.validation_sets().items() if name}
     return Data(
         Blend(trained, weights, flag="--data-name"),
         ({"": valid} if valid is not None else {}) | named if named else valid,
-        _together(data.test for data in sources.values()),
+        _concatenated(data.test for data in sources.values()),
         first.collate,
         first.augment,
     )
 
 
-def _together(parts: Iterable[Any]) -> Any:
-    there = [part for part in parts if part is not None]
-    return ConcatDataset(there) if there else None
+def _concatenated(parts: Iterable[Any]) -> Any:
+    existing = [part for part in parts if part is not None]
+    return ConcatDataset(existing) if existing else None

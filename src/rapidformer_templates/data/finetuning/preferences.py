@@ -20,15 +20,15 @@ import torch
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples, pad_rows
 from rapidformer_templates.data.finetuning.chat import (
+    ChatExample,
     Completion,
-    Conversation,
     Example,
     read_completion,
     read_messages,
 )
 from rapidformer_templates.data.finetuning.chat_samples import ChatReader
-from rapidformer_templates.data.finetuning.chat_template import Encoded
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.chat_template import EncodedChat
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
 
@@ -37,14 +37,14 @@ PROMPT = "prompt"
 
 
 @dataclass(frozen=True)
-class Judged:
+class LabelledAnswer:
     """An answer, and whether it is good."""
 
     example: Example
     is_good: bool
 
 
-def pairs_of(part: Part, prompt: str | None, reader: ChatReader) -> list[tuple[Example, Example]]:
+def pairs_of(part: DataPart, prompt: str | None, reader: ChatReader) -> list[tuple[Example, Example]]:
     """Return the chosen and the rejected answer of each row, each with the prompt.
 
     Args:
@@ -58,12 +58,12 @@ def pairs_of(part: Part, prompt: str | None, reader: ChatReader) -> list[tuple[E
     return reader.read(part, _rows(part, names), lambda fields: _pair(*((None,) * (3 - len(fields)) + fields)))
 
 
-def has_pairs(part: Part) -> bool:
+def has_pairs(part: DataPart) -> bool:
     """Return whether the rows hold pairs of a chosen and a rejected answer."""
     return {"chosen", "rejected"} <= set(part.table.column_names)
 
 
-def judged_of(part: Part, prompt: str | None, reader: ChatReader) -> list[Judged]:
+def labelled_answers_of(part: DataPart, prompt: str | None, reader: ChatReader) -> list[LabelledAnswer]:
     """Return answers with their labels. Pairs give all chosen answers first, then all rejected ones.
 
     Args:
@@ -74,15 +74,17 @@ def judged_of(part: Part, prompt: str | None, reader: ChatReader) -> list[Judged
     """
     if has_pairs(part):
         pairs = pairs_of(part, prompt, reader)
-        return [Judged(chosen, True) for chosen, _ in pairs] + [Judged(rejected, False) for _, rejected in pairs]
+        return [LabelledAnswer(chosen, True) for chosen, _ in pairs] + [
+            LabelledAnswer(rejected, False) for _, rejected in pairs
+        ]
     names = [
         prompt or part.column("text_column", None, (PROMPT,)),
         *(_column(part, n) for n in ("completion", "label")),
     ]
-    return reader.read(part, _rows(part, names), lambda fields: _judged(*fields))
+    return reader.read(part, _rows(part, names), lambda fields: _labelled(*fields))
 
 
-def _column(part: Part, name: str) -> str:
+def _column(part: DataPart, name: str) -> str:
     """Check that a column exists that no flag can name.
 
     Raises:
@@ -94,14 +96,14 @@ def _column(part: Part, name: str) -> str:
     return name
 
 
-def _rows(part: Part, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+def _rows(part: DataPart, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
     return zip(*(part.table[name][:] for name in names), strict=True)
 
 
-def _judged(prompt: Any, completion: Any, label: Any) -> Judged:
+def _labelled(prompt: Any, completion: Any, label: Any) -> LabelledAnswer:
     if label not in (True, False):
         raise DataError(f"the label is {label!r}", hint="write true for an answer that is wanted, and false for others")
-    return Judged(read_completion(prompt, completion), bool(label))
+    return LabelledAnswer(read_completion(prompt, completion), bool(label))
 
 
 def _pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Example, Example]:
@@ -111,20 +113,20 @@ def _pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Example, Example]:
         shared = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     pair = read_completion(prompt, chosen), read_completion(prompt, rejected)
-    _check_apart(chosen, rejected)
+    _check_differ(chosen, rejected)
     return pair
 
 
 def _with_common_prompt(chosen: list[Any], rejected: list[Any]) -> tuple[Example, Example]:
     """Return two conversations with a common beginning as their prompt."""
-    given = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
-    _check_apart(chosen, rejected)
-    if not given:
+    common = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
+    _check_differ(chosen, rejected)
+    if not common:
         raise DataError("the chosen and the rejected conversation do not begin with the same message")
-    return Conversation(chosen, given), Conversation(rejected, given)
+    return ChatExample(chosen, common), ChatExample(rejected, common)
 
 
-def _check_apart(chosen: Any, rejected: Any) -> None:
+def _check_differ(chosen: Any, rejected: Any) -> None:
     if chosen == rejected:
         raise DataError("the chosen and the rejected answer are the same")
 
@@ -148,12 +150,12 @@ def pair_samples(name: str, pairs: Sequence[tuple[Example, Example]], reader: Ch
         DataError: there is no pair in which both answers have a token within the length.
     """
     chosen, rejected = (_encoded([pair[i] for pair in pairs], reader) for i in (0, 1))
-    kept = [i for i in range(len(pairs)) if _is_answered(chosen[i]) and _is_answered(rejected[i])]
-    _tell(name, len(pairs), len(kept), reader)
-    return PreferenceSamples(_fields("", chosen, kept) | _fields("rejected_", rejected, kept))
+    usable = [i for i in range(len(pairs)) if _is_answered(chosen[i]) and _is_answered(rejected[i])]
+    _add_notes(name, len(pairs), len(usable), reader)
+    return PreferenceSamples(_fields("", chosen, usable) | _fields("rejected_", rejected, usable))
 
 
-def judged_samples(name: str, answers: Sequence[Judged], reader: ChatReader) -> PreferenceSamples:
+def labelled_samples(name: str, answers: Sequence[LabelledAnswer], reader: ChatReader) -> PreferenceSamples:
     """Tokenize each answer, and its prompt with an answer to another prompt. KTO measures drift on the latter.
 
     The other answer comes from the last earlier sample with a different prompt. It depends only on the data set, so the
@@ -169,19 +171,19 @@ def judged_samples(name: str, answers: Sequence[Judged], reader: ChatReader) -> 
         _swapped(answers[i].example, answers[other].example)
         for i, other in enumerate(_answers_to_other_prompts(prompts))
     ]
-    own, mixed = (_encoded(examples, reader) for examples in ([a.example for a in answers], others))
-    kept = [i for i in range(len(answers)) if _is_answered(own[i]) and _is_answered(mixed[i])]
-    _tell(name, len(answers), len(kept), reader)
-    good = {"is_good": [bool(answers[i].is_good) for i in kept]}
-    return PreferenceSamples(_fields("", own, kept) | _fields("kl_", mixed, kept) | good)
+    matched, mismatched = (_encoded(examples, reader) for examples in ([a.example for a in answers], others))
+    usable = [i for i in range(len(answers)) if _is_answered(matched[i]) and _is_answered(mismatched[i])]
+    _add_notes(name, len(answers), len(usable), reader)
+    good = {"is_good": [bool(answers[i].is_good) for i in usable]}
+    return PreferenceSamples(_fields("", matched, usable) | _fields("kl_", mismatched, usable) | good)
 
 
 def _prompt_of(example: Example) -> str:
     """Return the prompt of an answer as a text that can be compared."""
     if isinstance(example, Completion):
         return json.dumps(example.prompt)
-    assert isinstance(example, Conversation)
-    return json.dumps(example.messages[: example.given])
+    assert isinstance(example, ChatExample)
+    return json.dumps(example.messages[: example.prompt_length])
 
 
 def _answers_to_other_prompts(prompts: Sequence[str]) -> list[int]:
@@ -202,34 +204,36 @@ def _swapped(example: Example, other: Example) -> Example:
     """Return the prompt of one example with the answer of another. Both have the same type."""
     if isinstance(example, Completion) and isinstance(other, Completion):
         return Completion(example.prompt, other.completion)
-    assert isinstance(example, Conversation)
-    assert isinstance(other, Conversation)
-    return Conversation([*example.messages[: example.given], *other.messages[other.given :]], example.given)
+    assert isinstance(example, ChatExample)
+    assert isinstance(other, ChatExample)
+    return ChatExample(
+        [*example.messages[: example.prompt_length], *other.messages[other.prompt_length :]], example.prompt_length
+    )
 
 
-def _encoded(examples: Sequence[Example], reader: ChatReader) -> list[Encoded]:
+def _encoded(examples: Sequence[Example], reader: ChatReader) -> list[EncodedChat]:
     return reader.encoded([reader.render(example) for example in examples])
 
 
-def _is_answered(tokens: Encoded) -> bool:
+def _is_answered(tokens: EncodedChat) -> bool:
     return bool(tokens.learned[1:].any())  # the first token has no context to be predicted from
 
 
-def _fields(prefix: str, rows: Sequence[Encoded], kept: Sequence[int]) -> dict[str, Ragged | list[Any]]:
-    labels = (np.where(rows[i].learned, rows[i].ids, IGNORED) for i in kept)
+def _fields(prefix: str, rows: Sequence[EncodedChat], indices: Sequence[int]) -> dict[str, Ragged | list[Any]]:
+    labels = (np.where(rows[i].learned, rows[i].ids, IGNORED) for i in indices)
     return {
-        f"{prefix}input_ids": Ragged(rows[i].ids for i in kept),
+        f"{prefix}input_ids": Ragged(rows[i].ids for i in indices),
         f"{prefix}labels": Ragged(np.append(IGNORED, row[1:]) for row in labels),
     }
 
 
-def _tell(name: str, there: int, kept: int, reader: ChatReader) -> None:
-    if not kept:
-        message = f"no token of an answer is within the first {reader.seq_length} tokens of any of the {there} samples"
+def _add_notes(name: str, total: int, used: int, reader: ChatReader) -> None:
+    if not used:
+        message = f"no token of an answer is within the first {reader.seq_length} tokens of any of the {total} samples"
         raise DataError(message, where="--seq-length", hint="use a greater --seq-length, or shorter prompts")
-    if kept < there:
+    if used < total:
         reader.notes.append(
-            f"{name}: {there - kept:,} of {there:,} samples are not used: an answer has no token within "
+            f"{name}: {total - used:,} of {total:,} samples are not used: an answer has no token within "
             f"{reader.seq_length} tokens"
         )
 

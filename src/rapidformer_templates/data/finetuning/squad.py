@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.errors import DataError
 
 MAX_ANSWER_TOKENS = 30
@@ -21,7 +21,7 @@ MAX_ANSWER_TOKENS = 30
 
 
 @dataclass(frozen=True)
-class Example:
+class QuestionExample:
     """A question about a context. ``answers`` are (text, first character), empty if the question has no answer."""
 
     question: str
@@ -54,7 +54,7 @@ class Candidates:
     null_score: float
 
 
-def flattened(part: Part) -> Part:
+def flattened(part: DataPart) -> DataPart:
     """Flatten SQuAD's nested file (articles, paragraphs, questions) to one row per question. Keep other parts."""
     if "paragraphs" not in part.table.column_names:
         return part
@@ -64,24 +64,24 @@ def flattened(part: Part) -> Part:
             for qa in paragraph["qas"]:
                 rows.append({"question": qa["question"], "context": paragraph["context"], "answers": qa["answers"]})
                 articles.append(article)
-    return Part(datasets.Dataset.from_list(rows), part.origins[articles], part.files)
+    return DataPart(datasets.Dataset.from_list(rows), part.origins[articles], part.files)
 
 
-def read_examples(part: Part, question: str, context: str, answers: str) -> list[Example]:
+def read_examples(part: DataPart, question: str, context: str, answers: str) -> list[QuestionExample]:
     """Read the examples of a part.
 
     Raises:
         DataError: a text is missing, or an answer is not at the position that its row gives.
     """
     examples = []
-    for row, (asked, text, given) in enumerate(_rows(part, question, context, answers)):
-        if not isinstance(asked, str) or not isinstance(text, str):
-            column = context if isinstance(asked, str) else question
+    for row, (question_text, text, answer_fields) in enumerate(_rows(part, question, context, answers)):
+        if not isinstance(question_text, str) or not isinstance(text, str):
+            column = context if isinstance(question_text, str) else question
             raise DataError(
                 f"the column '{column}' is not text", where=part.where(row), hint="fill it, or remove the row"
             )
         try:
-            pairs = tuple(_pairs(json.loads(given) if isinstance(given, str) else given))
+            pairs = tuple(_pairs(json.loads(answer_fields) if isinstance(answer_fields, str) else answer_fields))
         except (KeyError, TypeError, ValueError):
             hint = 'write {"text": ["…"], "answer_start": [0]}'
             raise DataError(f"the column '{answers}' holds no answers", where=part.where(row), hint=hint) from None
@@ -89,11 +89,11 @@ def read_examples(part: Part, question: str, context: str, answers: str) -> list
             if text[start : start + len(answer)] != answer:
                 message = f"the answer '{answer}' is not at character {start} of the context"
                 raise DataError(message, where=part.where(row), hint="answer_start counts characters from 0")
-        examples.append(Example(asked, text, pairs))
+        examples.append(QuestionExample(question_text, text, pairs))
     return examples
 
 
-def _rows(part: Part, *columns: str) -> Iterator[tuple[Any, ...]]:
+def _rows(part: DataPart, *columns: str) -> Iterator[tuple[Any, ...]]:
     return zip(*(part.table[column][:] for column in columns), strict=True)
 
 
@@ -105,7 +105,7 @@ def _pairs(answers: Any) -> Iterator[tuple[str, int]]:
             yield answer["text"], int(answer["answer_start"])
 
 
-def answer_tokens(feature: Feature, example: Example) -> tuple[int, int]:
+def answer_tokens(feature: Feature, example: QuestionExample) -> tuple[int, int]:
     """Return the first and last token of the first answer, or (0, 0) if the window does not contain all of it."""
     tokens = np.flatnonzero(feature.offsets[:, 0] >= 0)
     if not example.answers or not len(tokens) or not example.answers[0][0]:
@@ -119,7 +119,11 @@ def answer_tokens(feature: Feature, example: Example) -> tuple[int, int]:
 
 
 def best_answers(
-    candidates: Sequence[Candidates], features: Sequence[Feature], examples: Sequence[Example], *, may_be_null: bool
+    candidates: Sequence[Candidates],
+    features: Sequence[Feature],
+    examples: Sequence[QuestionExample],
+    *,
+    may_be_null: bool,
 ) -> dict[int, str]:
     """Return the best answer of each example that has a feature among the candidates, by the example's index.
 

@@ -37,13 +37,13 @@ from rapidformer_templates.planning.metrics import TEST
 if TYPE_CHECKING:
     import datasets  # imports pandas, so only code that reads a table pays for it
 
-EMPTY, FILL = "the data set is empty", "it needs at least one row"
-FIRST = 100
+EMPTY, EMPTY_HINT = "the data set is empty", "it needs at least one row"
+FIRST_ROWS = 100
 """Number of rows of a stream that are read to find its columns."""
 
 
 @dataclass(frozen=True)
-class Part:
+class DataPart:
     """The rows of one part.
 
     Attributes:
@@ -65,8 +65,8 @@ class Part:
         name = self.files[file]
         return f"{name}:{number}" if Path(name).suffix.lower() in NUMBERED_BY_LINE else f"{name}, row {number}"
 
-    def select(self, rows: Sequence[int] | np.ndarray) -> Part:
-        return Part(self.table.select(rows), self.origins[rows], self.files)
+    def select(self, rows: Sequence[int] | np.ndarray) -> DataPart:
+        return DataPart(self.table.select(rows), self.origins[rows], self.files)
 
     def column(self, flag: str, value: str | None, usual: Sequence[str]) -> str:
         """Return the column that the flag names, else the first of the usual names that exists.
@@ -77,9 +77,9 @@ class Part:
         columns = self.table.column_names
         where = f"{spelling(flag)} {value}" if value else self.files[0]
         if value is None:
-            found = next((name for name in usual if name in columns), None)
-            if found is not None:
-                return found
+            usual_name = next((name for name in usual if name in columns), None)
+            if usual_name is not None:
+                return usual_name
             message = f"none of the columns is called {', '.join(usual)} in {self.files[0]}"
             raise DataError(message, where=where, hint=f"choose one with {spelling(flag)}: {', '.join(columns)}")
         if value in columns:
@@ -115,19 +115,19 @@ class LoadedDataset:
         stream: the rows of a streamed training part. ``train`` has the first of them.
     """
 
-    train: Part
-    valid: Part | None = None
-    test: Part | None = None
-    named: dict[str, Part] = field(default_factory=dict)
+    train: DataPart
+    valid: DataPart | None = None
+    test: DataPart | None = None
+    named: dict[str, DataPart] = field(default_factory=dict)
     stream: RowStream | None = None
     held_out: bool = False
     skipped: list[str] = field(default_factory=list)
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, DataPart]:
         """Return the existing parts by name. Evaluated sets have names from :func:`part_name`."""
         evaluated = {"": self.valid, **self.named, TEST: self.test}
-        there = {part_name(name): part for name, part in evaluated.items() if part is not None}
-        return {"train": self.train, **there}
+        existing = {part_name(name): part for name, part in evaluated.items() if part is not None}
+        return {"train": self.train, **existing}
 
 
 def part_name(evaluated: str) -> str:
@@ -194,53 +194,53 @@ def _streamed(config: RunConfig) -> LoadedDataset:
     files, bad = streamed_files(flags), BadLines(skip=flags.skip_bad_lines)
     seed = None if flags.shuffle_buffer == 0 else config.training.seed
     stream = RowStream(files["train"], seed, skip=flags.skip_bad_lines)
-    whole = {name: read_files(files[name], bad) for name in parts_read(flags)[1:] if name in files}
-    valid = whole.get("valid")
+    parts = {name: read_files(files[name], bad) for name in parts_read(flags)[1:] if name in files}
+    valid = parts.get("valid")
     beginning = stream.state()
-    rows = [row for row in (next(stream) for _ in range(FIRST)) if row.row is not None]
+    rows = [row for row in (next(stream) for _ in range(FIRST_ROWS)) if row.row is not None]
     if not rows:
-        raise DataError(EMPTY, where=str(files["train"][0]), hint=FILL)
+        raise DataError(EMPTY, where=str(files["train"][0]), hint=EMPTY_HINT)
     stream.go_to(beginning)
     return LoadedDataset(
         train=part_of_stream(rows),
         valid=valid and _first(valid, flags.max_eval_samples),
-        test=whole.get(TEST),
+        test=parts.get(TEST),
         named=_read_named(flags, bad),
         stream=stream,
         skipped=bad.skipped,
     )
 
 
-def _first(part: Part, count: int | None) -> Part:
+def _first(part: DataPart, count: int | None) -> DataPart:
     return part if count is None or count >= len(part) else part.select(np.arange(count))
 
 
-def _hold_out(part: Part, fraction: float, seed: int) -> tuple[Part, Part]:
+def _hold_out(part: DataPart, fraction: float, seed: int) -> tuple[DataPart, DataPart]:
     """Return (training, validation) rows in their original order. Both have at least one row."""
     if fraction >= 1 or len(part) < 2:
         message = f"nothing is left to train on when {fraction:g} of {len(part)} rows is held out"
         raise DataError(message, where="--validation-fraction", hint="hold out less, or 0 for no validation")
     count = held_out_rows(len(part), fraction)
-    held = np.zeros(len(part), dtype=bool)
-    held[np.random.default_rng(seed).permutation(len(part))[:count]] = True
-    return part.select(np.flatnonzero(~held)), part.select(np.flatnonzero(held))
+    is_held_out = np.zeros(len(part), dtype=bool)
+    is_held_out[np.random.default_rng(seed).permutation(len(part))[:count]] = True
+    return part.select(np.flatnonzero(~is_held_out)), part.select(np.flatnonzero(is_held_out))
 
 
 def _with_training(files: Mapping[str, list[Path]], flags: DataFlags) -> Mapping[str, list[Path]]:
     if "train" in files:
         return files
-    there = ", ".join(str(path) for paths in files.values() for path in paths)
-    hint = f"name a file train; there is: {there}"
+    names = ", ".join(str(path) for paths in files.values() for path in paths)
+    hint = f"name a file train; there is: {names}"
     raise DataError("the data set has no training part", where=flags.data_dir, hint=hint)
 
 
-def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
+def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, DataPart]:
     located = locate(flags)
     files = _with_training(located.parts, flags)
     return {name: _read_part(located, paths, bad) for name, paths in files.items() if name in parts_read(flags)}
 
 
-def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
+def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, DataPart]:
     """Read the additional validation sets."""
     sets = {}
     for name, one in evaluated_sets(flags).items():
@@ -249,7 +249,7 @@ def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
     return sets
 
 
-def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> Part:
+def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> DataPart:
     """Return the rows of all files of a part, in order.
 
     Raises:
@@ -259,11 +259,11 @@ def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> Part:
         return read_files(files, bad)
     part = _read_saved(files[0]) if located.kind == "saved" else _read_cached(files)
     if not len(part):
-        raise DataError(EMPTY, where=part.files[0], hint=FILL)
+        raise DataError(EMPTY, where=part.files[0], hint=EMPTY_HINT)
     return part
 
 
-def _read_saved(folder: Path) -> Part:
+def _read_saved(folder: Path) -> DataPart:
     import datasets
 
     try:
@@ -274,7 +274,7 @@ def _read_saved(folder: Path) -> Part:
     return _part_of_table(table, str(folder))
 
 
-def _read_cached(files: Sequence[Path]) -> Part:
+def _read_cached(files: Sequence[Path]) -> DataPart:
     import datasets
 
     try:
@@ -284,12 +284,12 @@ def _read_cached(files: Sequence[Path]) -> Part:
     return _part_of_table(table, str(files[0]))
 
 
-def _part_of_table(table: datasets.Dataset, name: str) -> Part:
+def _part_of_table(table: datasets.Dataset, name: str) -> DataPart:
     origins = np.stack([np.zeros(len(table), int), np.arange(1, len(table) + 1)], axis=1)
-    return Part(table.with_format(None), origins, (name,))
+    return DataPart(table.with_format(None), origins, (name,))
 
 
-def read_files(files: Sequence[Path], bad: BadLines) -> Part:
+def read_files(files: Sequence[Path], bad: BadLines) -> DataPart:
     """Return the rows of one or more files. A key that a row lacks is None.
 
     Raises:
@@ -304,12 +304,12 @@ def read_files(files: Sequence[Path], bad: BadLines) -> Part:
     names = tuple(str(path) for path in files)
     if not rows:
         note = f" ({len(bad.skipped)} lines were left out)" if bad.skipped else ""
-        raise DataError(EMPTY + note, where=names[0], hint=FILL)
+        raise DataError(EMPTY + note, where=names[0], hint=EMPTY_HINT)
     return part_of(rows, origins, names)
 
 
-def part_of(rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tuple[str, ...]) -> Part:
-    """Build a table from rows. A key that a row lacks is None. For the arguments see :class:`Part`.
+def part_of(rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tuple[str, ...]) -> DataPart:
+    """Build a table from rows. A key that a row lacks is None. For the arguments see :class:`DataPart`.
 
     Raises:
         DataError: a column has values of several kinds.
@@ -317,20 +317,20 @@ def part_of(rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tupl
     import datasets
 
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
-    untabled = Part(datasets.Dataset.from_dict({}), np.asarray(origins), files)
+    untabled = DataPart(datasets.Dataset.from_dict({}), np.asarray(origins), files)
     for key, values in columns.items():
         _check_kinds(key, values, untabled)
-    return Part(datasets.Dataset.from_dict(columns), untabled.origins, files)
+    return DataPart(datasets.Dataset.from_dict(columns), untabled.origins, files)
 
 
-def part_of_stream(rows: Sequence[StreamedRow]) -> Part:
+def part_of_stream(rows: Sequence[StreamedRow]) -> DataPart:
     """Build a table from rows of a stream."""
     files = {path: number for number, path in enumerate(dict.fromkeys(str(row.path) for row in rows))}
     origins = [(files[str(row.path)], row.number) for row in rows]
     return part_of([row.row or {} for row in rows], origins, tuple(files))
 
 
-def _check_kinds(key: str, values: list[object], part: Part) -> None:
+def _check_kinds(key: str, values: list[object], part: DataPart) -> None:
     """Check that a table can hold the values of a column, and report the first row that does not fit."""
     if _is_refused(values):
         row = bisect_left(range(len(values) + 1), True, key=lambda count: _is_refused(values[:count])) - 1

@@ -53,17 +53,17 @@ def quota_order(weights: Sequence[int]) -> np.ndarray:
     """Return the set of each sample in one period, int16 of shape (sum of the weights,)."""
     total, sets = sum(weights), range(len(weights))
     order = np.empty(total, np.int16)
-    taken = [0] * len(weights)
+    counts = [0] * len(weights)
     due = [-(-total // weight) for weight in weights]
     for sample in range(total):
         best, soonest = -1, total + 1
         for i in sets:
             # The set is behind its share, including this sample, and due first.
-            if due[i] < soonest and taken[i] * total < weights[i] * (sample + 1):
+            if due[i] < soonest and counts[i] * total < weights[i] * (sample + 1):
                 best, soonest = i, due[i]
         order[sample] = best
-        taken[best] += 1
-        due[best] = -(-(taken[best] + 1) * total // weights[best])
+        counts[best] += 1
+        due[best] = -(-(counts[best] + 1) * total // weights[best])
     return order
 
 
@@ -108,8 +108,8 @@ class Blend(Sequence[Any]):
         order = quota_order(self.weights)
         ranks = np.empty(self.period, np.int32)
         for i in range(len(self.weights)):
-            here = order == i
-            ranks[here] = np.arange(self.weights[i])
+            in_set = order == i
+            ranks[in_set] = np.arange(self.weights[i])
         return {"order": order, "ranks": ranks}
 
     @property
@@ -137,11 +137,11 @@ class Blend(Sequence[Any]):
         sources, within = self.origin(np.asarray(positions, np.int64))
         items: list[Any] = [None] * len(within)
         for source in np.unique(sources):
-            here = np.flatnonzero(sources == source)
-            chosen, wanted = self.sets[source], within[here].tolist()
+            from_source = np.flatnonzero(sources == source)
+            chosen, indices = self.sets[source], within[from_source].tolist()
             many = getattr(chosen, "__getitems__", None)
-            taken = many(wanted) if many else [chosen[index] for index in wanted]
-            for i, item in zip(here, taken, strict=True):
+            read_items = many(indices) if many else [chosen[index] for index in indices]
+            for i, item in zip(from_source, read_items, strict=True):
                 items[i] = item
         return items
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from rapidformer_templates.data.indexed.cache import IndexCache, cache_root, identity, make_once
 from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, check_vocabulary, is_indexed, type_for
 from rapidformer_templates.data.indexed.writer import read_sums
-from rapidformer_templates.data.text.encoding import Recipe
+from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.files import text_files
 from rapidformer_templates.data.text.preprocess import preprocess
 from rapidformer_templates.errors import DataError
@@ -32,7 +32,7 @@ NAME = "corpus"
 
 
 @dataclass(frozen=True)
-class Entry:
+class CorpusEntry:
     """One corpus of ``--data-path``.
 
     Attributes:
@@ -52,7 +52,7 @@ class Corpus:
 
     Attributes:
         dataset: its tokens.
-        weight: see :class:`Entry`.
+        weight: see :class:`CorpusEntry`.
         skipped: ``file:line: reason`` of the lines that were left out when it was tokenized.
         notes: remarks for the user.
     """
@@ -63,7 +63,7 @@ class Corpus:
     notes: tuple[str, ...] = ()
 
 
-def parse_data_path(words: Sequence[str]) -> list[Entry]:
+def parse_data_path(words: Sequence[str]) -> list[CorpusEntry]:
     """Parse ``--data-path``: ``A``, ``A B``, or with weights ``0.3 A 0.7 B``.
 
     Without weights, all raw text together is one corpus, in the order of the files. Each indexed set is one corpus.
@@ -74,10 +74,10 @@ def parse_data_path(words: Sequence[str]) -> list[Entry]:
     if not words:
         raise DataError("no corpus is named", where="--data-path", hint="give files, a folder, a glob or a prefix")
     if pairs := weighted(words, "--data-path"):
-        return [Entry((path,), is_indexed(path), weight) for weight, path in pairs]
+        return [CorpusEntry((path,), is_indexed(path), weight) for weight, path in pairs]
     raw = tuple(word for word in words if not is_indexed(word))
-    entries = [Entry((word,), indexed=True) for word in words if is_indexed(word)]
-    return [Entry(raw, indexed=False), *entries] if raw else entries
+    entries = [CorpusEntry((word,), indexed=True) for word in words if is_indexed(word)]
+    return [CorpusEntry(raw, indexed=False), *entries] if raw else entries
 
 
 def check_corpora(config: RunConfig) -> None:
@@ -161,11 +161,11 @@ def _check_tokens(dataset: IndexedDataset, vocabulary: int, cache: IndexCache) -
         check_vocabulary(dataset, vocabulary, int(sums["largest_token"]))
         return
     name = "largest-" + key_of(identity(dataset.prefix))
-    known = cache(name, lambda: {"largest": np.array([check_vocabulary(dataset, vocabulary)])})
-    check_vocabulary(dataset, vocabulary, int(known["largest"][0]))
+    table = cache(name, lambda: {"largest": np.array([check_vocabulary(dataset, vocabulary)])})
+    check_vocabulary(dataset, vocabulary, int(table["largest"][0]))
 
 
-def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Corpus:
+def _tokenized(entry: CorpusEntry, config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Corpus:
     """Return raw text as a tokenized corpus from the cache."""
     files = text_files(entry.paths, "--data-path")
     column, skip, unit = config.data.text_column or "text", config.data.skip_bad_lines, config.data.text_unit
@@ -191,9 +191,9 @@ def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFa
     return Corpus(dataset, entry.weight, tuple(lines), tuple(notes))
 
 
-def recipe_of(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Recipe:
+def recipe_of(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> EncodingRecipe:
     """Return how the raw text of ``--data-path`` is tokenized."""
-    return Recipe(
+    return EncodingRecipe(
         tokenizer=tokenizer.backend_tokenizer.to_str(),
         dtype=type_for(vocabulary_size(tokenizer)).name,
         end=end_token_id,
@@ -221,6 +221,6 @@ def _cache_key(files: Sequence[Path], tokenizer: PreTrainedTokenizerFast, option
     return "text-" + key_of([CACHE_VERSION, stats, model, options])
 
 
-def _write_corpus(files: Sequence[Path], recipe: Recipe, folder: Path) -> None:
+def _write_corpus(files: Sequence[Path], recipe: EncodingRecipe, folder: Path) -> None:
     """Tokenize in this process. New processes would run the user's script, which may have no ``__main__`` guard."""
     preprocess(files, str(folder / NAME), recipe, workers=0)

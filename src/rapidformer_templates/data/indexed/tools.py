@@ -31,7 +31,7 @@ def prefixes_of(inputs: Sequence[str], leave_out: str | None = None) -> list[str
     Raises:
         DataError: an input is neither, or a folder has no set.
     """
-    found: list[str] = []
+    prefixes: list[str] = []
     for name in inputs:
         if Path(name).is_dir():
             inside = sorted(_prefixes_in(Path(name)))
@@ -39,10 +39,10 @@ def prefixes_of(inputs: Sequence[str], leave_out: str | None = None) -> list[str
             if not inside:
                 hint = "rapidformer data preprocess makes PREFIX.bin and PREFIX.idx"
                 raise DataError(f"there is no indexed data set in {name}", where=name, hint=hint)
-            found += inside
+            prefixes += inside
         else:
-            found.append(_existing(name))
-    return found
+            prefixes.append(_existing(name))
+    return prefixes
 
 
 def _prefixes_in(folder: Path) -> set[str]:
@@ -55,8 +55,8 @@ def _existing(name: str) -> str:
     prefix = prefix_of(name)
     if not (idx_path(prefix).is_file() or bin_path(prefix).is_file()):
         parent = Path(prefix).parent
-        beside = [prefix_of(path) for path in parent.glob("*.idx")] if parent.is_dir() else []
-        hint = did_you_mean(prefix, beside, "give the path of PREFIX.bin and PREFIX.idx without their endings")
+        neighbours = [prefix_of(path) for path in parent.glob("*.idx")] if parent.is_dir() else []
+        hint = did_you_mean(prefix, neighbours, "give the path of PREFIX.bin and PREFIX.idx without their endings")
         raise DataError(f"there is no indexed data set {prefix}", where=name, hint=hint)
     return prefix
 
@@ -95,13 +95,13 @@ def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> I
 
 def _common_vocabulary(prefixes: Sequence[str]) -> str | None:
     """Return the vocabulary of all sets, or None if one of them does not record its vocabulary."""
-    known = {prefix: (read_sums(prefix) or {}).get("vocabulary") for prefix in prefixes}
-    told = {prefix: name for prefix, name in known.items() if name}
-    if len(set(told.values())) > 1:
-        first, other = next((a, b) for a in told for b in told if told[a] != told[b])
+    vocabularies = {prefix: (read_sums(prefix) or {}).get("vocabulary") for prefix in prefixes}
+    recorded = {prefix: name for prefix, name in vocabularies.items() if name}
+    if len(set(recorded.values())) > 1:
+        first, other = next((a, b) for a in recorded for b in recorded if recorded[a] != recorded[b])
         hint = "tokenize the text of one of them again"
         raise DataError(f"{first} was tokenized with another vocabulary", where=other, hint=hint)
-    return None if None in known.values() else next(iter(told.values()), None)
+    return None if None in vocabularies.values() else next(iter(recorded.values()), None)
 
 
 def _document_spans(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
@@ -161,8 +161,8 @@ def verify(prefix: str) -> list[Damage] | None:
         problems.append(
             Damage(idx_path(prefix), "the index differs from what was written: documents may end elsewhere")
         )
-    for block, (right, own) in enumerate(zip(sums["bin"]["crc32"], block_sums(path, size), strict=True)):
-        if right != own:
+    for block, (recorded, checksum) in enumerate(zip(sums["bin"]["crc32"], block_sums(path, size), strict=True)):
+        if recorded != checksum:
             problems.append(Damage(path, _describe(dataset, block, size)))
     return problems
 
@@ -195,7 +195,7 @@ def add_sums(prefix: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Facts:
+class DataSetStatistics:
     """Statistics of a set.
 
     Attributes:
@@ -220,7 +220,7 @@ class Facts:
     largest: int | None
 
 
-def facts_of(prefix: str) -> Facts:
+def statistics_of(prefix: str) -> DataSetStatistics:
     """Summarize a set. Only its index is read.
 
     Raises:
@@ -240,7 +240,7 @@ def facts_of(prefix: str) -> Facts:
         shortest = min(shortest or int(lengths.min()), int(lengths.min()))
     shares = [(1 << power, int(documents[power]), int(tokens[power])) for power in np.flatnonzero(documents).tolist()]
     sums = read_sums(prefix)
-    return Facts(
+    return DataSetStatistics(
         dataset.prefix,
         count,
         len(dataset),

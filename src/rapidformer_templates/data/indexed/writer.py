@@ -87,9 +87,9 @@ class IndexedWriter:
         self.codes = {known: code for code, known in TYPES.items()}
         if self.dtype not in self.codes:
             raise DataError(f"the format has no tokens of type {self.dtype}", where=self.prefix, hint="use int32")
-        there = _is_there(self.prefix)
-        if there and not overwrite:
-            raise DataError(f"{there} exists", where=self.prefix, hint="choose another prefix, or add --overwrite")
+        existing = _existing_file(self.prefix)
+        if existing and not overwrite:
+            raise DataError(f"{existing} exists", where=self.prefix, hint="choose another prefix, or add --overwrite")
         self.sequences = self.documents = 0
         self.largest = -1
         self._sums = _BlockSums()
@@ -188,7 +188,7 @@ class IndexedWriter:
             os.fsync(file.fileno())
 
 
-def _is_there(prefix: str) -> Path | None:
+def _existing_file(prefix: str) -> Path | None:
     """Return the file that makes a set exist. Tokens and checksums without an index are left from a killed writer."""
     if idx_path(prefix).exists():
         return idx_path(prefix)
@@ -227,13 +227,13 @@ class _BlockSums:
                 self._blocks.append(self._crc)
                 self._crc = 0
 
-    def done(self) -> list[int]:
+    def checksums(self) -> list[int]:
         return self._blocks + ([self._crc] if self.bytes % self.block else [])
 
 
 def block_sums(path: Path, block: int = BLOCK) -> list[int]:
     """Return the CRC-32 of each block of a file. ``block`` is the block size in bytes."""
-    return _sums_of(path, block).done()
+    return _sums_of(path, block).checksums()
 
 
 def _sums_of(path: Path, block: int = BLOCK) -> _BlockSums:
@@ -246,7 +246,7 @@ def _sums_of(path: Path, block: int = BLOCK) -> _BlockSums:
 
 def _facts(sums: _BlockSums, index: Path, largest: int, vocabulary: str | None = None) -> dict[str, Any]:
     return {
-        "bin": {"bytes": sums.bytes, "block_bytes": BLOCK, "crc32": sums.done()},
+        "bin": {"bytes": sums.bytes, "block_bytes": BLOCK, "crc32": sums.checksums()},
         "idx": {"crc32": crc32(index)},
         "largest_token": largest,
         "vocabulary": vocabulary,

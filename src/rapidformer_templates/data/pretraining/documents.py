@@ -93,5 +93,5 @@ def _split_some(firsts: np.ndarray, sizes: np.ndarray, probability: float, seed:
     heads = np.where(split, draw.integers(1, np.maximum(sizes, 2)), sizes)
     halves = np.stack([heads, sizes - heads], axis=1)
     starts = np.stack([firsts, firsts + heads], axis=1)
-    kept = halves > 0
-    return starts[kept], halves[kept]
+    nonempty = halves > 0
+    return starts[nonempty], halves[nonempty]

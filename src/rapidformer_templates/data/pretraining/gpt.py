@@ -73,8 +73,8 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
     @property
     def identity(self) -> str:
         """Everything except the seed that the samples depend on. A resumed run must have the same."""
-        apart = ", documents kept apart" if self.marks_documents else ""
-        return f"{self.tokens} tokens{contents(self.dataset)} in samples of {self.length}{apart}"
+        suffix = ", documents kept apart" if self.marks_documents else ""
+        return f"{self.tokens} tokens{contents(self.dataset)} in samples of {self.length}{suffix}"
 
     def __len__(self) -> int:
         return self.samples

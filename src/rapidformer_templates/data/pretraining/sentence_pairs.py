@@ -142,7 +142,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
         other = bool(generator.random() < 0.5)
         a, b = self._read(first, border), self._read(border, end)
         if other and self.label == "next_sentence_label":
-            b = self._elsewhere(first, max(target - len(a), 1), generator)
+            b = self._other_document(first, max(target - len(a), 1), generator)
         elif other:
             a, b = b, a
         keep_a, keep_b = truncated_lengths(len(a), len(b), target)
@@ -170,12 +170,12 @@ class SentencePairs(Sequence[dict[str, Any]]):
         # Use the length of the last sentence, because the next pointer may not exist.
         return (pointers[end - 1] - pointers[first]) // self.dataset.dtype.itemsize + self.dataset.lengths[end - 1]
 
-    def _elsewhere(self, sentence: int, tokens: int, generator: np.random.Generator) -> np.ndarray:
+    def _other_document(self, sentence: int, tokens: int, generator: np.random.Generator) -> np.ndarray:
         """Return about ``tokens`` tokens from another document than that of ``sentence``, from a random sentence on."""
         (low, high), table = self.documents, self.dataset.documents
-        own = int(np.searchsorted(table, sentence, side="right")) - 1
+        own_document = int(np.searchsorted(table, sentence, side="right")) - 1
         document = int(generator.integers(low, high - 1))
-        document += document >= own
+        document += document >= own_document
         begin, limit = int(table[document]), int(table[document + 1])
         first = int(generator.integers(begin, limit))
         lengths = self.dataset.lengths[first : min(limit, first + tokens)]
@@ -201,7 +201,7 @@ def build_chunks(
     """
     bounds = dataset.documents[documents[0] : documents[1] + 1]
     generator = np.random.default_rng((seed, Stream.PAIR_CHUNKS))
-    blocks = [_lay_out_block(dataset, block, content, short_probability, generator) for block in _blocks(bounds)]
+    blocks = [_build_block_chunks(dataset, block, content, short_probability, generator) for block in _blocks(bounds)]
     return np.concatenate(blocks)
 
 
@@ -213,7 +213,7 @@ def _blocks(bounds: np.ndarray) -> Iterator[np.ndarray]:
         first = stop
 
 
-def _lay_out_block(
+def _build_block_chunks(
     dataset: IndexedDataset, bounds: np.ndarray, content: int, short_probability: float, generator: np.random.Generator
 ) -> np.ndarray:
     begin, count = int(bounds[0]), int(bounds[-1] - bounds[0])
@@ -227,22 +227,22 @@ def _lay_out_block(
     end = np.maximum(np.searchsorted(starts, starts + target), np.arange(count) + 2)
     end = np.where(end >= limit - 1, limit, end)
     following = np.append(np.where(end == limit, count, end), count)  # ``count`` means none
-    first = np.flatnonzero(_reached((bounds[:-1] - begin)[sizes > 1], following))
+    first = np.flatnonzero(_reachable((bounds[:-1] - begin)[sizes > 1], following))
     return np.stack([first + begin, end[first] + begin, target[first]], axis=1)
 
 
-def _reached(roots: np.ndarray, following: np.ndarray) -> np.ndarray:
+def _reachable(roots: np.ndarray, following: np.ndarray) -> np.ndarray:
     """Return which nodes can be reached from ``roots`` (bool). The last node ends all chains and is not included.
 
     The steps along the chains double in length, so the number of rounds is log2 of the longest chain.
     """
-    reached = np.zeros(len(following), dtype=bool)
-    reached[roots] = True
-    known = 0
-    while known != (known := int(reached[:-1].sum())):
-        reached[following[reached]] = True
+    reachable = np.zeros(len(following), dtype=bool)
+    reachable[roots] = True
+    count_before = 0
+    while count_before != (count_before := int(reachable[:-1].sum())):
+        reachable[following[reachable]] = True
         following = following[following]
-    return reached[:-1]
+    return reachable[:-1]
 
 
 def truncated_lengths(a: int, b: int, limit: int) -> tuple[int, int]:

@@ -37,8 +37,10 @@ def unigram_loss(dataset: IndexedDataset, train: tuple[int, int], held_out: tupl
 
     One is added to each count (Laplace), so that tokens missing in the training part have a probability.
     """
-    known, asked = counts_of(dataset, train), counts_of(dataset, held_out)
-    size = max(len(known), len(asked))
-    known, asked = (np.pad(counts, (0, size - len(counts))) for counts in (known, asked))
-    likelihood = np.log(known + 1) - np.log(known.sum() + size)
-    return float(-(asked * likelihood).sum() / asked.sum())
+    train_counts, held_out_counts = counts_of(dataset, train), counts_of(dataset, held_out)
+    size = max(len(train_counts), len(held_out_counts))
+    train_counts, held_out_counts = (
+        np.pad(counts, (0, size - len(counts))) for counts in (train_counts, held_out_counts)
+    )
+    likelihood = np.log(train_counts + 1) - np.log(train_counts.sum() + size)
+    return float(-(held_out_counts * likelihood).sum() / held_out_counts.sum())

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rapidformer_templates.data.order import Request, even_requests
+from rapidformer_templates.data.order import BatchRequest, even_requests
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
 from rapidformer_templates.data.types import Bookmark, Endless
@@ -41,21 +41,21 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
-class Made:
+class BlockResult:
     """The result of a block of rows.
 
     Attributes:
         samples: the samples, possibly none.
-        left: the rest for the next block, as plain values for a checkpoint.
+        remainder: the rest for the next block, as plain values for a checkpoint.
         skipped: ``file:line: reason`` of each bad row that was left out.
     """
 
     samples: Samples
-    left: Any = None
+    remainder: Any = None
     skipped: Sequence[str] = ()
 
 
-Make = Callable[[list[StreamedRow], Any, np.random.Generator], Made]
+MakeBlock = Callable[[list[StreamedRow], Any, np.random.Generator], BlockResult]
 """Takes the rows of a block, the rest of the previous block (None for the first), and a generator."""
 
 
@@ -92,7 +92,7 @@ class StreamedSamples(Endless):
         identity: everything else that the samples depend on, as a text.
     """
 
-    def __init__(self, rows: RowStream, make: Make, *, seed: int, buffer: int, identity: str) -> None:
+    def __init__(self, rows: RowStream, make: MakeBlock, *, seed: int, buffer: int, identity: str) -> None:
         self.rows = rows
         self.make = make
         self.seed = seed
@@ -154,16 +154,16 @@ class StreamedSamples(Endless):
         while True:
             rows, skipped = self._take()
             generator = np.random.default_rng((self.seed, Stream.BLOCKS, self._next["block"]))
-            made = self.make(rows, self._next["left"], generator)
-            count, skipped = len(made.samples), [*skipped, *made.skipped]
+            result = self.make(rows, self._next["left"], generator)
+            count, skipped = len(result.samples), [*skipped, *result.skipped]
             order = generator.permutation(count) if self.buffer else np.arange(count)
-            block = _Block(made.samples, order, bookmark)
+            block = _Block(result.samples, order, bookmark)
             self._next = {
                 "position": block.first + count,
                 "block": self._next["block"] + 1,
                 "epoch": self.rows.epoch,
                 "stream": copy.deepcopy(self.rows.state()),
-                "left": made.left,
+                "left": result.remainder,
                 "skipped": self._next["skipped"] + len(skipped),
                 "lines": list(dict.fromkeys([*self._next["lines"], *skipped]))[:LISTED],
             }
@@ -223,9 +223,9 @@ class StreamOrder:
         positions = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
         return positions, positions
 
-    def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
+    def requests(self, step: int, count: int, own_indices: range) -> Iterator[BatchRequest]:
         """Split the global batch into ``count`` even pieces."""
-        return even_requests(*self.step(step), self.seed, count, mine)
+        return even_requests(*self.step(step), self.seed, count, own_indices)
 
     def depends_on(self) -> dict[str, Any]:
         """Return what the samples of a step depend on."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rapidformer_templates.data.streaming.rows import StreamedRow
-from rapidformer_templates.data.streaming.samples import Made
-from rapidformer_templates.data.text.encoding import Encoder, Job, Recipe
+from rapidformer_templates.data.streaming.samples import BlockResult
+from rapidformer_templates.data.text.encoding import Encoder, EncodingJob, EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import NotEquivalent
 from rapidformer_templates.data.types import Rows
 
@@ -32,20 +32,20 @@ class WindowsOfDocuments:
     """
 
     def __init__(
-        self, recipe: Recipe, length: int, *, overlap: int, marks_documents: bool = False, shuffles: bool = True
+        self, recipe: EncodingRecipe, length: int, *, overlap: int, marks_documents: bool = False, shuffles: bool = True
     ) -> None:
         self.recipe = recipe
         self.length, self.overlap = length, overlap
         self.marks_documents, self.shuffles = marks_documents, shuffles
         self._encoder: Encoder | None = None
 
-    def __call__(self, rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> Made:
+    def __call__(self, rows: list[StreamedRow], remainder: Any, generator: np.random.Generator) -> BlockResult:
         skipped: list[str] = []
         documents = list(self._encoded(rows, skipped))
         if self.shuffles:
             documents = [documents[i] for i in generator.permutation(len(documents))]
         # The rest is a list of pieces of documents. The first piece began in an earlier window.
-        pieces = [*map(np.asarray, left or []), *documents]
+        pieces = [*map(np.asarray, remainder or []), *documents]
         tokens = np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32)
         numbers = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
         count = max(0, (len(tokens) - self.overlap) // self.length)
@@ -53,20 +53,20 @@ class WindowsOfDocuments:
         if self.marks_documents:
             columns["documents"] = self._windows(numbers, count)
         rest, of = tokens[count * self.length :], numbers[count * self.length :]
-        over = [piece.tolist() for piece in np.split(rest, np.flatnonzero(np.diff(of)) + 1)]
-        return Made(Rows(columns), over, skipped)
+        rest_of_documents = [piece.tolist() for piece in np.split(rest, np.flatnonzero(np.diff(of)) + 1)]
+        return BlockResult(Rows(columns), rest_of_documents, skipped)
 
     def _encoded(self, rows: list[StreamedRow], skipped: list[str]) -> Iterator[np.ndarray]:
         """Yield the tokens of each row, file by file in their order."""
         for path, group in groupby(rows, key=lambda row: row.path):
             part = [(row.number, row.row or {}) for row in group]
             if self._encoder is None:
-                self._encoder = self._fastest(Job(path, part, 0, check=True))
-            done = self._encoder(Job(path, part, 0, check=False))
+                self._encoder = self._fastest(EncodingJob(path, part, 0, check=True))
+            done = self._encoder(EncodingJob(path, part, 0, check=False))
             skipped += done.skipped
             yield from np.split(done.columns[0].tokens, np.cumsum(done.columns[0].lengths)[:-1])
 
-    def _fastest(self, first: Job) -> Encoder:
+    def _fastest(self, first: EncodingJob) -> Encoder:
         """Return the tokenizer with a cache of pieces if it equals the plain one, also on the first rows."""
         try:
             encoder = Encoder(replace(self.recipe, way="pieces", skip=True))

@@ -17,7 +17,13 @@ from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamp
 from rapidformer_templates.data.finetuning.heads import in_order_of_head
 from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, each_of, locate, locate_part
 from rapidformer_templates.data.finetuning.mixtures import mixed
-from rapidformer_templates.data.finetuning.tables import LoadedDataset, Part, read_dataset, read_part, streamed_files
+from rapidformer_templates.data.finetuning.tables import (
+    DataPart,
+    LoadedDataset,
+    read_dataset,
+    read_part,
+    streamed_files,
+)
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.indexed.blend import whole_weights
 from rapidformer_templates.data.loader import MicroBatch, to_device
@@ -75,7 +81,7 @@ class Task(ABC):
         generates: evaluation needs :meth:`generate`. Its texts replace ``outputs`` in :meth:`predict`.
         needs_prepass: :meth:`prepass` must see all micro batches of a mean before the first loss of that mean.
         measures: :meth:`measured` returns values for each step.
-        decided: names of the attributes that :meth:`build_data` sets and that a saved model needs later.
+        state_fields: names of the attributes that :meth:`build_data` sets and that a saved model needs later.
         columns: how the training part is read. It maps the flag that names a column (``text_column`` …) to that column,
             or to None if there is none, and holds other facts about columns that the task needs. Other rows are read
             the same way. None: nothing is known.
@@ -83,9 +89,9 @@ class Task(ABC):
         needs_reference: the loss compares the model with a reference model that is not trained.
         skipped: ``file:line: reason`` of each line that ``--skip-bad-lines`` left out. Set by :meth:`build_data`.
         notes: remarks about the data for the user. Set by :meth:`build_data`.
-        is_decided: the model is already trained, so the data of an evaluation must not change labels or columns. See
+        is_trained: the model is already trained, so the data of an evaluation must not change labels or columns. See
             :meth:`load_label_state`.
-        part: the part of the data to read if ``is_decided``.
+        part: the part of the data to read if ``is_trained``.
         label_use: how the model uses labels. The run sets it when it calls :meth:`use_labels`.
     """
 
@@ -97,7 +103,7 @@ class Task(ABC):
     measures: ClassVar[bool] = False
     problem: str | None = None
     needs_reference: bool = False
-    decided: ClassVar[tuple[str, ...]] = ("columns",)
+    state_fields: ClassVar[tuple[str, ...]] = ("columns",)
     columns: Mapping[str, Any] | None = None
     label_use: LabelUse | None = None
     labels: list[str]
@@ -106,7 +112,7 @@ class Task(ABC):
         self.config = config
         self.skipped: list[str] = []
         self.notes: list[str] = []
-        self.is_decided = False
+        self.is_trained = False
         self.part: str | None = None
 
     @cached_property
@@ -133,7 +139,7 @@ class Task(ABC):
         if self.config.data.streaming:
             streamed_files(self.config.data)
         else:
-            if self.is_decided:
+            if self.is_trained:
                 for flags in each_of(self.config.data):
                     locate_part(flags, self.part)
             else:
@@ -164,7 +170,7 @@ class Task(ABC):
             return self.read_data()
         sources = [(weight, name, self._of_one(name, i == 0)) for i, (weight, name) in enumerate(mixture)]
         data = {name: task.build_data() for _, name, task in sources}
-        self.take_over([task for _, _, task in sources])
+        self.merge_decisions([task for _, _, task in sources])
         return mixed(data, [weight for weight, _, _ in sources], self.config.training.seed)
 
     def _of_one(self, name: str, is_first: bool) -> Task:
@@ -172,11 +178,11 @@ class Task(ABC):
         config = self.config.replace(self.config.origin("data_name"), data_name=name)
         task = type(self)(config if is_first else config.replace("a mixture", eval_data_name=None))
         task.tokenizer = self.tokenizer
-        if self.is_decided:
+        if self.is_trained:
             task.load_label_state(self.decisions(), self.part)
         return task
 
-    def take_over(self, others: Sequence[Task]) -> None:
+    def merge_decisions(self, others: Sequence[Task]) -> None:
         """Adopt what the data sets of a mixture have decided.
 
         Raises:
@@ -306,8 +312,8 @@ class Task(ABC):
         """Compute metrics over the whole evaluation set from the results of :meth:`predict`."""
 
     def decisions(self) -> Record:
-        """Return the attributes named in ``decided`` that the data have set, as plain values."""
-        return {name: getattr(self, name) for name in self.decided if getattr(self, name, None) is not None}
+        """Return the attributes named in ``state_fields`` that the data have set, as plain values."""
+        return {name: getattr(self, name) for name in self.state_fields if getattr(self, name, None) is not None}
 
     # Prediction: rows outside of any data set, for a trained model.
 
@@ -319,7 +325,7 @@ class Task(ABC):
                 model's configuration contains.
             part: the part of a data set to evaluate. None is its validation part, or its only part.
         """
-        self.is_decided, self.part = True, part
+        self.is_trained, self.part = True, part
         for name, value in {**self.label_state_of_config(), **decisions}.items():
             setattr(self, name, value)
 
@@ -333,12 +339,12 @@ class Task(ABC):
         Raises:
             DataError: a folder, file, line or part is missing or cannot be read.
         """
-        if self.is_decided:
+        if self.is_trained:
             return read_part(self.config, self.part)
         self.columns = {}
         return read_dataset(self.config)
 
-    def column(self, part: Part, flag: str, usual: Sequence[str]) -> str:
+    def column(self, part: DataPart, flag: str, usual: Sequence[str]) -> str:
         """Return the column that a flag names, else the known one (``columns``), else the first of the usual names.
 
         The column of the training part is remembered.
@@ -349,24 +355,28 @@ class Task(ABC):
         name = self.column_if_any(part, flag, usual)
         return part.column(flag, None, usual) if name is None else name
 
-    def column_if_any(self, part: Part, flag: str, usual: Sequence[str]) -> str | None:
+    def column_if_any(self, part: DataPart, flag: str, usual: Sequence[str]) -> str | None:
         """Return the same as :meth:`column`, or None if there is no such column.
 
         It is None if no flag names a column, and the training part had none or this part has none.
         """
-        given, known = getattr(self.config.data, flag), self.columns or {}
-        if given is None and flag in known:
-            name: str | None = known[flag]
+        flag_value, columns = getattr(self.config.data, flag), self.columns or {}
+        if flag_value is None and flag in columns:
+            name: str | None = columns[flag]
             if name is not None:
                 part.check_column(flag, name)
             return name
-        name = part.column(flag, given, ()) if given else next((n for n in usual if n in part.table.column_names), None)
+        name = (
+            part.column(flag, flag_value, ())
+            if flag_value
+            else next((n for n in usual if n in part.table.column_names), None)
+        )
         self.remember({flag: name})
         return name
 
     def remember(self, columns: Mapping[str, Any]) -> None:
         """Remember columns of the training part. Rows that are read for a trained model change nothing."""
-        if self.columns is not None and not self.is_decided:
+        if self.columns is not None and not self.is_trained:
             self.columns = {**self.columns, **columns}
 
     @property
@@ -375,7 +385,7 @@ class Task(ABC):
         return self.config.data.text_column or (self.columns or {}).get("text_column") or "text"
 
     @abstractmethod
-    def inputs(self, part: Part) -> Inputs:
+    def inputs(self, part: DataPart) -> Inputs:
         """Tokenize rows to predict, without reading labels.
 
         Raises:
@@ -401,7 +411,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def share(value: float) -> float:
+def round_score(value: float) -> float:
     """Round a probability or a score for output. Its last digits depend on how many threads computed the sum."""
     return float(f"{value:.4g}")
 
@@ -415,7 +425,7 @@ def label_map(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def texts_of(part: Part, column: str, *, may_be_missing: bool = False) -> list[str]:
+def texts_of(part: DataPart, column: str, *, may_be_missing: bool = False) -> list[str]:
     """Return the texts of a column.
 
     Args:
@@ -450,7 +460,7 @@ def tokenized(
     return fields
 
 
-def with_tokens(rows: Ragged, part: Part, column: str) -> Ragged:
+def with_tokens(rows: Ragged, part: DataPart, column: str) -> Ragged:
     """Check that each text of a column has at least one token, and return the tokens.
 
     Raises:

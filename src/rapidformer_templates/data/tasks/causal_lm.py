@@ -13,14 +13,14 @@ from torch import nn
 from rapidformer_templates.data.collate import CausalCollate, PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import (
     Columns,
-    find_asked,
     find_columns,
+    find_prompt_columns,
     known_columns,
-    read_asked,
+    read_prompt,
     rows_of,
 )
 from rapidformer_templates.data.finetuning.chat_samples import ASKED, PLAIN_NOTE, ChatReader
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate, padded_left
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.packing import PackedRows, check_packable, check_packable_model
@@ -84,7 +84,7 @@ class CausalLM(Task):
         raw = self.read_rows()
         self.skipped, self.notes = raw.skipped, []
         columns = known_columns(self.config.data, self.columns or {}) or find_columns(raw.train, self.config.data)
-        self.remember(columns.told())
+        self.remember(columns.to_state())
         sets = sets_of(raw, self.config, partial(self._set, columns))
         if raw.stream is not None and columns.kind in ("chat", "instruction") and not self.tokenizer.chat_template:
             self.notes.append(PLAIN_NOTE)  # no part was read whole, which would have added this note
@@ -103,7 +103,7 @@ class CausalLM(Task):
         """Name of the text column for a text given alone. It is continued, regardless of the training data."""
         return self.config.data.text_column or TEXT_COLUMNS[0]
 
-    def _samples(self, name: str, part: Part, columns: Columns, block: Block | None) -> TokenizedSamples:
+    def _samples(self, name: str, part: DataPart, columns: Columns, block: Block | None) -> TokenizedSamples:
         if columns.kind == "text":
             if self.config.data.loss_on == "answers":
                 hint = "plain text has no answers: give messages, or prompt and completion; or leave it out"
@@ -120,20 +120,22 @@ class CausalLM(Task):
         )
         return reader.samples(name, part, columns)
 
-    def _of_texts(self, name: str, part: Part, texts: Sequence[str], block: Block | None) -> TokenizedSamples:
+    def _of_texts(self, name: str, part: DataPart, texts: Sequence[str], block: Block | None) -> TokenizedSamples:
         rows = tokenized(self.tokenizer, texts)["input_ids"]
         ended = [self._ended(rows[i])[: self.seq_length] for i in range(len(rows))]
-        kept = [row for row in ended if len(row) > 1]  # the first token of a sample has no context to be predicted from
-        if len(kept) < len(ended) and block is None:
+        learnable = [
+            row for row in ended if len(row) > 1
+        ]  # the first token of a sample has no context to be predicted from
+        if len(learnable) < len(ended) and block is None:
             first = next(i for i, row in enumerate(ended) if len(row) < 2)
-            if not kept:
+            if not learnable:
                 hint = "longer texts are needed" if self.seq_length > 1 else "use a greater --seq-length"
                 raise DataError("no text has a token to predict from another", where=part.where(first), hint=hint)
-            lost = f"{len(ended) - len(kept):,} of {len(ended):,} texts are not used"
+            lost = f"{len(ended) - len(learnable):,} of {len(ended):,} texts are not used"
             self.notes.append(f"{name}: {lost}: they are empty, or too short to learn from ({part.where(first)} …)")
-        return TokenizedSamples({"input_ids": Ragged(kept)})
+        return TokenizedSamples({"input_ids": Ragged(learnable)})
 
-    def _set(self, columns: Columns, name: str, part: Part, block: Block | None) -> TokenizedSamples:
+    def _set(self, columns: Columns, name: str, part: DataPart, block: Block | None) -> TokenizedSamples:
         samples = self._samples(name, part, columns.of(part), block)
         if not self.packs or not len(samples):
             return samples
@@ -164,25 +166,25 @@ class CausalLM(Task):
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         return token_accuracy(predictions, references)
 
-    def inputs(self, part: Part) -> Inputs:
+    def inputs(self, part: DataPart) -> Inputs:
         return Inputs.of(TokenizedSamples({"input_ids": Ragged(prompts_of(self, part))}))
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
         return continued(self, model, rows, generation)
 
 
-def prompts_of(task: Task, part: Part) -> list[list[int]]:
+def prompts_of(task: Task, part: DataPart) -> list[list[int]]:
     """Tokenize texts to continue and conversations to answer.
 
     Raises:
         DataError: a column is missing, a row cannot be used, or a prompt leaves the model no room to write.
     """
-    columns, tokenizer = find_asked(part, task.config.data, task.columns or {}), task.tokenizer
+    columns, tokenizer = find_prompt_columns(part, task.config.data, task.columns or {}), task.tokenizer
     reader = ChatReader(tokenizer, task.seq_length, answers_only=True, advice=ASKED)
-    asked = reader.read(part, rows_of(part, columns), partial(read_asked, columns))
+    unanswered = reader.read(part, rows_of(part, columns), partial(read_prompt, columns))
     ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
     positions, prompts = positions_of(task.model_config), []
-    for row, one in enumerate(asked):
+    for row, one in enumerate(unanswered):
         text = one if isinstance(one, str) else reader.question(one)
         ids = tokenizer(text, add_special_tokens=isinstance(one, str), verbose=False)["input_ids"]
         if isinstance(one, str) and ids and ids[-1] in ends:
@@ -214,8 +216,8 @@ def continued(task: Task, model: Any, rows: Sequence[Any], generation: Generatio
 def predicted_tokens(tokens: torch.Tensor, labels: torch.Tensor) -> tuple[list[Any], list[Any]]:
     """Return the (predicted, true) tokens of each sample at labelled positions. Both inputs are (samples, tokens)."""
     guesses, truths = tokens.cpu().numpy(), labels.cpu().numpy()
-    wanted = truths != IGNORED
-    return [g[w] for g, w in zip(guesses, wanted, strict=True)], [t[w] for t, w in zip(truths, wanted, strict=True)]
+    labelled = truths != IGNORED
+    return [g[w] for g, w in zip(guesses, labelled, strict=True)], [t[w] for t, w in zip(truths, labelled, strict=True)]
 
 
 def token_accuracy(predictions: list[Any], references: list[Any]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mask_probability
 from rapidformer_templates.data.targets import IGNORED
@@ -19,7 +19,7 @@ from rapidformer_templates.data.tasks.base import (
     Task,
     as_data,
     padding_of,
-    share,
+    round_score,
     texts_of,
     tokenized,
     with_tokens,
@@ -56,7 +56,7 @@ class MaskedLM(Task):
         collate = PadCollate({**padding_of(self.tokenizer), "labels": IGNORED})
         return as_data(sets_of(raw, self.config, self._set), collate, self._mask())
 
-    def _set(self, name: str, part: Part, block: Block | None) -> TokenizedSamples:
+    def _set(self, name: str, part: DataPart, block: Block | None) -> TokenizedSamples:
         column = self.column(part, "text_column", TEXT_COLUMNS)
         fields = tokenized(self.tokenizer, texts_of(part, column), truncation=True, max_length=self.seq_length)
         return TokenizedSamples({**fields, "input_ids": with_tokens(fields["input_ids"], part, column)})
@@ -67,7 +67,7 @@ class MaskedLM(Task):
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         return token_accuracy(predictions, references)
 
-    def inputs(self, part: Part) -> Inputs:
+    def inputs(self, part: DataPart) -> Inputs:
         column = self.column(part, "text_column", TEXT_COLUMNS)
         samples = self._set("input", part, None)
         for row, sample in enumerate(samples):
@@ -96,6 +96,6 @@ class MaskedLM(Task):
 
     def _candidates(self, tokens: list[int], scores: list[float]) -> list[Record]:
         return [
-            {"token": str(self.tokenizer.decode([token])).strip(), "score": share(score)}
+            {"token": str(self.tokenizer.decode([token])).strip(), "score": round_score(score)}
             for token, score in zip(tokens, scores, strict=True)
         ]

@@ -22,16 +22,16 @@ from rapidformer_templates.data.finetuning.preferences import (
     PreferenceCollate,
     PreferenceSamples,
     has_pairs,
-    judged_of,
-    judged_samples,
+    labelled_answers_of,
+    labelled_samples,
     pair_samples,
     pairs_of,
 )
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.tasks import preference_losses as losses
-from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, EvalBatch, Inputs, Record, Task, as_data, share
+from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, EvalBatch, Inputs, Record, Task, as_data, round_score
 from rapidformer_templates.data.tasks.causal_lm import continued, prompts_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.models.architectures import dropout_rates
@@ -50,12 +50,12 @@ class _Preferences(Task):
     """Base of both tasks: reading answers, and the reward metrics of each step.
 
     Attributes:
-        judges: each answer has its own label, good or bad, instead of being compared with another answer.
+        is_unpaired: each answer has its own label, good or bad, instead of being compared with another answer.
     """
 
     best_metric = "eval_loss"
     measures = True
-    judges = False
+    is_unpaired = False
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -69,7 +69,7 @@ class _Preferences(Task):
         assert isinstance(self.tokenizer.pad_token_id, int)
         return as_data(sets, PreferenceCollate(self.tokenizer.pad_token_id))
 
-    def _samples(self, name: str, part: Part) -> PreferenceSamples:
+    def _samples(self, name: str, part: DataPart) -> PreferenceSamples:
         reader = ChatReader(
             self.tokenizer,
             self.seq_length,
@@ -79,11 +79,11 @@ class _Preferences(Task):
             notes=self.notes,
         )
         prompt = self._prompt(part)
-        if self.judges:
-            return judged_samples(name, judged_of(part, prompt, reader), reader)
+        if self.is_unpaired:
+            return labelled_samples(name, labelled_answers_of(part, prompt, reader), reader)
         return pair_samples(name, pairs_of(part, prompt, reader), reader)
 
-    def _prompt(self, part: Part) -> str | None:
+    def _prompt(self, part: DataPart) -> str | None:
         """Return the column of prompts, or None if the answers contain their prompts."""
         return self.column_if_any(part, "text_column", (PROMPT,))
 
@@ -106,16 +106,16 @@ class _Preferences(Task):
             if microbatch.idle:
                 microbatch.batch["counted"].zero_()
 
-    def _tell_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor, counted: torch.Tensor) -> None:
+    def _record_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor, counts: torch.Tensor) -> None:
         is_chosen = torch.arange(2 * len(chosen), device=chosen.device) < len(chosen)
-        self._tell(torch.cat([chosen, rejected]), is_chosen, counted.repeat(2))
+        self._record_rewards(torch.cat([chosen, rejected]), is_chosen, counts.repeat(2))
         if not torch.is_grad_enabled():
             self._rewards = list(zip(chosen.tolist(), rejected.tolist(), strict=True))
             return
         assert self._sums is not None
-        self._sums[4] += ((chosen > rejected) * counted).sum()
+        self._sums[4] += ((chosen > rejected) * counts).sum()
 
-    def _tell(self, rewards: torch.Tensor, is_good: torch.Tensor, counted: torch.Tensor) -> None:
+    def _record_rewards(self, rewards: torch.Tensor, is_good: torch.Tensor, counted: torch.Tensor) -> None:
         """Record the rewards of a batch for the metrics of this step or of the evaluation."""
         rewards = rewards.detach()
         if not torch.is_grad_enabled():
@@ -132,8 +132,8 @@ class _Preferences(Task):
             sums = self._sums
         good, goods, bad, bads, right = workers.sum_tensor(sums.clone())
         chosen, rejected = good / goods, bad / bads
-        told = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
-        return told if self.judges else told | {"rewards/accuracies": right / goods}
+        metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
+        return metrics if self.is_unpaired else metrics | {"rewards/accuracies": right / goods}
 
     def predict(self, outputs: Any, batch: Batch) -> tuple[list[Any], list[Any]]:
         """Return the rewards of each sample. They come from the last loss, which was computed for this batch."""
@@ -142,14 +142,19 @@ class _Preferences(Task):
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         """Return mean rewards. The mean of a kind of answer that the data do not contain is NaN."""
-        told = np.asarray(predictions, dtype=np.float64).reshape(-1, 2)
-        if self.judges:
-            good = told[:, 1] > 0
-            chosen, rejected = (float(told[of, 0].mean()) if of.any() else math.nan for of in (good, ~good))
+        rewards = np.asarray(predictions, dtype=np.float64).reshape(-1, 2)
+        if self.is_unpaired:
+            good = rewards[:, 1] > 0
+            chosen, rejected = (float(rewards[of, 0].mean()) if of.any() else math.nan for of in (good, ~good))
         else:
-            chosen, rejected = told.mean(axis=0).tolist() if len(told) else (0.0, 0.0)
-        values = (chosen, rejected, chosen - rejected, float((told[:, 0] > told[:, 1]).mean()) if len(told) else 0.0)
-        return dict(zip(preference_metrics(judges=self.judges), values, strict=False))
+            chosen, rejected = rewards.mean(axis=0).tolist() if len(rewards) else (0.0, 0.0)
+        values = (
+            chosen,
+            rejected,
+            chosen - rejected,
+            float((rewards[:, 0] > rewards[:, 1]).mean()) if len(rewards) else 0.0,
+        )
+        return dict(zip(preference_metrics(is_unpaired=self.is_unpaired), values, strict=False))
 
 
 class Preference(_Preferences):
@@ -168,7 +173,7 @@ class Preference(_Preferences):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._loss = config.training.preference_loss
-        self.judges = self._loss == "kto"
+        self.is_unpaired = self._loss == "kto"
         self.needs_reference = self._loss in ("dpo", "ipo", "kto")
         self.needs_prepass = self._loss in ("kto", "orpo")
 
@@ -182,7 +187,7 @@ class Preference(_Preferences):
         check_causal(use, "--task preference")
         return True
 
-    def inputs(self, part: Part) -> Inputs:
+    def inputs(self, part: DataPart) -> Inputs:
         return Inputs.of(TokenizedSamples({"input_ids": Ragged(prompts_of(self, part))}))
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
@@ -193,17 +198,20 @@ class Preference(_Preferences):
         total = count = 0.0
         for microbatch in microbatches:
             batch = microbatch.batch
-            here = not microbatch.idle and workers.is_replica_leader
-            if self.judges:
-                apart, _ = evaluate(_of_drift(microbatch), self._drift_of)
-                total, count = total + here * apart, count + here * len(microbatch.samples)
+            counts = not microbatch.idle and workers.is_replica_leader
+            if self.is_unpaired:
+                mismatched, _ = evaluate(_mismatched_answers(microbatch), self._drift_of)
+                total, count = total + counts * mismatched, count + counts * len(microbatch.samples)
             else:
                 chosen = batch["attention_mask"][: len(batch["counted"])]
-                total, count = total + here * float(chosen[:, 1:].sum()), count + here * float(batch["counted"].sum())
+                total, count = (
+                    total + counts * float(chosen[:, 1:].sum()),
+                    count + counts * float(batch["counted"].sum()),
+                )
         total, count = workers.sum(total, count)
-        self._ahead = max(total / count, 0.0) if self.judges else count / max(total, 1.0)
+        self._drift = max(total / count, 0.0) if self.is_unpaired else count / max(total, 1.0)
 
-    _ahead = 0.0  # drift for KTO, pairs per token for ORPO
+    _drift = 0.0  # drift for KTO, pairs per token for ORPO
 
     def _drift_of(self, model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
         """Return the sum of the log-ratios of a batch, and their number."""
@@ -215,13 +223,13 @@ class Preference(_Preferences):
 
         The list is empty on workers that do not see the outputs.
         """
-        parts, told = [microbatch] if not self.judges else [microbatch, _of_drift(microbatch)], []
+        parts, outputs = [microbatch] if not self.is_unpaired else [microbatch, _mismatched_answers(microbatch)], []
         for part in parts:
             self._rewards = []
             evaluate(part, self._note_reference)
-            told += self._rewards
+            outputs += self._rewards
         count = len(microbatch.samples)
-        return [[told[i], told[count + i]] for i in range(count)] if told else []
+        return [[outputs[i], outputs[count + i]] for i in range(count)] if outputs else []
 
     def _note_reference(self, model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
         logps = self._reference_logps(model, batch)
@@ -233,18 +241,18 @@ class Preference(_Preferences):
         answers, beta = self._answers(model, batch), training.preference_beta
         if self._loss == "kto":
             weights = training.kto_desirable_weight, training.kto_undesirable_weight
-            each = losses.kto(answers, batch["is_good"], beta, self._ahead, weights)
-            self._tell(beta * answers.ratios, batch["is_good"], counted)
+            each = losses.kto(answers, batch["is_good"], beta, self._drift, weights)
+            self._record_rewards(beta * answers.ratios, batch["is_good"], counted)
             return (each * counted).sum(), counted.sum()
         chosen, rejected = answers.halves()
         if self._loss == "orpo":
-            each = chosen.whole_nll * self._ahead + beta * losses.odds_ratio(chosen, rejected)
+            each = chosen.whole_nll * self._drift + beta * losses.odds_ratio(chosen, rejected)
         elif self._loss == "simpo":
             each = losses.simpo(chosen, rejected, beta, training.simpo_gamma)
         else:
             each = {"dpo": losses.dpo, "ipo": losses.ipo}[self._loss](chosen, rejected, beta)
-        told = [half.ratios if self.needs_reference else half.means for half in (chosen, rejected)]
-        self._tell_pairs(beta * told[0].detach(), beta * told[1].detach(), counted)
+        scores = [half.ratios if self.needs_reference else half.means for half in (chosen, rejected)]
+        self._record_pairs(beta * scores[0].detach(), beta * scores[1].detach(), counted)
         return (each * counted).sum(), counted.sum()
 
     def _answers(self, model: Any, batch: Batch) -> losses.Answers:
@@ -275,7 +283,7 @@ class Preference(_Preferences):
             return self._logps(other, batch).logps
 
 
-def _of_drift(microbatch: MicroBatch) -> MicroBatch:
+def _mismatched_answers(microbatch: MicroBatch) -> MicroBatch:
     """Return the mismatched answers (to other prompts) as a separate micro batch."""
     prefix, batch = "kl_", microbatch.batch
     fields = {name.removeprefix(prefix): tensor for name, tensor in batch.items() if name.startswith(prefix)}
@@ -300,10 +308,10 @@ class Reward(_Preferences):
     def compute_loss(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
         scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].float()
         chosen, rejected = scores.chunk(2)
-        self._tell_pairs(chosen.detach(), rejected.detach(), batch["counted"])
+        self._record_pairs(chosen.detach(), rejected.detach(), batch["counted"])
         return (losses.reward(chosen, rejected) * batch["counted"]).sum(), batch["counted"].sum()
 
-    def inputs(self, part: Part) -> Inputs:
+    def inputs(self, part: DataPart) -> Inputs:
         """Tokenize answers with their prompts. Each row has one answer, or a chosen and a rejected one."""
         reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True, advice=ASKED)
         if has_pairs(part):
@@ -316,6 +324,6 @@ class Reward(_Preferences):
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
         outputs, _ = self.outputs(model, [{"input_ids": ids} for row in rows for ids in row])
-        scores = iter(map(share, outputs.logits[:, 0].float().tolist()))
+        scores = iter(map(round_score, outputs.logits[:, 0].float().tolist()))
         names = ("chosen", "rejected")
         return [{"score": next(scores)} if len(row) == 1 else {name: next(scores) for name in names} for row in rows]

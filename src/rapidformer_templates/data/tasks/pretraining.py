@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.indexed.cache import IndexCache, cache_root
@@ -41,7 +41,7 @@ class Pretraining(Task):
     """Builds samples from corpora for the objective of the architecture. The metric is token accuracy."""
 
     name = "pretraining"
-    decided = ()  # a corpus has no columns
+    state_fields = ()  # a corpus has no columns
     best_metric = "eval_loss"
 
     def __init__(self, config: RunConfig) -> None:
@@ -76,7 +76,7 @@ class Pretraining(Task):
         self.notes = [note for corpus in corpora for note in corpus.notes]
         parts = self._parts(corpora)
         train, valid, test = parts
-        if self.is_decided:
+        if self.is_trained:
             train = valid = parts[self._first_part]  # nothing is trained
         assert train is not None
         if valid is None and split_shares(self.config.data.split)[1] > 0:
@@ -110,7 +110,7 @@ class Pretraining(Task):
     @property
     def _first_part(self) -> int:
         """Index of the required part: the training part, or the part to evaluate for a trained model."""
-        return ("train", "valid", "test").index(self.part or "valid") if self.is_decided else 0
+        return ("train", "valid", "test").index(self.part or "valid") if self.is_trained else 0
 
     def _parts(self, corpora: Sequence[Corpus]) -> list[Samples | Blend | None]:
         """Return the samples of the three parts.
@@ -132,17 +132,17 @@ class Pretraining(Task):
                     if needed:
                         message = f"the {name} part of {corpus.dataset.prefix} is too small: {error.message}"
                         raise NoSamples(message, where=f"--split {self.config.data.split}", hint=error.hint) from error
-            parts.append(_blended(sources, repeats=i == 0 and not self.is_decided, cache=cache))
+            parts.append(_blended(sources, repeats=i == 0 and not self.is_trained, cache=cache))
         return parts
 
-    def inputs(self, part: Part) -> Inputs:
-        return self._told.inputs(part)
+    def inputs(self, part: DataPart) -> Inputs:
+        return self._fine_tuning_task.inputs(part)
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
-        return self._told.records(model, rows, generation)
+        return self._fine_tuning_task.records(model, rows, generation)
 
     @cached_property
-    def _told(self) -> Task:
+    def _fine_tuning_task(self) -> Task:
         """The fine-tuning task that predicts like the objective: next words, masked words, or a text."""
         kinds: dict[str, type[Task]] = {"masked": MaskedLM, "seq2seq": Seq2SeqLM, "causal": CausalLM}
         kind = kinds[objective_of(model_type_of(self.config))]

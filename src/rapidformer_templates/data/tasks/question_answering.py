@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.squad import (
     Candidates,
-    Example,
     Feature,
+    QuestionExample,
     answer_tokens,
     best_answers,
     exact_match,
@@ -22,7 +22,7 @@ from rapidformer_templates.data.finetuning.squad import (
     flattened,
     read_examples,
 )
-from rapidformer_templates.data.finetuning.tables import Part, part_name
+from rapidformer_templates.data.finetuning.tables import DataPart, part_name
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, padding_of, texts_of
 from rapidformer_templates.data.types import Data
@@ -48,12 +48,12 @@ class QuestionAnswering(Task):
     auto_class = "AutoModelForQuestionAnswering"
     best_metric = "f1"
     may_be_null = False
-    decided = ("columns", "may_be_null")
+    state_fields = ("columns", "may_be_null")
 
     def read_data(self) -> Data:
         raw = self.read_rows()
         self.skipped = raw.skipped
-        self.may_be_null = self.is_decided and self.may_be_null
+        self.may_be_null = self.is_trained and self.may_be_null
         sets, self._read = {}, {}
         for name, part in ((name, flattened(part)) for name, part in raw.parts().items()):
             question, context = self._text_columns(part)
@@ -67,18 +67,18 @@ class QuestionAnswering(Task):
             self.begin_evaluation("")
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
-    def _text_columns(self, part: Part) -> tuple[str, str]:
+    def _text_columns(self, part: DataPart) -> tuple[str, str]:
         """Return the question column and the context column."""
         question = self.column(part, "pair_column", ("question",))
         return question, self.column(part, "text_column", ("context",))
 
-    def _samples(self, part: Part, examples: list[Example]) -> tuple[TokenizedSamples, list[Feature]]:
+    def _samples(self, part: DataPart, examples: list[QuestionExample]) -> tuple[TokenizedSamples, list[Feature]]:
         fields, features = self._tokens(part, examples)
         spans = [answer_tokens(feature, examples[feature.example]) for feature in features]
         places = zip(PLACES, ([start for start, _ in spans], [end for _, end in spans]), strict=True)
         return TokenizedSamples({**fields, **dict(places)}), features
 
-    def _tokens(self, part: Part, examples: list[Example]) -> tuple[dict[str, Ragged], list[Feature]]:
+    def _tokens(self, part: DataPart, examples: list[QuestionExample]) -> tuple[dict[str, Ragged], list[Feature]]:
         """Return the tokens of each window, and their offsets in the context."""
         ids: list[list[int]] = []
         types: list[list[int]] = []
@@ -94,7 +94,7 @@ class QuestionAnswering(Task):
             fields["token_type_ids"] = Ragged(types)
         return fields, features
 
-    def _windows(self, part: Part, examples: list[Example]) -> Iterator[tuple[int, Any]]:
+    def _windows(self, part: DataPart, examples: list[QuestionExample]) -> Iterator[tuple[int, Any]]:
         """Yield (index of the example, encoding) for each window."""
         stride = min(128, self.seq_length // 4)
         for start in range(0, len(examples), 1000):
@@ -115,7 +115,7 @@ class QuestionAnswering(Task):
             for row, encoding in zip(encoded["overflow_to_sample_mapping"], encoded.encodings, strict=True):
                 yield start + row, encoding
 
-    def _check_question(self, example: Example, stride: int, where: str) -> None:
+    def _check_question(self, example: QuestionExample, stride: int, where: str) -> None:
         room = self.seq_length - self.tokenizer.num_special_tokens_to_add(pair=True) - stride
         if len(example.question) < room:
             return  # a token has at least one character
@@ -160,11 +160,13 @@ class QuestionAnswering(Task):
             "f1": 100 * sum(f1(answers[n], truths[n]) for n in answers) / count,
         }
 
-    def inputs(self, part: Part) -> Inputs:
+    def inputs(self, part: DataPart) -> Inputs:
         """Return each row with all of its windows."""
         part = flattened(part)
         question, context = self._text_columns(part)
-        examples = [Example(q, c, ()) for q, c in zip(texts_of(part, question), texts_of(part, context), strict=True)]
+        examples = [
+            QuestionExample(q, c, ()) for q, c in zip(texts_of(part, question), texts_of(part, context), strict=True)
+        ]
         fields, features = self._tokens(part, examples)
         samples = TokenizedSamples(fields)
         rows = [_Windows(example, [], []) for example in examples]
@@ -192,7 +194,7 @@ class QuestionAnswering(Task):
 class _Windows:
     """A row to predict, with the samples and features of its windows."""
 
-    example: Example
+    example: QuestionExample
     samples: list[dict[str, Any]]
     features: list[Feature]
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.chat import asked_and_answered
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.chat import prompt_and_answer_columns
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.targets import IGNORED
@@ -44,7 +44,7 @@ class Seq2SeqLM(Task):
     auto_class = "AutoModelForSeq2SeqLM"
     best_metric = "rouge_l"
     generates = True
-    decided = ("columns", "longest_target")
+    state_fields = ("columns", "longest_target")
     longest_target = 0
 
     def read_data(self) -> Data:
@@ -52,26 +52,26 @@ class Seq2SeqLM(Task):
         self.skipped = raw.skipped
         self._columns(raw.train)
         sets = sets_of(raw, self.config, self._set)
-        whole = [samples for samples in sets.values() if isinstance(samples, TokenizedSamples)]
-        lengths = [int(samples.lengths_of("labels").max()) for samples in whole]
-        self.longest_target = max([self.longest_target if self.is_decided else 0, *lengths])
+        tokenized_sets = [samples for samples in sets.values() if isinstance(samples, TokenizedSamples)]
+        lengths = [int(samples.lengths_of("labels").max()) for samples in tokenized_sets]
+        self.longest_target = max([self.longest_target if self.is_trained else 0, *lengths])
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
-    def _columns(self, part: Part, *, answered: bool = True) -> tuple[str, str | None, Sequence[str | None]]:
-        """Return the source column, the target column if ``answered``, and the columns of an instruction."""
+    def _columns(self, part: DataPart, *, with_targets: bool = True) -> tuple[str, str | None, Sequence[str | None]]:
+        """Return the source column, the target column if ``with_targets``, and the columns of an instruction."""
         source = self.column(part, "text_column", SOURCE_COLUMNS)
-        target = self.column(part, "label_column", TARGET_COLUMNS) if answered else None
+        target = self.column(part, "label_column", TARGET_COLUMNS) if with_targets else None
         known = self.columns or {}
         if "beside" in known and source == known["text_column"]:
             return source, target, known["beside"]
-        beside = asked_and_answered(part, source, target).beside
-        self.remember({"beside": beside})
-        return source, target, beside
+        extra = prompt_and_answer_columns(part, source, target).extra
+        self.remember({"beside": extra})
+        return source, target, extra
 
-    def _set(self, name: str, part: Part, block: Block | None) -> TokenizedSamples:
-        source, target, beside = self._columns(part)
+    def _set(self, name: str, part: DataPart, block: Block | None) -> TokenizedSamples:
+        source, target, extra = self._columns(part)
         assert target is not None
-        sources = self._tokenized_sources(part, source, beside)
+        sources = self._tokenized_sources(part, source, extra)
         targets = texts_of(part, target)
         labels = self.tokenizer(
             text_target=targets,
@@ -82,14 +82,14 @@ class Seq2SeqLM(Task):
         )["input_ids"]
         return TokenizedSamples({"input_ids": sources, "labels": with_tokens(Ragged(labels), part, target)})
 
-    def _tokenized_sources(self, part: Part, source: str, beside: Sequence[str | None]) -> Ragged:
+    def _tokenized_sources(self, part: DataPart, source: str, extra: Sequence[str | None]) -> Ragged:
         """Tokenize the sources. Only ``input_ids`` are kept because the models take no token types."""
-        texts = _sources(part, source, beside)
+        texts = _sources(part, source, extra)
         fields = tokenized(self.tokenizer, texts, truncation=True, max_length=self.seq_length)
         return with_tokens(fields["input_ids"], part, source)
 
-    def take_over(self, others: Sequence[Task]) -> None:
-        super().take_over(others)
+    def merge_decisions(self, others: Sequence[Task]) -> None:
+        super().merge_decisions(others)
         self.longest_target = max(task.longest_target for task in others if isinstance(task, Seq2SeqLM))
 
     def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
@@ -97,9 +97,9 @@ class Seq2SeqLM(Task):
         tokens = generate(model, self.tokenizer, batch, self.longest_target, together=True)
         return self._decoded(tokens.cpu().numpy())
 
-    def inputs(self, part: Part) -> Inputs:
-        source, _, beside = self._columns(part, answered=False)
-        return Inputs.of(TokenizedSamples({"input_ids": self._tokenized_sources(part, source, beside)}))
+    def inputs(self, part: DataPart) -> Inputs:
+        source, _, extra = self._columns(part, with_targets=False)
+        return Inputs.of(TokenizedSamples({"input_ids": self._tokenized_sources(part, source, extra)}))
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
         batch = to_device(PadCollate(padding_of(self.tokenizer))(list(rows)), device_of(model))
@@ -124,13 +124,13 @@ class Seq2SeqLM(Task):
         }
 
 
-def _sources(part: Part, source: str, beside: Sequence[str | None]) -> list[str]:
+def _sources(part: DataPart, source: str, extra: Sequence[str | None]) -> list[str]:
     """Return the source texts. A system prompt comes before its text, and an input after it."""
-    given, system = (
+    inputs, system = (
         texts_of(part, name, may_be_missing=True) if name and name in part.table.column_names else [""] * len(part)
-        for name in beside or (None, None)
+        for name in extra or (None, None)
     )
-    rows = zip(system, texts_of(part, source), given, strict=True)
+    rows = zip(system, texts_of(part, source), inputs, strict=True)
     return ["\n\n".join(text for text in row if text.strip()) for row in rows]
 
 

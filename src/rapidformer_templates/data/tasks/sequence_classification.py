@@ -18,7 +18,7 @@ from rapidformer_templates.data.finetuning.labels import (
     measures,
     problem_of,
 )
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks.base import (
     TEXT_COLUMNS,
@@ -28,7 +28,7 @@ from rapidformer_templates.data.tasks.base import (
     as_data,
     label_map,
     padding_of,
-    share,
+    round_score,
     texts_of,
     tokenized,
     with_tokens,
@@ -60,7 +60,7 @@ class SequenceClassification(Task):
     auto_class = "AutoModelForSequenceClassification"
     best_metric = "accuracy"
     problem = "single_label_classification"
-    decided = ("columns", "labels", "problem")
+    state_fields = ("columns", "labels", "problem")
 
     def read_data(self) -> Data:
         raw, flags = self.read_rows(), self.config.data
@@ -68,53 +68,53 @@ class SequenceClassification(Task):
         self._text_columns(raw.train)
         label = self.column(raw.train, "label_column", LABEL_COLUMNS)
         # Rows held out of one file may have a rare label that the remaining rows lack.
-        known = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
-        if not self.is_decided:
-            self.problem = flags.problem_type or problem_of(known, label)
+        labelled = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
+        if not self.is_trained:
+            self.problem = flags.problem_type or problem_of(labelled, label)
             self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
-            names = self._label_names(known, label)
+            names = self._label_names(labelled, label)
             self.labels = names if self.problem == "regression" else self.in_order_of_head(names)
         sets = {name: self._samples(part) for name, part in raw.parts().items()}
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
-    def take_over(self, others: Sequence[Any]) -> None:
-        super().take_over(others)
+    def merge_decisions(self, others: Sequence[Any]) -> None:
+        super().merge_decisions(others)
         if len(problems := {task.problem for task in others}) > 1:
             hint = "set what the labels are with --problem-type, or mix sets of one kind"
             message = f"the sets of the mixture are of different kinds ({', '.join(sorted(problems))})"
             raise DataError(message, where="--data-name", hint=hint)
         self.problem, self.best_metric = others[0].problem, others[0].best_metric
 
-    def _label_names(self, known: Sequence[Part], column: str) -> list[str]:
+    def _label_names(self, labelled: Sequence[DataPart], column: str) -> list[str]:
         """Return the class names. A regression head has one output, with the default name."""
         if self.problem == "regression":
             return ["LABEL_0"]
         several = self.problem == "multi_label_classification"
-        names = (label_set_names if several else label_names)(known, column)
+        names = (label_set_names if several else label_names)(labelled, column)
         if several and not names:
-            raise DataError("no row has a label", where=known[0].files[0], hint="choose another --label-column")
+            raise DataError("no row has a label", where=labelled[0].files[0], hint="choose another --label-column")
         if not several and len(names) < 2:
             hint = "choose another --label-column; if the rows are sorted by label, shuffle them or use more of them"
-            raise DataError(f"every row has the label '{names[0]}'", where=known[0].files[0], hint=hint)
+            raise DataError(f"every row has the label '{names[0]}'", where=labelled[0].files[0], hint=hint)
         return names
 
-    def _text_columns(self, part: Part) -> tuple[str, str | None]:
+    def _text_columns(self, part: DataPart) -> tuple[str, str | None]:
         """Return the text column, and the column of second texts or None."""
         text = self.column(part, "text_column", (*TEXT_COLUMNS, *PAIRS))
         return text, self.column_if_any(part, "pair_column", (PAIRS[text],) if text in PAIRS else ())
 
-    def _samples(self, part: Part) -> TokenizedSamples:
+    def _samples(self, part: DataPart) -> TokenizedSamples:
         labels = self._encoded_labels(part, self.column(part, "label_column", LABEL_COLUMNS))
         return TokenizedSamples({**self._tokens(part), "labels": labels})
 
-    def _tokens(self, part: Part) -> dict[str, Ragged]:
+    def _tokens(self, part: DataPart) -> dict[str, Ragged]:
         text, pair = self._text_columns(part)
         texts = texts_of(part, text)
         pairs = texts_of(part, pair) if pair else None
         fields = tokenized(self.tokenizer, texts, pairs, truncation=True, max_length=self.seq_length)
         return {**fields, "input_ids": with_tokens(fields["input_ids"], part, text)}
 
-    def _encoded_labels(self, part: Part, column: str) -> list[Any]:
+    def _encoded_labels(self, part: DataPart, column: str) -> list[Any]:
         if self.problem == "regression":
             return measures(part, column)
         encode = encode_label_sets if self.problem == "multi_label_classification" else encode_labels
@@ -155,32 +155,32 @@ class SequenceClassification(Task):
         alone = "regression" if len(labels) == 1 else "single_label_classification"
         return {"labels": labels, "problem": self.config.data.problem_type or self.model_config.problem_type or alone}
 
-    def inputs(self, part: Part) -> Inputs:
+    def inputs(self, part: DataPart) -> Inputs:
         return Inputs.of(TokenizedSamples(self._tokens(part)))
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
         logits = self.outputs(model, rows)[0].logits.float().cpu()
         if self.problem == "regression":
-            return [{"value": share(value)} for value in logits[:, 0].tolist()]
+            return [{"value": round_score(value)} for value in logits[:, 0].tolist()]
         if self.problem == "multi_label_classification":
             return [self._several(row) for row in logits.sigmoid().tolist()]
         return [self._one(row) for row in logits.softmax(dim=-1).tolist()]
 
     def _one(self, shares: list[float]) -> Record:
-        told = {name: share(value) for name, value in zip(self.labels, shares, strict=True)}
+        scores = {name: round_score(value) for name, value in zip(self.labels, shares, strict=True)}
         name = self.labels[int(np.argmax(shares))]
-        return {"label": name, "score": told[name], "scores": told}
+        return {"label": name, "score": scores[name], "scores": scores}
 
     def _several(self, shares: list[float]) -> Record:
-        told = {name: share(value) for name, value in zip(self.labels, shares, strict=True)}
-        return {"labels": [n for n, v in zip(self.labels, shares, strict=True) if v > 0.5], "scores": told}
+        scores = {name: round_score(value) for name, value in zip(self.labels, shares, strict=True)}
+        return {"labels": [n for n, v in zip(self.labels, shares, strict=True) if v > 0.5], "scores": scores}
 
 
 def _errors(guesses: np.ndarray, truths: np.ndarray) -> dict[str, float]:
     """Return MSE, MAE and Pearson r. Pearson r is 0 if one side is constant."""
-    apart, varies = guesses - truths, len(truths) > 1 and np.ptp(guesses) > 0 and np.ptp(truths) > 0
+    differences, varies = guesses - truths, len(truths) > 1 and np.ptp(guesses) > 0 and np.ptp(truths) > 0
     return {
-        "mse": float(np.mean(apart**2)),
-        "mae": float(np.mean(np.abs(apart))),
+        "mse": float(np.mean(differences**2)),
+        "mae": float(np.mean(np.abs(differences))),
         "pearson": float(np.corrcoef(guesses, truths)[0, 1]) if varies else 0.0,
     }

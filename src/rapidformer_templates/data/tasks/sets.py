@@ -11,7 +11,7 @@ import numpy as np
 from rapidformer_templates.data.collate import TokenizedSamples
 from rapidformer_templates.data.finetuning.tables import LoadedDataset, part_of_stream
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
-from rapidformer_templates.data.streaming.samples import Made, StreamedSamples, buffer_of
+from rapidformer_templates.data.streaming.samples import BlockResult, StreamedSamples, buffer_of
 from rapidformer_templates.planning.config import RunConfig
 
 Make = Callable[..., TokenizedSamples]
@@ -44,7 +44,7 @@ def _streamed(rows: RowStream, config: RunConfig, make: Make) -> StreamedSamples
     packed = ", packed" if config.data.pack_sequences else ""
     return StreamedSamples(
         rows,
-        _MadeOfRows(make),
+        _BlockOfRows(make),
         seed=config.training.seed,
         buffer=buffer_of(config.data),
         identity=f"{rows.identity} in samples of {config.model.seq_length} tokens{packed}",
@@ -52,12 +52,12 @@ def _streamed(rows: RowStream, config: RunConfig, make: Make) -> StreamedSamples
 
 
 @dataclass(frozen=True)
-class _MadeOfRows:
+class _BlockOfRows:
     """Makes one sample per row, or packs several rows. No rows are left over for the next block."""
 
     make: Make
 
-    def __call__(self, rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> Made:
-        assert left is None
+    def __call__(self, rows: list[StreamedRow], remainder: Any, generator: np.random.Generator) -> BlockResult:
+        assert remainder is None
         block = Block(generator)
-        return Made(self.make("train", part_of_stream(rows), block), skipped=block.skipped)
+        return BlockResult(self.make("train", part_of_stream(rows), block), skipped=block.skipped)

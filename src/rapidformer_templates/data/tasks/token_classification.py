@@ -17,7 +17,7 @@ from rapidformer_templates.data.finetuning.labels import (
     stands_for_none,
     unknown_label,
 )
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import (
@@ -47,7 +47,7 @@ class TokenClassification(Task):
     name = "token_classification"
     auto_class = "AutoModelForTokenClassification"
     best_metric = "f1"
-    decided = ("columns", "labels")
+    state_fields = ("columns", "labels")
 
     def read_data(self) -> Data:
         raw = self.read_rows()
@@ -55,27 +55,27 @@ class TokenClassification(Task):
         _, tags = self._columns(raw.train)
         read = {name: (part, *self._words_and_tags(part)) for name, part in raw.parts().items()}
         # Rows held out of one file may have a rare tag that the remaining rows lack.
-        known = ("train", "valid") if raw.held_out else ("train",)
-        distinct = {tag for name in known for row in read[name][2] for tag in row if tag is not None}
+        labelled = ("train", "valid") if raw.held_out else ("train",)
+        distinct = {tag for name in labelled for row in read[name][2] for tag in row if tag is not None}
         if not distinct:
             hint = "choose another --label-column, or tag the words"
             raise DataError(f"no word has a tag in column '{tags}'", where=raw.train.files[0], hint=hint)
-        if not self.is_decided:
+        if not self.is_trained:
             self.labels = self.in_order_of_head(declared_names(raw.train, tags) or sorted_names(distinct))
         sets = {name: self._samples(*part) for name, part in read.items()}
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
-    def _columns(self, part: Part) -> tuple[str, str]:
+    def _columns(self, part: DataPart) -> tuple[str, str]:
         """Return the column of words and the column of tags."""
         return self._words_column(part), self.column(part, "label_column", TAG_COLUMNS)
 
-    def _words_column(self, part: Part) -> str:
+    def _words_column(self, part: DataPart) -> str:
         return self.column(part, "text_column", WORD_COLUMNS)
 
-    def _words_and_tags(self, part: Part) -> tuple[list[list[str]], list[list[str | None]]]:
+    def _words_and_tags(self, part: DataPart) -> tuple[list[list[str]], list[list[str | None]]]:
         return _words_and_tags(part, *self._columns(part))
 
-    def _samples(self, part: Part, words: list[list[str]], tags: list[list[str | None]]) -> TokenizedSamples:
+    def _samples(self, part: DataPart, words: list[list[str]], tags: list[list[str | None]]) -> TokenizedSamples:
         numbers: dict[str | None, int] = {name: i for i, name in enumerate(self.labels)} | {None: IGNORED}
         for row, names in enumerate(tags):
             for name in names:
@@ -88,7 +88,7 @@ class TokenClassification(Task):
         ]
         return TokenizedSamples({"input_ids": self._ids(part, encodings), "labels": Ragged(labels)})
 
-    def _ids(self, part: Part, encodings: Sequence[Any]) -> Ragged:
+    def _ids(self, part: DataPart, encodings: Sequence[Any]) -> Ragged:
         return with_tokens(Ragged(e.ids for e in encodings), part, self._words_column(part))
 
     def _encodings(self, words: list[list[str]]) -> list[Any]:
@@ -113,11 +113,11 @@ class TokenClassification(Task):
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
         guesses, truths = outputs.logits.argmax(dim=-1).cpu().numpy(), batch["labels"].cpu().numpy()
-        wanted = truths != IGNORED
-        return self._names(guesses, wanted), self._names(truths, wanted)
+        labelled = truths != IGNORED
+        return self._names(guesses, labelled), self._names(truths, labelled)
 
-    def _names(self, numbers: np.ndarray, wanted: np.ndarray) -> list[list[str]]:
-        return [[self.labels[i] for i in row[keep]] for row, keep in zip(numbers, wanted, strict=True)]
+    def _names(self, numbers: np.ndarray, labelled: np.ndarray) -> list[list[str]]:
+        return [[self.labels[i] for i in row[keep]] for row, keep in zip(numbers, labelled, strict=True)]
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         # Imported here because it takes a second and only an evaluation needs it.
@@ -133,7 +133,7 @@ class TokenClassification(Task):
     def label_state_of_config(self) -> Record:
         return {"labels": labels_of_model(self.model_config)}
 
-    def inputs(self, part: Part) -> Inputs:
+    def inputs(self, part: DataPart) -> Inputs:
         column = self._words_column(part)
         words = [_words(text, column, part, row) for row, text in enumerate(part.table[column][:])]
         encodings = self._encodings(words)
@@ -164,7 +164,7 @@ def _first_pieces(word_ids: Sequence[int | None], tags: Sequence[int]) -> list[i
     return labels
 
 
-def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]], list[list[str | None]]]:
+def _words_and_tags(part: DataPart, words: str, tags: str) -> tuple[list[list[str]], list[list[str | None]]]:
     """Return the words and tag names of each row. None marks a word without a tag.
 
     Raises:
@@ -186,7 +186,7 @@ def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]],
     return all_words, all_tags
 
 
-def _words(text: Any, column: str, part: Part, row: int) -> list[str]:
+def _words(text: Any, column: str, part: DataPart, row: int) -> list[str]:
     if text is None:
         raise _empty(column, part, row)
     words = _in_list(text, column, part, row)
@@ -196,7 +196,7 @@ def _words(text: Any, column: str, part: Part, row: int) -> list[str]:
     return [str(word) for word in words]
 
 
-def _in_list(value: Any, column: str, part: Part, row: int) -> list[Any]:
+def _in_list(value: Any, column: str, part: DataPart, row: int) -> list[Any]:
     """Return a list unchanged, and split a text at spaces."""
     if isinstance(value, str):
         return value.split()
@@ -206,11 +206,11 @@ def _in_list(value: Any, column: str, part: Part, row: int) -> list[Any]:
     return value
 
 
-def _empty(column: str, part: Part, row: int) -> DataError:
+def _empty(column: str, part: DataPart, row: int) -> DataError:
     return DataError(f"the column '{column}' is empty", where=part.where(row), hint="fill it, or remove the row")
 
 
-def _tag(value: Any, declared: Sequence[str] | None, column: str, part: Part, row: int) -> str | None:
+def _tag(value: Any, declared: Sequence[str] | None, column: str, part: DataPart, row: int) -> str | None:
     if stands_for_none(value, declared):
         return None
     name = label_name(value, declared, column, part, row)

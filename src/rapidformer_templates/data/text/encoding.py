@@ -21,7 +21,7 @@ from rapidformer_templates.data.text.sentences import split_sentences
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EncodingRecipe:
     """How text is processed. It is the same for the whole corpus.
 
     Attributes:
@@ -50,7 +50,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodingJob:
     """A part of the corpus.
 
     Attributes:
@@ -105,11 +105,11 @@ class Encoder:
         Differs: the fast tokenizer does not equal the one of transformers.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: EncodingRecipe) -> None:
         self.recipe = recipe
         self.encode, self.reference = verified(recipe.way, recipe.tokenizer)
 
-    def __call__(self, job: Job) -> Encoded:
+    def __call__(self, job: EncodingJob) -> Encoded:
         """Tokenize a job.
 
         Raises:
@@ -118,16 +118,16 @@ class Encoder:
         """
         bad = BadLines(skip=self.recipe.skip)
         rows = [texts for number, row in self._rows(job, bad) if (texts := self._texts(row, job.path, number, bad))]
-        done = Encoded(skipped=bad.skipped)
+        result = Encoded(skipped=bad.skipped)
         for column in range(len(self.recipe.keys)):
             texts = [row[column] for row in rows]
             if job.check and self.encode is not self.reference:
                 flat = [sentence for text in texts for sentence in text]
-                done.compared += compare(self.encode, self.reference, flat, str(job.path))
-            done.columns.append(self._tokens(texts))
-        return done
+                result.compared += compare(self.encode, self.reference, flat, str(job.path))
+            result.columns.append(self._tokens(texts))
+        return result
 
-    def _rows(self, job: Job, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    def _rows(self, job: EncodingJob, bad: BadLines) -> Iterator[tuple[int, Row]]:
         if not isinstance(job.part, Span):
             return iter(job.part)
         if job.path.suffix.lower() == ".txt":  # text files have no columns, so their text belongs to the first key
@@ -177,7 +177,7 @@ _worker: dict[str, Any] = {}
 """The recipe that this worker process was started with, and its encoder after the first job."""
 
 
-def start_worker(recipe: Recipe, alive: Connection) -> None:
+def start_worker(recipe: EncodingRecipe, alive: Connection) -> None:
     """Make this process a worker. It exits at once if the other end of ``alive`` is closed or its process dies."""
     import signal
 
@@ -194,9 +194,9 @@ def _end_with(alive: Connection) -> None:
         os._exit(1)
 
 
-def work(job: Job) -> Encoded:
+def work(job: EncodingJob) -> Encoded:
     """Run a job in a worker process."""
     if "encoder" not in _worker:
         _worker["encoder"] = Encoder(_worker["recipe"])
-    done: Encoded = _worker["encoder"](job)
-    return done
+    result: Encoded = _worker["encoder"](job)
+    return result

@@ -2,7 +2,7 @@
 
 - ``gigatoken``, the package (the extra ``fast-bpe``), splits and merges byte-level BPE many times faster.
 - ``pieces`` splits texts where every usual splitting rule does. transformers' tokenizer then sees each piece once.
-- ``whole`` is transformers' own tokenizer on whole texts. It is the reference.
+- ``reference`` is transformers' own tokenizer on whole texts. It is the reference.
 
 The first two are only used if they give the ids of the third on hard texts and on a part of the corpus.
 """
@@ -74,7 +74,7 @@ class CachedPieces:
     """The same tokenizer, applied once to each distinct piece of text.
 
     Args:
-        whole: the tokenizer.
+        reference: the tokenizer.
 
     Attributes:
         doubtful: tokens of the vocabulary that cross a place where texts are split. Some never occur in a text, such as
@@ -84,27 +84,27 @@ class CachedPieces:
     ROOM = 1 << 24
     """Maximum weight of the cached pieces, about 100,000 of them. Beyond it the cache is cleared."""
 
-    def __init__(self, whole: Reference) -> None:
-        self.whole = whole
+    def __init__(self, reference: Reference) -> None:
+        self.reference = reference
         # A special token can mix letters and marks, and must not be split.
-        self.added = re.compile("|".join(map(re.escape, whole.added))) if whole.added else None
-        self.known: dict[str, list[int]] = {}
+        self.added = re.compile("|".join(map(re.escape, reference.added))) if reference.added else None
+        self.cache: dict[str, list[int]] = {}
         self.weight = 0
-        tokenizer = whole.tokenizer
+        tokenizer = reference.tokenizer
         own = sorted(set(range(tokenizer.get_vocab_size())) - set(tokenizer.get_added_tokens_decoder()))
         tokens = tokenizer.decode_batch([[token] for token in own])
         self.doubtful = [text for text in tokens if len(PIECE.findall(text)) > 2]  # the last piece is always empty
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         if self.weight > self.ROOM:
-            self.known.clear()
+            self.cache.clear()
             self.weight = 0
         pieces = [[text] if self.added and self.added.search(text) else PIECE.findall(text) for text in texts]
-        new = [piece for piece in dict.fromkeys(chain.from_iterable(pieces)) if piece not in self.known]
-        self.known.update(zip(new, self.whole.ids(new), strict=True))
+        new = [piece for piece in dict.fromkeys(chain.from_iterable(pieces)) if piece not in self.cache]
+        self.cache.update(zip(new, self.reference.ids(new), strict=True))
         self.weight += sum(map(len, new)) + 150 * len(new)
-        known = self.known.__getitem__
-        return _joined([np.fromiter(chain.from_iterable(map(known, text)), np.uint32) for text in pieces])
+        cached = self.cache.__getitem__
+        return _joined([np.fromiter(chain.from_iterable(map(cached, text)), np.uint32) for text in pieces])
 
 
 class Gigatoken:
@@ -152,8 +152,8 @@ def compare(fast: Encode, reference: Encode, texts: Sequence[str], where: str) -
         return len(right)
     ends, right_ends = np.cumsum(lengths), np.cumsum(right_lengths)
     for number, text in enumerate(texts):
-        own = ids[ends[number] - lengths[number] : ends[number]]
-        if not np.array_equal(own, right[right_ends[number] - right_lengths[number] : right_ends[number]]):
+        row_ids = ids[ends[number] - lengths[number] : ends[number]]
+        if not np.array_equal(row_ids, right[right_ends[number] - right_lengths[number] : right_ends[number]]):
             raise NotEquivalent(f"it gives other tokens in {where}, text {number + 1}: {text[:60]!r}")
     raise AssertionError("the same ids of each text, but not of all")
 
@@ -206,11 +206,11 @@ def verified(way: EncodingMethod, description: str) -> tuple[Encode, Reference]:
     Raises:
         Differs: the ids differ.
     """
-    whole = Reference(description)
+    reference = Reference(description)
     if way == "whole":
-        return whole, whole
-    texts, fast = hard_texts(whole.added), CachedPieces(whole) if way == "pieces" else Gigatoken(description)
+        return reference, reference
+    texts, fast = hard_texts(reference.added), CachedPieces(reference) if way == "pieces" else Gigatoken(description)
     if isinstance(fast, CachedPieces):
         texts += [around + text for text in fast.doubtful for around in ("", "a", " ")]
-    compare(fast, whole, texts, "made-up hard texts")
-    return fast, whole
+    compare(fast, reference, texts, "made-up hard texts")
+    return fast, reference

@@ -214,9 +214,9 @@ def parquet_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[t
         DataError: the file is not Parquet, or has no such column.
     """
     with _parquet(path) as file:
-        there = file.schema_arrow.names
-        if missing := set(columns or ()) - set(there):
-            hint = f"the columns are {', '.join(there)}"
+        names = file.schema_arrow.names
+        if missing := set(columns or ()) - set(names):
+            hint = f"the columns are {', '.join(names)}"
             raise DataError(f"there is no column '{min(missing)}'", where=str(path), hint=hint)
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=columns):
@@ -256,12 +256,12 @@ def text_files(paths: Sequence[str], flag: str) -> list[Path]:
     for path in paths:
         base = Path(path)
         if base.is_dir():
-            found = sorted(base.rglob("*"))
+            entries = sorted(base.rglob("*"))
         else:
-            found = [base] if base.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
-        readable = [file for file in found if file.is_file() and file.suffix.lower() in TEXT_SUFFIXES]
+            entries = [base] if base.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
+        readable = [file for file in entries if file.is_file() and file.suffix.lower() in TEXT_SUFFIXES]
         if not readable:
-            raise _no_text(path, base, flag, exists=base.is_dir() or bool(found))
+            raise _no_text(path, base, flag, exists=base.is_dir() or bool(entries))
         files += readable
     return list(dict.fromkeys(files))
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from rapidformer_templates.data.indexed.writer import IndexedWriter, disk_errors
 from rapidformer_templates.data.text import fast_tokenizers
-from rapidformer_templates.data.text.encoding import Encoded, Encoder, Job, Recipe, start_worker, work
+from rapidformer_templates.data.text.encoding import Encoded, Encoder, EncodingJob, EncodingRecipe, start_worker, work
 from rapidformer_templates.data.text.fast_tokenizers import EncodingMethod, NotEquivalent
 from rapidformer_templates.data.text.files import Row, Span, TextUnit, parquet_row_count, parquet_rows
 from rapidformer_templates.errors import DataError, WorkerFailed
@@ -79,7 +79,7 @@ class PreprocessResult:
 def preprocess(
     files: Sequence[Path],
     prefix: str,
-    recipe: Recipe,
+    recipe: EncodingRecipe,
     *,
     workers: int,
     chunk_size: int = 1000,
@@ -109,13 +109,13 @@ def preprocess(
     notes: list[str] = []
     for way in _ways(backend):
         try:
-            made = run(replace(recipe, way=way))
+            result = run(replace(recipe, way=way))
         except NotEquivalent as difference:
             notes.append(f"{TITLES[way]} is not used: {difference}")
         else:
-            made.notes = notes
-            made.seconds = time.perf_counter() - began
-            return made
+            result.notes = notes
+            result.seconds = time.perf_counter() - began
+            return result
     raise AssertionError("the reference differs from itself")
 
 
@@ -132,8 +132,8 @@ def _ways(backend: Backend) -> tuple[EncodingMethod, ...]:
     if backend == "gigatoken" and not installed:
         hint = "pip install 'rapidformer_templates[fast-bpe]'"
         raise DataError("gigatoken is not installed", where="--tokenizer-backend gigatoken", hint=hint)
-    own: tuple[EncodingMethod, ...] = ("pieces", "whole")
-    return ("gigatoken", *own) if installed and backend != "transformers" else own
+    ways: tuple[EncodingMethod, ...] = ("pieces", "whole")
+    return ("gigatoken", *ways) if installed and backend != "transformers" else ways
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class _Run:
     check_all: bool
     overwrite: bool
 
-    def __call__(self, recipe: Recipe) -> PreprocessResult:
+    def __call__(self, recipe: EncodingRecipe) -> PreprocessResult:
         level = "sentence" if recipe.sentences else "document"
         made = PreprocessResult(recipe.dtype, recipe.way, {key: f"{self.prefix}_{key}_{level}" for key in recipe.keys})
         made.empty = dict.fromkeys(recipe.keys, 0)
@@ -203,7 +203,7 @@ def split_files(
     *,
     unit: TextUnit = "paragraph",
     check_all: bool = False,
-) -> Iterator[Job]:
+) -> Iterator[EncodingJob]:
     """Yield the jobs of a corpus in order. For the arguments see :func:`preprocess`."""
     number = 0
     for path in files:
@@ -213,7 +213,7 @@ def split_files(
         else:
             pieces = _spans(path, chunk_size, unit if path.suffix.lower() == ".txt" else "line")
         for part, size in pieces:
-            yield Job(path, part, size, check_all or number % CHECKED == 0)
+            yield EncodingJob(path, part, size, check_all or number % CHECKED == 0)
             number += 1
 
 
@@ -249,7 +249,7 @@ def _row_parts(path: Path, keys: Sequence[str], chunk_size: int) -> Iterator[tup
         yield rows, round(len(rows) * row_bytes)
 
 
-def encoded(jobs: Iterator[Job], recipe: Recipe, workers: int) -> Iterator[tuple[Job, Encoded]]:
+def encoded(jobs: Iterator[EncodingJob], recipe: EncodingRecipe, workers: int) -> Iterator[tuple[EncodingJob, Encoded]]:
     """Yield each job with its result, in order. The number of jobs in progress is limited.
 
     Raises:
@@ -259,7 +259,7 @@ def encoded(jobs: Iterator[Job], recipe: Recipe, workers: int) -> Iterator[tuple
         encoder = Encoder(recipe)
         yield from ((job, encoder(job)) for job in jobs)
         return
-    waiting: deque[tuple[Job, Future[Encoded]]] = deque()
+    waiting: deque[tuple[EncodingJob, Future[Encoded]]] = deque()
     with _pool(recipe, workers) as pool, closing(jobs):  # type: ignore[type-var]
         try:
             for job in jobs:
@@ -277,7 +277,7 @@ def encoded(jobs: Iterator[Job], recipe: Recipe, workers: int) -> Iterator[tuple
 
 
 @contextmanager
-def _pool(recipe: Recipe, workers: int) -> Iterator[ProcessPoolExecutor]:
+def _pool(recipe: EncodingRecipe, workers: int) -> Iterator[ProcessPoolExecutor]:
     """Run worker processes inside the context. They also end if this process ends in any way."""
     # Start fresh processes. A fork would copy the locks of this process's threads, and its end of the pipe.
     context = multiprocessing.get_context("spawn")

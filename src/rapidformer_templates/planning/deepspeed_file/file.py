@@ -29,7 +29,7 @@ def _whole(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A value of the file that is also a flag.
 
     Attributes:
@@ -44,14 +44,14 @@ class Entry:
 
 
 ENTRIES = (
-    Entry("train_micro_batch_size_per_gpu", "micro_batch_size", _whole),
-    Entry("train_batch_size", "global_batch_size", _whole),
-    Entry("gradient_clipping", "clip_grad"),
-    Entry("optimizer.params.lr", "lr"),
-    Entry("optimizer.params.weight_decay", "weight_decay"),
-    Entry("zero_optimization.stage3_param_persistence_threshold", "zero_3_param_persistence_threshold", _whole),
-    Entry("zero_optimization.stage3_prefetch_bucket_size", "zero_3_prefetch_bucket_size", _whole),
-    Entry("zero_optimization.stage3_max_live_parameters", "zero_3_max_live_parameters", _whole),
+    FileEntry("train_micro_batch_size_per_gpu", "micro_batch_size", _whole),
+    FileEntry("train_batch_size", "global_batch_size", _whole),
+    FileEntry("gradient_clipping", "clip_grad"),
+    FileEntry("optimizer.params.lr", "lr"),
+    FileEntry("optimizer.params.weight_decay", "weight_decay"),
+    FileEntry("zero_optimization.stage3_param_persistence_threshold", "zero_3_param_persistence_threshold", _whole),
+    FileEntry("zero_optimization.stage3_prefetch_bucket_size", "zero_3_prefetch_bucket_size", _whole),
+    FileEntry("zero_optimization.stage3_max_live_parameters", "zero_3_max_live_parameters", _whole),
 )
 
 ZERO = tuple(f"zero_{level}_memory_optimization" for level in (1, 2, 3))
@@ -61,7 +61,7 @@ LOUD = ("wall_clock_breakdown", "memory_breakdown", "dump_state")
 
 
 @dataclass(frozen=True)
-class Said:
+class FlagValue:
     """A value of a file as a flag.
 
     Attributes:
@@ -109,7 +109,7 @@ def _booleans(value: Any) -> Any:
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[Said]:
+def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[FlagValue]:
     """Return the values of the file that are also flags.
 
     Raises:
@@ -119,7 +119,7 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[Said]:
 
     def add(name: str, path: str, value: Any, shown: Any = None) -> None:
         checked = config.checked(name, value, f"{file.where(path)}, {path}")
-        said.append(Said(name, path, checked, str(look_up(content, path) if shown is None else shown)))
+        said.append(FlagValue(name, path, checked, str(look_up(content, path) if shown is None else shown)))
 
     for entry in ENTRIES:
         value = look_up(content, entry.path)
@@ -201,7 +201,7 @@ def adopt(config: RunConfig) -> RunConfig:
     return config
 
 
-def _agree(said: Said, value: Any) -> bool:
+def _agree(said: FlagValue, value: Any) -> bool:
     """Return whether a flag's value matches the file. All implementations of Adam match each other."""
     return said.value == value or (said.field == "optimizer" and "adam" in said.value and "adam" in value)
 
@@ -214,14 +214,14 @@ def contradictions(request: Request) -> Iterator[tuple[str, tuple[str, ...]]]:
         if name in ZERO:
             for other in _zero_stages(request.config):
                 if other != name:
-                    yield f"{file.name} has {said.path} = {said.shown}, {_said(request, other)}", (other,)
+                    yield f"{file.name} has {said.path} = {said.shown}, {_flag_values(request, other)}", (other,)
             continue
         if name == "global_batch_size" and flag_value is None:
             continue
         if name == "mixed_precision" and flag_value == AUTO:
             continue
         if not _agree(said, flag_value):
-            yield f"{file.name} has {said.path} = {said.shown}, {_said(request, name)}", (name,)
+            yield f"{file.name} has {said.path} = {said.shown}, {_flag_values(request, name)}", (name,)
     steps = look_up(file.content, "gradient_accumulation_steps")
     if steps is not None and steps != request.sizes.accumulation:
         batches = ("global_batch_size", "micro_batch_size")
@@ -234,7 +234,7 @@ def _zero_stages(config: RunConfig) -> list[str]:
     return [name for name in ZERO if config.get(name)]
 
 
-def _said(request: Request, name: str) -> str:
+def _flag_values(request: Request, name: str) -> str:
     value = request.config.get(name)
     word = "is on" if value is True else "is off" if value is False else "is not given" if value is None else None
     return f"{spelling(name)} {word or f'is {value}'} ({request.config.origin(name)})"

@@ -14,8 +14,8 @@ from functools import cached_property
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.optimizer_states import FP32
-from rapidformer_templates.switches.auto_strategy.setting import Setting
-from rapidformer_templates.switches.auto_strategy.stage_memory import Moment
+from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions
+from rapidformer_templates.switches.auto_strategy.stage_memory import MemorySnapshot
 from rapidformer_templates.switches.auto_strategy.trace import Phase
 
 
@@ -29,43 +29,47 @@ class Sharded:
 
     model: ModelShapes
     layout: Layout
-    setting: Setting
+    setting: MemoryOptions
     width: int
     phases: Sequence[Phase]
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[MemorySnapshot]:
         """Yield the candidates for the peak. With accumulation, they come from the last micro batch."""
         # Before they are copied out of their buffer. gloo copies the buffer once more.
-        yield Moment(0, self._gradients(0, 0), (2 if self.setting.gpu else 3) * self.width * self.model.outside_blocks)
+        yield MemorySnapshot(
+            0, self._gradients(0, 0), (2 if self.setting.gpu else 3) * self.width * self.model.outside_blocks
+        )
         before = 0
         for number, phase in enumerate(self.phases):
             yield from self._of(phase, before, self._gathered(number))
             before = phase.finished
         yield self._root_leaves(before)
 
-    def _of(self, phase: Phase, before: int, gathered: int) -> Iterator[Moment]:
+    def _of(self, phase: Phase, before: int, gathered: int) -> Iterator[MemorySnapshot]:
         """``before``: bytes of gradients finished when the phase began. ``gathered``: bytes of whole parameters."""
         outside = min(before, self._of_head)
         of_blocks = before - outside
         run = self._run  # sent while the next block computes
         leaving = run if of_blocks else 0
-        yield Moment(phase.peak_beside_earlier, self._gradients(outside, of_blocks), gathered + leaving)
+        yield MemorySnapshot(phase.peak_beside_earlier, self._gradients(outside, of_blocks), gathered + leaving)
         if phase.name != "backward":
             return
         if phase.blocks > 1:  # the last of the blocks that the phase represents
             others = phase.blocks - 1
             alive = phase.peak_beside_earlier - others * phase.kept_by_each
             earlier = of_blocks + (phase.finished - before) * others // phase.blocks
-            yield Moment(alive, self._gradients(outside, earlier), gathered + run)
+            yield MemorySnapshot(alive, self._gradients(outside, earlier), gathered + run)
         # Its gradients are in their buffer, which gloo copies once more. Its parameters have been freed.
-        yield Moment(phase.end, self._gradients(outside, phase.finished - outside), gathered - self._block + 2 * run)
+        yield MemorySnapshot(
+            phase.end, self._gradients(outside, phase.finished - outside), gathered - self._block + 2 * run
+        )
 
-    def _root_leaves(self, finished: int) -> Moment:
+    def _root_leaves(self, finished: int) -> MemorySnapshot:
         """Moment in which the root's gradients are sent. FSDP's loop over the gradients still holds the last one."""
         outside = [facts.count for name, facts in self.model.parameters.items() if not self.model.block_of(name)]
         width = FP32 if self._adds_up else self.width
         leaving = 2 * FP32 * sum(outside) + width * sum(outside[-1:])
-        return Moment(self.phases[-1].end, self._to_fp32(finished) // self.layout.shares, leaving)
+        return MemorySnapshot(self.phases[-1].end, self._to_fp32(finished) // self.layout.shares, leaving)
 
     def _gathered(self, number: int) -> int:
         """Bytes of whole parameters in a phase: of the root, of the active block, and of the block that arrives."""

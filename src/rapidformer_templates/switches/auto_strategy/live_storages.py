@@ -21,7 +21,7 @@ class LiveStorages(TorchDispatchMode):
 
     Attributes:
         live: current bytes.
-        peak: highest value of ``live`` since the last :meth:`restart`.
+        peak: highest value of ``live`` since the last :meth:`reset_peak`.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -38,17 +38,17 @@ class LiveStorages(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self.see(leaf)
+                self.track(leaf)
         return result
 
-    def see(self, tensor: torch.Tensor) -> None:
+    def track(self, tensor: torch.Tensor) -> None:
         """Count the storage of a tensor if it is new."""
         storage = local_part(tensor).untyped_storage()
         if id(storage) not in self._sizes:
             self._watch(storage, storage.nbytes())
             self.peak = max(self.peak, self.live)
 
-    def restart(self) -> None:
+    def reset_peak(self) -> None:
         """Reset the peak to the bytes that are live now."""
         self.peak = self.live
 

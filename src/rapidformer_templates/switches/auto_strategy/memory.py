@@ -9,12 +9,12 @@ from functools import partial
 from rapidformer_templates.switches.auto_strategy.fsdp_memory import Sharded
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
-from rapidformer_templates.switches.auto_strategy.setting import Setting
-from rapidformer_templates.switches.auto_strategy.stage_memory import Moment, Stage, peak_stage_candidates
+from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions
+from rapidformer_templates.switches.auto_strategy.stage_memory import MemorySnapshot, Stage, peak_stage_candidates
 from rapidformer_templates.switches.auto_strategy.state_bytes import (
     FP32,
     Formula,
-    Held,
+    StateBytes,
     divided_experts,
     divided_groups,
     divided_groups_on_host,
@@ -76,10 +76,10 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
 
 
-PLAIN = Setting()
+PLAIN = MemoryOptions()
 
 
-def predict(model: ModelShapes, layout: Layout, setting: Setting = PLAIN, *, exact: bool = True) -> Memory:
+def predict(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN, *, exact: bool = True) -> Memory:
     """Predict the memory of the worker that needs most.
 
     Args:
@@ -94,7 +94,7 @@ def predict(model: ModelShapes, layout: Layout, setting: Setting = PLAIN, *, exa
     return _with_host(_worst(model, layout, setting, held, trace), trace.sent)
 
 
-def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN) -> list[Held]:
+def held_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN) -> list[StateBytes]:
     """Return the states of every worker, by rank. Tensor-parallel peers are adjacent, then replicas, then stages."""
     if setting.by_parallel_engine(layout):
         return [
@@ -123,7 +123,7 @@ def _beside_experts(layout: Layout) -> Formula:
     return partial(divided_in_rows_beside_experts, over=over, shards=shards)
 
 
-def states_alone(model: ModelShapes, layout: Layout, setting: Setting) -> Memory:
+def states_alone(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> Memory:
     """Return only the states of the worker that holds most of them. It is a lower bound that costs nothing."""
     if setting.by_parallel_engine(layout):
         held = [stage.held() for stage in peak_stage_candidates(model, layout, setting)]
@@ -134,7 +134,7 @@ def states_alone(model: ModelShapes, layout: Layout, setting: Setting) -> Memory
     return Memory(here.parameters, here.gradients, here.optimizer, 0, 0)
 
 
-def _sum_of_states(held: Held) -> int:
+def _sum_of_states(held: StateBytes) -> int:
     return held.parameters + held.gradients + held.optimizer
 
 
@@ -154,7 +154,7 @@ NARROWING = ("zero-1", "zero-2", "zero-3", "fsdp")
 """Partitionings with parameters in the compute type. DeepSpeed converts the model, FSDP gathers in that type."""
 
 
-def variant_of(layout: Layout, setting: Setting) -> Variant:
+def variant_of(layout: Layout, setting: MemoryOptions) -> Variant:
     """Return the fields that the activations of a micro batch of this layout depend on."""
     shared = layout.tensor, layout.sequence_parallel
     variant = Variant(
@@ -167,14 +167,14 @@ def variant_of(layout: Layout, setting: Setting) -> Variant:
         context=layout.context,
         context_kind=setting.context_kind,
     )
-    if setting.narrow is not None:
-        return replace(variant, weights="masters", sums=setting.narrow.accumulate)
+    if setting.masters is not None:
+        return replace(variant, weights="masters", sums=setting.masters.accumulate)
     if setting.precision != "fp32" and layout.partitioning in NARROWING and not setting.by_parallel_engine(layout):
         return replace(variant, weights="narrow")
     return variant
 
 
-def _worst(model: ModelShapes, layout: Layout, setting: Setting, held: Held, trace: Trace) -> Memory:
+def _worst(model: ModelShapes, layout: Layout, setting: MemoryOptions, held: StateBytes, trace: Trace) -> Memory:
     here = held.on_gpu if setting.gpu else held
     if layout.partitioning == "fsdp":
         moments = [*Sharded(model, layout, setting, _width(layout, setting), trace.phases).moments()]
@@ -183,7 +183,7 @@ def _worst(model: ModelShapes, layout: Layout, setting: Setting, held: Held, tra
     return _memory(model, held, [*moments, _update(layout, here)], gpu=setting.gpu)
 
 
-def _memory(model: ModelShapes, held: Held, moments: Sequence[Moment], *, gpu: bool) -> Memory:
+def _memory(model: ModelShapes, held: StateBytes, moments: Sequence[MemorySnapshot], *, gpu: bool) -> Memory:
     """Report the moment with the highest total, in the parts that people know."""
     here, beside = (held.on_gpu, held.beside_gpu) if gpu else (held, 0)
     worst = max(moments, key=lambda moment: moment.total)
@@ -192,12 +192,14 @@ def _memory(model: ModelShapes, held: Held, moments: Sequence[Moment], *, gpu: b
     return Memory(here.parameters, here.gradients, here.optimizer, buffers, max(activations, 0), beside)
 
 
-def _width(layout: Layout, setting: Setting) -> int:
+def _width(layout: Layout, setting: MemoryOptions) -> int:
     """Bytes per element of the parameters that the model computes with."""
     return 2 if variant_of(layout, setting).weights == "narrow" else FP32
 
 
-def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, phase: Phase) -> list[Moment]:
+def _beside(
+    model: ModelShapes, layout: Layout, setting: MemoryOptions, held: StateBytes, phase: Phase
+) -> list[MemorySnapshot]:
     """Memory in a phase beyond parameters and optimizer state, in the first micro batch and in later ones."""
     width = _width(layout, setting)
     whole = width * sum(p.count for p in model.parameters.values())
@@ -207,28 +209,32 @@ def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, ph
     bucket = setting.bucket * width
     match layout.partitioning:
         case "none" | "oss" if layout.replicas > 1:
-            return [Moment(alone, held.gradients, 0)]  # only in DDP's buckets
+            return [MemorySnapshot(alone, held.gradients, 0)]  # only in DDP's buckets
         case "none" | "oss" | "oss-sdp":
-            return [Moment(alone, apart, 0)] + ([Moment(alone, whole, 0)] if later else [])
+            return [MemorySnapshot(alone, apart, 0)] + ([MemorySnapshot(alone, whole, 0)] if later else [])
         case "zero-1" if later:
             # Accumulated gradients are whole and separate from new ones. The bucket exists from the first one on.
-            return [Moment(alone, whole, bucket + (whole if phase.after_first_gradient else 0))]
+            return [MemorySnapshot(alone, whole, bucket + (whole if phase.after_first_gradient else 0))]
         case "zero-1" | "zero-2":
             # From the first gradient on, there are the bucket and the parameters' gradients until they are freed.
             begun = phase.after_first_gradient
             added_up = held.gradients if layout.partitioning == "zero-2" and later else 0
-            return [Moment(phase.peak if begun and not later else alone, 2 * added_up, bucket + whole if begun else 0)]
+            return [
+                MemorySnapshot(
+                    phase.peak if begun and not later else alone, 2 * added_up, bucket + whole if begun else 0
+                )
+            ]
         case "zero-3":
-            return [Moment(alone, held.gradients, bucket + _gathered_by_zero(model, setting, width))]
+            return [MemorySnapshot(alone, held.gradients, bucket + _gathered_by_zero(model, setting, width))]
     raise KeyError(layout.partitioning)
 
 
-def _update(layout: Layout, held: Held) -> Moment:
+def _update(layout: Layout, held: StateBytes) -> MemorySnapshot:
     """Memory during the update. ZeRO-1 and -2 flatten the gradients of their share once more, in fp32."""
     flat = held.optimizer // 3 if layout.partitioning in ("zero-1", "zero-2") else 0
-    return Moment(0, held.gradients, flat)
+    return MemorySnapshot(0, held.gradients, flat)
 
 
-def _gathered_by_zero(model: ModelShapes, setting: Setting, width: int) -> int:
+def _gathered_by_zero(model: ModelShapes, setting: MemoryOptions, width: int) -> int:
     """Bytes of whole parameters that ZeRO-3 holds (all of them, up to 10^9 elements), and of their receive buffers."""
     return 2 * width * sum(p.count for p in model.all_parameters.values() if p.count > setting.how.kept_whole)

@@ -30,7 +30,7 @@ from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.switches.auto_strategy.answers import FakeDataReads
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
-from rapidformer_templates.switches.auto_strategy.timing import Facts
+from rapidformer_templates.switches.auto_strategy.timing import CommunicationSizes
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.gate import Gate
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts, routers_of
@@ -65,7 +65,7 @@ class Subject:
         stages = [int(word) for word in asked.split(",")] if asked and asked != AUTO_MEMORY else None
         copied = has_frozen_copy(config, (REGISTRY[name] for name in self._plan.switches))
         self.shapes = ModelShapes(self._build, self._batch, gpu=gpu, stages=stages, has_copy=copied)
-        self.facts = Facts(
+        self.facts = CommunicationSizes(
             parameters=sum(facts.count for facts in self.shapes.all_parameters.values()),
             blocks=sum(self.shapes.depths.values()),
             hidden=self._model_config.hidden_size,

@@ -20,7 +20,7 @@ from rapidformer_templates.switches.auto_strategy.answers import FakeDataReads
 from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
 from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
-from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, Facts
+from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.tensor_shares import (
     divide,
     divide_sequences,
@@ -95,27 +95,27 @@ class Coordinates:
     experts: int = 1
 
 
-class _Kind(NamedTuple):
-    """Key of parameters that may share a window. See :class:`Exchanged` for the fields."""
+class _GradientKey(NamedTuple):
+    """Key of parameters that may share a bucket. See :class:`GradientBucket` for the fields."""
 
-    narrow: bool
+    has_masters: bool
     ends: frozenset[str]
     part: int
     over: int
 
 
-class Exchanged(NamedTuple):
-    """A window of gradients that replicas exchange.
+class GradientBucket(NamedTuple):
+    """A bucket of gradients that replicas exchange.
 
     Attributes:
-        narrow: whether its parameters have 16 bits and fp32 masters.
+        has_masters: whether its parameters have 16 bits and fp32 masters.
         is_tied: whether other stages have copies of its parameters.
         part: the part of the worker whose backward completes it.
         over: number of workers that one copy of its parameters is divided over.
     """
 
-    window: Bucket
-    narrow: bool
+    bucket: Bucket
+    has_masters: bool
     is_tied: bool
     part: int
     over: int = 1
@@ -123,14 +123,14 @@ class Exchanged(NamedTuple):
     @property
     def first(self) -> int:
         """Index of its first parameter in the model, which is the last to get its gradient."""
-        return min(segment.parameter for segment in self.window.segments)
+        return min(segment.parameter for segment in self.bucket.segments)
 
     def share_of(self, replica: int) -> int:
         """Elements that the worker of a replica sums and updates, including padding.
 
         ``over`` neighbours share one copy.
         """
-        return self.window.share_of(replica // self.over)
+        return self.bucket.share_of(replica // self.over)
 
 
 @dataclass
@@ -153,11 +153,11 @@ class ModelShapes:
     _traces: dict[Variant, Trace] = field(default_factory=dict)
     _whole_traces: dict[tuple[Variant, int | None, bool], Trace] = field(default_factory=dict)
     _gradients: dict[Variant, dict[str, int]] = field(default_factory=dict)
-    _local: dict[tuple[int, int], dict[str, Facts]] = field(default_factory=dict)
+    _local: dict[tuple[int, int], dict[str, ParameterShape]] = field(default_factory=dict)
     _sizes: dict[int, list[int]] = field(default_factory=dict)
-    _stages: dict[Coordinates, dict[str, Facts]] = field(default_factory=dict)
-    _windows: dict[tuple[Coordinates, int, bool, bool], list[Exchanged]] = field(default_factory=dict)
-    _runs: dict[tuple[Coordinates, int, bool, bool, int], list[Facts]] = field(default_factory=dict)
+    _stages: dict[Coordinates, dict[str, ParameterShape]] = field(default_factory=dict)
+    _buckets: dict[tuple[Coordinates, int, bool, bool], list[GradientBucket]] = field(default_factory=dict)
+    _runs: dict[tuple[Coordinates, int, bool, bool, int], list[ParameterShape]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -166,12 +166,12 @@ class ModelShapes:
             return self.build(None)
 
     @cached_property
-    def all_parameters(self) -> dict[str, Facts]:
+    def all_parameters(self) -> dict[str, ParameterShape]:
         """Trained and frozen parameters by canonical name. Tied parameters appear once."""
         tables, experts, depths = tables_of(self.whole), _expert_parameters(self.whole), depths_of(self.whole)
-        narrowed = parameters_with_masters(self.whole)
+        with_masters = parameters_with_masters(self.whole)
         return {
-            name: Facts(
+            name: ParameterShape(
                 shape_of(p),
                 p.ndim >= 2,
                 is_table=name in tables,
@@ -180,13 +180,13 @@ class ModelShapes:
                 width=p.element_size(),
                 code_bytes=bytes_of(p) if is_quantized(p) else 0,
                 depth=depth_of(name, depths),
-                narrows=id(p) in narrowed,
+                has_master=id(p) in with_masters,
             )
             for name, p in ((canonical_name(name), p) for name, p in self.whole.named_parameters())
         }
 
     @cached_property
-    def parameters(self) -> dict[str, Facts]:
+    def parameters(self) -> dict[str, ParameterShape]:
         """Trained parameters by canonical name."""
         return {name: facts for name, facts in self.all_parameters.items() if facts.is_trained}
 
@@ -218,7 +218,7 @@ class ModelShapes:
         """Elements of the parameters of each block. A parameter that two blocks share counts in the first one."""
         return self._by_block(self.all_parameters)
 
-    def _by_block(self, parameters: Mapping[str, Facts]) -> dict[str, int]:
+    def _by_block(self, parameters: Mapping[str, ParameterShape]) -> dict[str, int]:
         elements = dict.fromkeys(self.blocks, 0)
         for name, facts in parameters.items():
             home = self.block_of(name)
@@ -260,7 +260,7 @@ class ModelShapes:
         """Return the highest number of trained elements in a block."""
         return self._most_in_a_block(self.parameters, experts)
 
-    def _most_in_a_block(self, parameters: Mapping[str, Facts], experts: int) -> int:
+    def _most_in_a_block(self, parameters: Mapping[str, ParameterShape], experts: int) -> int:
         here = {name: facts.among(experts) for name, facts in parameters.items()}
         return max(self._by_block(here).values(), default=0)
 
@@ -330,7 +330,7 @@ class ModelShapes:
         with silent_group(of_all.tensor, of_all.context) as workers, fake_tensors():
             model = self.build(TRACED_BLOCKS if self.repeats else None).train()
             if compute_type is not None:
-                _narrow(model, of_all.weights, compute_type)
+                _cast_to_compute_dtype(model, of_all.weights, compute_type)
             model = divide(model, workers, sequence_parallel=of_all.sequence_parallel)
             model = divide_sequences(model, workers, of_all.context_kind)
             sum_type = SUM_TYPES[of_all.sums] if of_all.weights == "masters" else None
@@ -346,7 +346,7 @@ class ModelShapes:
                     gpu=self.gpu,
                 )
 
-    def local_parameters(self, tensor: int, peer: int = 0) -> dict[str, Facts]:
+    def local_parameters(self, tensor: int, peer: int = 0) -> dict[str, ParameterShape]:
         """Return all parameters as worker ``peer`` of ``tensor`` workers has them.
 
         The first worker has the largest shares.
@@ -386,7 +386,7 @@ class ModelShapes:
         )
         return front, [float(count) for count in self.block_elements.values()], back
 
-    def stage_parameters(self, coordinates: Coordinates) -> dict[str, Facts]:
+    def stage_parameters(self, coordinates: Coordinates) -> dict[str, ParameterShape]:
         """Return the trained parameters of a worker of a stage, by name and in the model's order.
 
         Raises:
@@ -394,21 +394,21 @@ class ModelShapes:
         """
         return {name: facts for name, facts in self._everything_of_stage(coordinates).items() if facts.is_trained}
 
-    def stage_frozen(self, coordinates: Coordinates) -> list[Facts]:
+    def stage_frozen(self, coordinates: Coordinates) -> list[ParameterShape]:
         """Return the frozen parameters of a worker of a stage."""
         return self.frozen_of(self._everything_of_stage(coordinates).values())
 
-    def frozen_of(self, parameters: Iterable[Facts]) -> list[Facts]:
+    def frozen_of(self, parameters: Iterable[ParameterShape]) -> list[ParameterShape]:
         """Return the frozen ones of some parameters, plus all of them again if there is a frozen copy of the model."""
         mine = list(parameters)
         return [facts for facts in mine if not facts.is_trained] + (mine if self.has_copy else [])
 
-    def _everything_of_stage(self, coordinates: Coordinates) -> dict[str, Facts]:
+    def _everything_of_stage(self, coordinates: Coordinates) -> dict[str, ParameterShape]:
         if coordinates not in self._stages:
             self._stages[coordinates] = self._parameters_of_stage(coordinates)
         return self._stages[coordinates]
 
-    def _parameters_of_stage(self, coordinates: Coordinates) -> dict[str, Facts]:
+    def _parameters_of_stage(self, coordinates: Coordinates) -> dict[str, ParameterShape]:
         whole = self.local_parameters(coordinates.tensor, coordinates.peer)
         local = {name: facts.among(coordinates.experts) for name, facts in whole.items()}
         if coordinates.pipeline == 1:
@@ -436,24 +436,26 @@ class ModelShapes:
             return len(coordinates.parts) - 1 if self.ends_of(name) == {"last"} else 0
         return self._part_in(coordinates, name) or 0
 
-    def windows(self, coordinates: Coordinates, data: int, *, masters: bool, whole: bool = False) -> list[Exchanged]:
-        """Return the windows that a worker of a stage exchanges with other replicas, in sending order.
+    def buckets(
+        self, coordinates: Coordinates, data: int, *, masters: bool, whole: bool = False
+    ) -> list[GradientBucket]:
+        """Return the buckets that a worker of a stage exchanges with other replicas, in sending order.
 
-        Parameters that several stages have, 16-bit parameters and experts are in separate windows.
+        Parameters that several stages have, 16-bit parameters and experts are in separate buckets.
 
         Args:
             masters: whether some parameters have 16 bits and fp32 masters.
             whole: whether each parameter has a single owner, as an update of whole parameters needs.
         """
         key, limit = (coordinates, data, masters, whole), bucket_size_for(self.width)
-        if key not in self._windows:
+        if key not in self._buckets:
             own = list(self.stage_parameters(coordinates).items())
-            kinds: dict[_Kind, list[tuple[int, int]]] = {}
+            kinds: dict[_GradientKey, list[tuple[int, int]]] = {}
             for index, (name, facts) in reversed(list(enumerate(own))):
                 ends = self.ends_of(name) if coordinates.pipeline > 1 else frozenset[str]()
                 shared = ends if len(ends) > 1 else frozenset[str]()
                 over = coordinates.experts if facts.is_expert else 1
-                kind = _Kind(masters and facts.narrows, shared, self.part_of(coordinates, name), over)
+                kind = _GradientKey(masters and facts.has_master, shared, self.part_of(coordinates, name), over)
                 if not self._is_unshared(facts, coordinates, data):
                     kinds.setdefault(kind, []).append((index, facts.count))
             for sizes in (sizes for kind, sizes in kinds.items() if kind.ends):
@@ -462,35 +464,35 @@ class ModelShapes:
                 kinds, limit, ranks=lambda kind: data // kind.over, whole=whole, is_tied=lambda kind: bool(kind.ends)
             )
             found = [
-                Exchanged(window, kind.narrow, bool(kind.ends), kind.part, kind.over)
-                for window, kind in of_kinds.items()
+                GradientBucket(bucket, kind.has_masters, bool(kind.ends), kind.part, kind.over)
+                for bucket, kind in of_kinds.items()
             ]
-            self._windows[key] = sorted(found, key=lambda each: (each.is_tied, -each.first))
-        return self._windows[key]
+            self._buckets[key] = sorted(found, key=lambda each: (each.is_tied, -each.first))
+        return self._buckets[key]
 
     def runs(
         self, coordinates: Coordinates, data: int, replica: int, *, masters: bool, whole: bool = False
-    ) -> list[Facts]:
+    ) -> list[ParameterShape]:
         """Return the pieces, or whole parameters, that the optimizer of a replica updates if its state is sharded."""
         key = (coordinates, data, masters, whole, replica)
         if key not in self._runs:
             own = list(self.stage_parameters(coordinates).values())
             shared = [
-                replace(own[run.parameter], narrows=each.narrow)
+                replace(own[run.parameter], has_master=each.has_masters)
                 if whole
-                else Facts((run.length,), decays=True, narrows=each.narrow)
-                for each in self.windows(coordinates, data, masters=masters, whole=whole)
-                for run, _ in each.window.owned(replica // each.over)
+                else ParameterShape((run.length,), decays=True, has_master=each.has_masters)
+                for each in self.buckets(coordinates, data, masters=masters, whole=whole)
+                for run, _ in each.bucket.owned(replica // each.over)
             ]
             self._runs[key] = [*shared, *self.unshared(own, coordinates, data)]
         return self._runs[key]
 
-    def unshared(self, trained: Iterable[Facts], coordinates: Coordinates, data: int) -> list[Facts]:
+    def unshared(self, trained: Iterable[ParameterShape], coordinates: Coordinates, data: int) -> list[ParameterShape]:
         """Return the parameters that no other replica has: experts that are divided over all workers."""
         return [facts for facts in trained if self._is_unshared(facts, coordinates, data)]
 
     @staticmethod
-    def _is_unshared(facts: Facts, coordinates: Coordinates, data: int) -> bool:
+    def _is_unshared(facts: ParameterShape, coordinates: Coordinates, data: int) -> bool:
         return facts.is_expert and 1 < coordinates.experts == data
 
     def ends_of(self, name: str) -> frozenset[str]:
@@ -510,14 +512,14 @@ class ModelShapes:
                 return ends_of(model, lambda model: model(**self.batch(1)).loss)
 
 
-def _narrow(model: nn.Module, weights: str, dtype: torch.dtype) -> None:
+def _cast_to_compute_dtype(model: nn.Module, weights: str, dtype: torch.dtype) -> None:
     """Convert parameters to 16 bits, as ``Variant.weights`` specifies."""
     if weights == "narrow":
         for parameter in (p for p in model.parameters() if p.is_floating_point()):
             cast_to_compute_dtype(parameter, dtype)
     if weights == "masters":
-        narrowed = parameters_with_masters(model)
-        for parameter in (p for p in model.parameters() if id(p) in narrowed):
+        with_masters = parameters_with_masters(model)
+        for parameter in (p for p in model.parameters() if id(p) in with_masters):
             cast_to_compute_dtype(parameter, dtype)
 
 

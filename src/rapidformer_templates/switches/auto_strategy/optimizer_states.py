@@ -22,7 +22,7 @@ QUANTIZED_FROM = 4096
 
 
 @dataclass(frozen=True)
-class Facts:
+class ParameterShape:
     """A parameter of the model, or a part of one.
 
     Attributes:
@@ -34,7 +34,7 @@ class Facts:
         width: bytes per element if it is not trained and no engine converts it.
         depth: number of layers between it and the end of its stack.
         code_bytes: total bytes if its numbers are stored as codes with fewer bits than a type's, else 0.
-        narrows: whether 16 bits are enough for it, with an fp32 master.
+        has_master: whether 16 bits are enough for it, with an fp32 master.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Facts:
     width: int = FP32
     depth: int = 0
     code_bytes: int = 0
-    narrows: bool = False
+    has_master: bool = False
 
     @property
     def frozen_bytes(self) -> int:
@@ -56,7 +56,7 @@ class Facts:
     def count(self) -> int:
         return math.prod(self.shape)
 
-    def among(self, workers: int) -> Facts:
+    def among(self, workers: int) -> ParameterShape:
         """Return the share of one of ``workers`` workers that experts are divided over. Only experts are divided."""
         return replace(self, shape=(self.shape[0] // workers, *self.shape[1:])) if self.is_expert else self
 
@@ -71,11 +71,11 @@ class StateRule:
         group_of: key that separates groups of parameters, in addition to weight decay.
     """
 
-    of_one: Callable[[Facts], int]
+    of_one: Callable[[ParameterShape], int]
     shared: int = 0
-    group_of: Callable[[Facts], str] = lambda parameter: ""
+    group_of: Callable[[ParameterShape], str] = lambda parameter: ""
 
-    def bytes_of(self, parameters: Sequence[Facts]) -> int:
+    def bytes_of(self, parameters: Sequence[ParameterShape]) -> int:
         """Return the bytes of state for all parameters that one optimizer updates."""
         shared = self.shared if any(p.count >= QUANTIZED_FROM for p in parameters) else 0
         return sum(self.of_one(parameter) for parameter in parameters) + shared
@@ -88,9 +88,9 @@ class StateRule:
         """Return this rule with one parameter group and learning rate per layer."""
         return replace(self, group_of=lambda parameter: f"{self.group_of(parameter)} {parameter.depth}")
 
-    def groups_of(self, parameters: Sequence[Facts]) -> list[list[Facts]]:
+    def groups_of(self, parameters: Sequence[ParameterShape]) -> list[list[ParameterShape]]:
         """Return the parameters by optimizer group. Groups are in the order of their first parameter in the model."""
-        groups: dict[tuple[bool, str], list[Facts]] = {}
+        groups: dict[tuple[bool, str], list[ParameterShape]] = {}
         for parameter in parameters:
             groups.setdefault((parameter.decays, self.group_of(parameter)), []).append(parameter)
         return list(groups.values())
@@ -102,17 +102,17 @@ def part_of(size: int, rank: int, workers: int) -> int:
     return max(0, min(whole, size - rank * whole))
 
 
-def runs(lengths: Sequence[int]) -> list[Facts]:
+def runs(lengths: Sequence[int]) -> list[ParameterShape]:
     """Return flat pieces of parameters, as an optimizer of shards has them."""
-    return [Facts((length,), decays=True) for length in lengths]
+    return [ParameterShape((length,), decays=True) for length in lengths]
 
 
-def _moments(width: float, counter: int = COUNTER) -> Callable[[Facts], int]:
+def _moments(width: float, counter: int = COUNTER) -> Callable[[ParameterShape], int]:
     """Two moments of ``width`` bytes per element, and a step counter."""
     return lambda parameter: int(2 * width * parameter.count) + counter
 
 
-def _factored(parameter: Facts) -> int:
+def _factored(parameter: ParameterShape) -> int:
     """Adafactor: the means of rows and columns for a matrix, or of each element for a vector."""
     if len(parameter.shape) < 2:
         return FP32 * parameter.count + COUNTER
@@ -120,7 +120,9 @@ def _factored(parameter: Facts) -> int:
     return FP32 * math.prod(outer) * (rows + columns) + COUNTER
 
 
-def _in_blocks(bits: int, block: int, *, table: int, counter: int, whole_blocks: bool) -> Callable[[Facts], int]:
+def _in_blocks(
+    bits: int, block: int, *, table: int, counter: int, whole_blocks: bool
+) -> Callable[[ParameterShape], int]:
     """Codes of ``bits`` bits, a scale per block of codes, and two tables of codes.
 
     Args:
@@ -129,7 +131,7 @@ def _in_blocks(bits: int, block: int, *, table: int, counter: int, whole_blocks:
     """
     plain = _moments(FP32, counter)
 
-    def of_one(parameter: Facts) -> int:
+    def of_one(parameter: ParameterShape) -> int:
         count = parameter.count
         if count < QUANTIZED_FROM or (whole_blocks and count % block):
             return plain(parameter)
@@ -138,12 +140,12 @@ def _in_blocks(bits: int, block: int, *, table: int, counter: int, whole_blocks:
     return of_one
 
 
-def is_for_muon(parameter: Facts) -> bool:
+def is_for_muon(parameter: ParameterShape) -> bool:
     """Whether Muon updates the parameter. AdamW updates the rest."""
     return len(parameter.shape) == 2 and not parameter.is_table
 
 
-def _momentum_or_adam(parameter: Facts) -> int:
+def _momentum_or_adam(parameter: ParameterShape) -> int:
     return FP32 * parameter.count if is_for_muon(parameter) else _moments(FP32)(parameter)
 
 

@@ -25,7 +25,7 @@ from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
 from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, RECOMPUTED, Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_alone, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
+from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions, memory_options_of
 from rapidformer_templates.switches.auto_strategy.stage_balance import balance_memory
 from rapidformer_templates.switches.auto_strategy.timing import Timing, predict_seconds
 from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_MEMORY
@@ -57,7 +57,7 @@ class Candidate:
     """
 
     layout: Layout
-    setting: Setting
+    setting: MemoryOptions
     memory: Memory
     timing: Timing
     needed_gb: float
@@ -155,7 +155,7 @@ class Search:
         """
         fitting: list[Candidate] = []
         families = {family: self._setting(family) for family in self._families(contexts, offload)}
-        self._prepare({family: setting for family, setting in families.items() if isinstance(setting, Setting)})
+        self._prepare({family: setting for family, setting in families.items() if isinstance(setting, MemoryOptions)})
         for family, setting in families.items():
             if isinstance(setting, str):
                 rejected.append(Rejected(family, setting))
@@ -188,7 +188,7 @@ class Search:
             for why in dict.fromkeys(reasons.values())
         )
 
-    def _prepare(self, families: Mapping[Layout, Setting]) -> None:
+    def _prepare(self, families: Mapping[Layout, MemoryOptions]) -> None:
         """Trace in advance what the families need, if at least their states fit."""
         shapes, variants = self.subject.shapes, set()
         for family, setting in families.items():
@@ -270,13 +270,13 @@ class Search:
         sizes = _divisors(math.gcd(self.subject.experts, replicas)) if self.subject.experts else [1]
         return self._allowed("expert_model_parallel_size", sizes)
 
-    def _setting(self, layout: Layout) -> Setting | str:
+    def _setting(self, layout: Layout) -> MemoryOptions | str:
         """Return what else a layout's memory depends on, or the first rule that the layout breaks."""
         request = self._request(self._asking_for(layout))
         refusal = next(iter(self.registry.refusals(request)), None)
         if refusal:
             return f"{refusal[0].code}: {refusal[1].message}"
-        return setting_of(plan_of(request, self.registry), self.subject.shapes.width)
+        return memory_options_of(plan_of(request, self.registry), self.subject.shapes.width)
 
     def _asking_for(self, layout: Layout) -> RunConfig:
         """Return the configuration with this layout, without its batch sizes."""
@@ -312,7 +312,7 @@ class Search:
             return f"{layout.data} replicas need a global batch of at least {step}, at most {most} is allowed"
         return None
 
-    def _try(self, layout: Layout, setting: Setting, *, exact: bool = False) -> Candidate | Rejected:
+    def _try(self, layout: Layout, setting: MemoryOptions, *, exact: bool = False) -> Candidate | Rejected:
         """Return a layout with its prediction, or the reason why it does not fit."""
         shapes, whole = self.subject.shapes, self.hardware.memory_gb
         if self.by_memory and layout.pipeline > 1:

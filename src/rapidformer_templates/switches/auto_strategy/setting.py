@@ -11,13 +11,13 @@ from rapidformer_templates.planning.optimizers import updates_elementwise, updat
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, STATES
-from rapidformer_templates.switches.auto_strategy.state_bytes import KEPT_WHOLE, PLAIN, How
+from rapidformer_templates.switches.auto_strategy.state_bytes import KEPT_WHOLE, PLAIN, StateOptions
 
 WIDTHS = {"fp32": FP32, "bf16": BF16}
 
 
 @dataclass(frozen=True)
-class NarrowWeights:
+class MasterWeights:
     """16-bit weights with fp32 masters. The attributes are bytes per element of their gradients.
 
     Attributes:
@@ -30,7 +30,7 @@ class NarrowWeights:
 
 
 @dataclass(frozen=True)
-class Setting:
+class MemoryOptions:
     """Everything that the bytes of a worker depend on, except the model and the layout.
 
     Attributes:
@@ -41,7 +41,7 @@ class Setting:
         bucket: elements of ZeRO's gradient buffer.
         offloads_activations: whether activations that the blocks keep go to the host.
         reshards: whether FSDP frees a block's whole parameters between forward and backward.
-        narrow: 16-bit weights with masters. None leaves weights unchanged, or as DeepSpeed and FSDP convert them.
+        masters: 16-bit weights with masters. None leaves weights unchanged, or as DeepSpeed and FSDP convert them.
         context_kind: how attention covers divided sequences. None: the number of heads decides.
         updates_in_chunks: whether the optimizer accepts some gradients before others.
         updates_elementwise: whether the optimizer accepts pieces of parameters.
@@ -49,11 +49,11 @@ class Setting:
 
     precision: str = "fp32"
     gpu: bool = False
-    how: How = PLAIN
+    how: StateOptions = PLAIN
     offload: str = ""
     bucket: int = LEAST
     reshards: bool = True
-    narrow: NarrowWeights | None = None
+    masters: MasterWeights | None = None
     offloads_activations: bool = False
     updates_in_chunks: bool = True
     updates_elementwise: bool = True
@@ -62,13 +62,13 @@ class Setting:
     def by_parallel_engine(self, layout: Layout) -> bool:
         """Whether the engine of 3D layouts trains it.
 
-        Only this engine has masters and exchanges gradients in windows.
+        Only this engine has masters and exchanges gradients in buckets.
         """
         apart = layout.experts > 1 and (layout.partitioning not in ("none", "fsdp") or self.offload != "")
-        return self.narrow is not None or layout.is_divided or apart
+        return self.masters is not None or layout.is_divided or apart
 
 
-def setting_of(plan: Plan, width: int) -> Setting:
+def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
     """Return the setting of a resolved run.
 
     Args:
@@ -80,21 +80,21 @@ def setting_of(plan: Plan, width: int) -> Setting:
         rule = rule.with_average()
     if spelling("layerwise_lr_decay") in plan.values:
         rule = rule.with_rates()
-    how = How(
+    how = StateOptions(
         rule,
         kept_whole=zero.get("stage3_param_persistence_threshold", KEPT_WHOLE),
         sub_group=zero.get("sub_group_size"),
     )
-    asked: dict[str, str] | None = plan.engine_options.get("narrow_weights")
-    narrow = None if asked is None else NarrowWeights(WIDTHS[asked["accumulate"]], WIDTHS[asked["reduce"]])
-    return Setting(
+    types: dict[str, str] | None = plan.engine_options.get("narrow_weights")
+    masters = None if types is None else MasterWeights(WIDTHS[types["accumulate"]], WIDTHS[types["reduce"]])
+    return MemoryOptions(
         precision=plan.precision,
         gpu=plan.device != "cpu",
         how=how,
         offload=str(plan.engine_options.get("offload", "")).partition(":")[0],
         bucket=zero.get("reduce_bucket_size", LEAST),
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
-        narrow=narrow,
+        masters=masters,
         offloads_activations="offload-activations" in plan.switches,
         updates_in_chunks=updates_in_chunks(plan.optimizer_implementation),
         updates_elementwise=updates_elementwise(plan.optimizer_implementation),

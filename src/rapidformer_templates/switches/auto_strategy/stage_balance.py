@@ -16,7 +16,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import Layout, layout_
 from rapidformer_templates.switches.auto_strategy.memory import of_stage, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
+from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions, memory_options_of
 from rapidformer_templates.switches.auto_strategy.stage_memory import Stage
 
 ALIKE = 0.02
@@ -58,7 +58,7 @@ def _in_gb(needed: Sequence[int]) -> str:
     return ", ".join(f"{size / GB:.3g}" for size in needed)
 
 
-def balance_memory(model: ModelShapes, layout: Layout, setting: Setting, *, exact: bool = True) -> StageBalance:
+def balance_memory(model: ModelShapes, layout: Layout, setting: MemoryOptions, *, exact: bool = True) -> StageBalance:
     """Return the cut with the lowest peak memory. Among cuts with about the same peak, return the fastest.
 
     Raises:
@@ -112,6 +112,6 @@ def with_stages_by_memory(config: RunConfig, environment: Environment) -> RunCon
     """
     plan = resolve(config, environment)
     subject = Subject(config, plan, gpu=environment.device != "cpu")
-    balance = balance_memory(subject.shapes, layout_of(plan), setting_of(plan, subject.shapes.width))
+    balance = balance_memory(subject.shapes, layout_of(plan), memory_options_of(plan, subject.shapes.width))
     chosen = config.replace("auto-memory", pipeline_stages=_numbers(balance.sizes))
     return replace(chosen, chosen=(*chosen.chosen, balance.line()))

@@ -10,17 +10,17 @@ from itertools import accumulate
 
 from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, update_chunks
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, Exchanged, ModelShapes, Variant
-from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, Facts
+from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, GradientBucket, ModelShapes, Variant
+from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.passes import Pass, passes
-from rapidformer_templates.switches.auto_strategy.setting import NarrowWeights, Setting
-from rapidformer_templates.switches.auto_strategy.stage_parts import Part
-from rapidformer_templates.switches.auto_strategy.state_bytes import Held
+from rapidformer_templates.switches.auto_strategy.setting import MasterWeights, MemoryOptions
+from rapidformer_templates.switches.auto_strategy.stage_parts import StagePart
+from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from rapidformer_templates.switches.auto_strategy.trace import Phase
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemorySnapshot:
     """Bytes at one moment, without parameters and optimizer state."""
 
     activations: int
@@ -32,7 +32,7 @@ class Moment:
         return self.activations + self.gradients + self.buffers
 
 
-def peak_stage_candidates(model: ModelShapes, layout: Layout, setting: Setting) -> list[Stage]:
+def peak_stage_candidates(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> list[Stage]:
     """Return the stages that can have the highest peak. Among equal stages, the first holds most micro batches.
 
     Raises:
@@ -44,15 +44,15 @@ def peak_stage_candidates(model: ModelShapes, layout: Layout, setting: Setting) 
 
 
 @dataclass(frozen=True)
-class Leaving:
+class GradientTraffic:
     """Windows of a part's gradients that go to other replicas, in the order in which they become complete.
 
     Attributes:
-        complete: for each window that no other stage shares, bytes of gradients that a trace has finished when the
-            window is complete.
-        sums, shares: cumulative bytes of no window, the first, the first two, and so on: of the whole windows, and of
+        complete: for each bucket that no other stage shares, bytes of gradients that a trace has finished when the
+            bucket is complete.
+        sums, shares: cumulative bytes of no bucket, the first, the first two, and so on: of the whole buckets, and of
             a replica's shares.
-        largest: for each of these counts, the packed bytes of the two largest windows.
+        largest: for each of these counts, the packed bytes of the two largest buckets.
     """
 
     complete: tuple[int, ...]
@@ -74,7 +74,7 @@ class Stage:
         model: ModelShapes,
         layout: Layout,
         rank: int,
-        setting: Setting,
+        setting: MemoryOptions,
         peer: int = 0,
         blocks: tuple[int, int] | None = None,
     ) -> None:
@@ -102,7 +102,7 @@ class Stage:
         return self.rank == self.layout.pipeline - 1
 
     @property
-    def parameters(self) -> dict[str, Facts]:
+    def parameters(self) -> dict[str, ParameterShape]:
         """Trained parameters by name.
 
         Raises:
@@ -120,7 +120,7 @@ class Stage:
         layout = self.layout
         return passes(layout.pipeline, self.rank, layout.virtual, layout.accumulation)
 
-    def held(self, replica: int | None = None) -> Held:
+    def held(self, replica: int | None = None) -> StateBytes:
         """States of a replica's worker (default: the largest one).
 
         Gradients are those at the end of the last backward.
@@ -135,12 +135,12 @@ class Stage:
             gradients = self._share(replica)
         optimizer = self.setting.how.optimizer.bytes_of(mine)
         if self._has_masters:
-            optimizer += FP32 * sum(part.count for part in mine if part.narrows)
+            optimizer += FP32 * sum(part.count for part in mine if part.has_master)
         if not self.setting.offload:
-            return Held(parameters, gradients, optimizer)
+            return StateBytes(parameters, gradients, optimizer)
         # copies of weights and gradients for the update on the host
         copies = 2 * FP32 * sum(part.count for part in mine)
-        return Held(parameters, gradients, optimizer, on_host=(0, 0, optimizer), host_copies=copies)
+        return StateBytes(parameters, gradients, optimizer, on_host=(0, 0, optimizer), host_copies=copies)
 
     @cached_property
     def largest_replica(self) -> int:
@@ -150,25 +150,25 @@ class Stage:
         counts = [sum(part.count for part in self._runs_of(replica)) for replica in range(self.layout.replicas)]
         return counts.index(max(counts))
 
-    def _runs_of(self, replica: int) -> list[Facts]:
+    def _runs_of(self, replica: int) -> list[ParameterShape]:
         whole = not self.setting.updates_elementwise
         return self.model.runs(self.coordinates, self.layout.replicas, replica, masters=self._has_masters, whole=whole)
 
     @property
     def _has_masters(self) -> bool:
-        return self.setting.narrow is not None
+        return self.setting.masters is not None
 
     @property
-    def _types(self) -> NarrowWeights:
-        return self.setting.narrow or NarrowWeights()
+    def _types(self) -> MasterWeights:
+        return self.setting.masters or MasterWeights()
 
     def _width(self, narrows: bool, width: int) -> int:
         """Bytes per element: ``width`` for a 16-bit parameter, else those of fp32."""
         return width if narrows and self._has_masters else FP32
 
-    def _bytes_of(self, trained: Iterable[Facts], width: int) -> int:
+    def _bytes_of(self, trained: Iterable[ParameterShape], width: int) -> int:
         """Bytes of parameters or of their gradients. 16-bit ones take ``width`` bytes per element."""
-        return sum(self._width(facts.narrows, width) * facts.count for facts in trained)
+        return sum(self._width(facts.has_master, width) * facts.count for facts in trained)
 
     @cached_property
     def _narrow_bytes(self) -> int:
@@ -181,8 +181,8 @@ class Stage:
         return [self._bytes_of(trained, self._types.accumulate) for trained in self._parameters_of_parts]
 
     @cached_property
-    def _parameters_of_parts(self) -> list[list[Facts]]:
-        parts: list[list[Facts]] = [[] for _ in self.blocks]
+    def _parameters_of_parts(self) -> list[list[ParameterShape]]:
+        parts: list[list[ParameterShape]] = [[] for _ in self.blocks]
         for name, facts in self.parameters.items():
             parts[self.model.part_of(self.coordinates, name)].append(facts)
         return parts
@@ -197,15 +197,15 @@ class Stage:
         """Whether gradients go to their owners in each backward (ZeRO-2)."""
         return self.layout.partitioning == "zero-2" and self.layout.replicas > 1
 
-    def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
+    def moments(self, variant: Variant, *, exact: bool) -> list[MemorySnapshot]:
         """Memory beyond the states in each phase of every forward and backward of a step, and after them."""
         parts = self._parts(variant, exact=exact)
-        found: list[Moment] = []
+        found: list[MemorySnapshot] = []
         others = [self._beside(parts, each) for each in self._passes]
         for each, beside in zip(self._passes, others, strict=True):
             part, left = parts[each.part], 0
             for phase, alone in part.phases(forward=each.is_forward):
-                leaving = self._complete(phase.finished - part.of_others, each.part)
+                leaving = self._complete(phase.finished - part.head_gradients, each.part)
                 found.append(self._moment(phase, alone + beside, each, left, leaving))
                 left = leaving
         return [*found, *self._after(max(others))]
@@ -223,10 +223,10 @@ class Stage:
             most = max(most, sum(count * sent for count, sent in zip(alive.values(), of_parts, strict=True)))
         return most
 
-    def _parts(self, variant: Variant, *, exact: bool) -> list[Part]:
+    def _parts(self, variant: Variant, *, exact: bool) -> list[StagePart]:
         cut = self.layout.pipeline > 1
         return [
-            Part(
+            StagePart(
                 self.model.trace(variant, blocks if cut else None, exact=exact),
                 is_first=self.is_first and number == 0,
                 is_last=self.is_last and number == len(self.blocks) - 1,
@@ -237,7 +237,7 @@ class Stage:
             for number, blocks in enumerate(self.blocks)
         ]
 
-    def _beside(self, parts: Sequence[Part], each: Pass) -> int:
+    def _beside(self, parts: Sequence[StagePart], each: Pass) -> int:
         """Bytes of other micro batches in flight during a pass, and of tensors that travel between stages."""
         waiting = sum(count * parts[part].kept for part, count in each.others)
         if each.newest is not None:  # the last blocks of the others are on the host
@@ -259,11 +259,11 @@ class Stage:
         tied = (everything[name] for name in shared if len(self.model.ends_of(name)) > 1)
         return self._bytes_of(tied, BF16)
 
-    def _moment(self, phase: Phase, activations: int, each: Pass, left: int, leaving: int) -> Moment:
+    def _moment(self, phase: Phase, activations: int, each: Pass, left: int, leaving: int) -> MemorySnapshot:
         """Memory in a phase of a pass.
 
         Args:
-            left, leaving: number of the part's windows that are complete at the start and at the end of the phase.
+            left, leaving: number of the part's buckets that are complete at the start and at the end of the phase.
         """
         others = sum(self._added_up(part, each) for part in each.added - {each.part})
         adds, unfinished = each.part in each.added, self._of_own_experts(phase)
@@ -292,21 +292,21 @@ class Stage:
             return self._leaving[part].shares[-1] + self._unshared[part]
         return self._sums[part]
 
-    def _after(self, others: int) -> list[Moment]:
+    def _after(self, others: int) -> list[MemorySnapshot]:
         """Memory after the last gradient of a pass and in the update.
 
         ``others`` are the bytes of other micro batches.
         """
-        tied = [each for each in self._windows if each.is_tied]
+        tied = [each for each in self._buckets if each.is_tied]
         kept, copied = sum(self._sums), self._copied_for_update()
-        largest = [self._packed(each) for each in self._windows]
+        largest = [self._packed(each) for each in self._buckets]
         waiting = self._on_their_way(largest, 2) if self.layout.replicas > 1 or tied else 0
         if not self._is_sharded:
             copies_elsewhere = sum(self._packed(each) for each in tied)
             return [self._beside_states(0, kept, max(waiting + copies_elsewhere, copied))]
         shares, late = self._share(self.largest_replica), sum(self._sum_of(each) for each in tied)
         sent = self._beside_states(others if self._sums_early else 0, shares + late, waiting)
-        gathered = max(self._width(each.narrow, BF16) * self._gathered(each.window) for each in self._windows)
+        gathered = max(self._width(each.has_masters, BF16) * self._gathered(each.bucket) for each in self._buckets)
         return [sent, self._beside_states(0, shares, max(copied, gathered))]
 
     def _copied_for_update(self) -> int:
@@ -314,17 +314,17 @@ class Stage:
         if self._types.accumulate == FP32:
             return 0
         if self._is_sharded:
-            sizes = [each.narrow * each.share_of(self.largest_replica) for each in self._windows]
+            sizes = [each.has_masters * each.share_of(self.largest_replica) for each in self._buckets]
         else:
             facts = list(self.parameters.values())
             parts = update_chunks([each.count for each in facts], bucket_size_for(self.model.width))
-            sizes = [sum(facts[place].narrows * facts[place].count for place in part) for part in parts]
+            sizes = [sum(facts[place].has_master * facts[place].count for place in part) for part in parts]
         return FP32 * (max(sizes, default=0) if self.setting.updates_in_chunks else sum(sizes))
 
-    def _beside_states(self, activations: int, gradients: int, buffers: int) -> Moment:
+    def _beside_states(self, activations: int, gradients: int, buffers: int) -> MemorySnapshot:
         """Build a moment in which gradients beyond those that the update needs count as buffers."""
         there = min(gradients, self._held_gradients)
-        return Moment(activations, there, buffers + gradients - there)
+        return MemorySnapshot(activations, there, buffers + gradients - there)
 
     @cached_property
     def _held_gradients(self) -> int:
@@ -333,42 +333,42 @@ class Stage:
     # Exchange with the other replicas.
 
     @cached_property
-    def _windows(self) -> list[Exchanged]:
+    def _buckets(self) -> list[GradientBucket]:
         whole = self._is_sharded and not self.setting.updates_elementwise
-        return self.model.windows(self.coordinates, self.layout.replicas, masters=self._has_masters, whole=whole)
+        return self.model.buckets(self.coordinates, self.layout.replicas, masters=self._has_masters, whole=whole)
 
     @cached_property
-    def _leaving(self) -> list[Leaving]:
-        """Per part, the windows that it sends to its replicas."""
-        return [self._leaves([each for each in self._windows if each.part == part]) for part in range(len(self.blocks))]
+    def _leaving(self) -> list[GradientTraffic]:
+        """Per part, the buckets that it sends to its replicas."""
+        return [self._leaves([each for each in self._buckets if each.part == part]) for part in range(len(self.blocks))]
 
-    def _leaves(self, windows: Sequence[Exchanged]) -> Leaving:
-        finished = accumulate(self._sum_of(each) * each.over for each in windows if not each.is_tied)
+    def _leaves(self, buckets: Sequence[GradientBucket]) -> GradientTraffic:
+        finished = accumulate(self._sum_of(each) * each.over for each in buckets if not each.is_tied)
         largest: list[tuple[int, ...]] = [()]
-        for each in windows:
+        for each in buckets:
             largest.append(tuple(sorted((*largest[-1], self._packed(each)))[-2:]))
-        return Leaving(
+        return GradientTraffic(
             tuple(finished),
-            tuple(accumulate(map(self._sum_of, windows), initial=0)),
-            tuple(accumulate((self._share_of(each, self.largest_replica) for each in windows), initial=0)),
+            tuple(accumulate(map(self._sum_of, buckets), initial=0)),
+            tuple(accumulate((self._share_of(each, self.largest_replica) for each in buckets), initial=0)),
             tuple(largest),
         )
 
-    def _packed(self, each: Exchanged) -> int:
-        """Bytes of a window's gradients in flight."""
-        return self._width(each.narrow, self._types.reduce) * each.window.packed
+    def _packed(self, each: GradientBucket) -> int:
+        """Bytes of a bucket's gradients in flight."""
+        return self._width(each.has_masters, self._types.reduce) * each.bucket.packed
 
-    def _sum_of(self, each: Exchanged) -> int:
-        """Bytes of a window's accumulated gradients."""
-        return self._width(each.narrow, self._types.accumulate) * each.window.length
+    def _sum_of(self, each: GradientBucket) -> int:
+        """Bytes of a bucket's accumulated gradients."""
+        return self._width(each.has_masters, self._types.accumulate) * each.bucket.length
 
-    def _share_of(self, each: Exchanged, replica: int) -> int:
-        """Bytes of a replica's share of a summed window, including padding."""
-        return self._width(each.narrow, self._types.accumulate) * each.share_of(replica)
+    def _share_of(self, each: GradientBucket, replica: int) -> int:
+        """Bytes of a replica's share of a summed bucket, including padding."""
+        return self._width(each.has_masters, self._types.accumulate) * each.share_of(replica)
 
     def _share(self, replica: int) -> int:
-        """Bytes of a replica's shares of all summed windows, plus gradients that replicas do not share."""
-        return sum(self._share_of(each, replica) for each in self._windows) + sum(self._unshared)
+        """Bytes of a replica's shares of all summed buckets, plus gradients that replicas do not share."""
+        return sum(self._share_of(each, replica) for each in self._buckets) + sum(self._unshared)
 
     @cached_property
     def _unshared(self) -> list[int]:
@@ -386,16 +386,16 @@ class Stage:
         return traced * sum(facts.count for facts in self.parameters.values()) // sum(f.count for f in everything)
 
     @staticmethod
-    def _gathered(window: Bucket) -> int:
-        """Elements in addition to the weights while a window's updated ones are sent."""
-        return window.packed if window.owner is not None else window.share + window.packed
+    def _gathered(bucket: Bucket) -> int:
+        """Elements in addition to the weights while a bucket's updated ones are sent."""
+        return bucket.packed if bucket.owner is not None else bucket.share + bucket.packed
 
     def _complete(self, finished: int, part: int) -> int:
-        """Number of the part's windows that are complete once ``finished`` bytes of gradients are finished."""
+        """Number of the part's buckets that are complete once ``finished`` bytes of gradients are finished."""
         return bisect_right(self._leaving[part].complete, finished)
 
     def _on_their_way(self, begun: Iterable[int], count: int) -> int:
-        """Bytes of the ``count`` largest windows in flight, and of the shares that they produce."""
+        """Bytes of the ``count`` largest buckets in flight, and of the shares that they produce."""
         largest = sorted(begun, reverse=True)[:count]
         shares = self._sums_early and self.setting.updates_elementwise  # else a whole parameter's owner sums in place
         return sum(size + (size // self.layout.replicas if shares else 0) for size in largest)

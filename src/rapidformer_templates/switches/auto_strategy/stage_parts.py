@@ -13,7 +13,7 @@ BACKWARD = ("reduce", "backward", "end")
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """All blocks of a worker, or one of its runs of blocks if stages are interleaved.
 
     Attributes:
@@ -54,7 +54,7 @@ class Part:
         return self.trace.kept_by_last if self.offloads else 0
 
     @cached_property
-    def of_others(self) -> int:
+    def head_gradients(self) -> int:
         """Bytes of gradients that the trace finishes before those of this part: the gradients of the head."""
         phases = self.trace.phases
         if self.is_last:
@@ -64,18 +64,18 @@ class Part:
 
     def phases(self, *, forward: bool) -> Iterator[tuple[Phase, int]]:
         """Yield the phases of its forwards or backwards, with their bytes beyond the states and finished gradients."""
-        phases, given, given_up = self.trace.phases, 0, 0
+        phases, input_bytes, released_casts = self.trace.phases, 0, 0
         if not self.is_first:
-            given = self.trace.hidden  # it arrives in place of the embedding
+            input_bytes = self.trace.hidden  # it arrives in place of the embedding
             # without offloading, the embedding's output is no longer there
-            given -= 0 if self.offloads else phases[0].end
+            input_bytes -= 0 if self.offloads else phases[0].end
         made = {phase.stack: phase.casts for phase in phases if phase.name == "forward"}
         for number, phase in enumerate(phases):
             if forward is self._is_forward(phase) and self._has(number):
-                apart = self.tied_bytes if phase.name in BACKWARD else 0
-                yield phase, phase.peak_without_gradients + given + given_up - apart
+                others = self.tied_bytes if phase.name in BACKWARD else 0
+                yield phase, phase.peak_without_gradients + input_bytes + released_casts - others
             if phase.name == "backward" and self.shares_casts:
-                given_up += made[phase.stack]
+                released_casts += made[phase.stack]
 
     @staticmethod
     def _is_forward(phase: Phase) -> bool:

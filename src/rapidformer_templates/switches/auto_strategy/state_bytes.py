@@ -12,18 +12,18 @@ from rapidformer_templates.switches.auto_strategy.optimizer_states import (
     BF16,
     FP32,
     UNCOUNTED_ADAM,
-    Facts,
+    ParameterShape,
     StateRule,
     part_of,
     runs,
 )
 from rapidformer_templates.switches.fsdp.expert_shards import widthwise
 
-__all__ = ["FP32", "Facts", "Held", "How"]
+__all__ = ["FP32", "ParameterShape", "StateBytes", "StateOptions"]
 
 
 @dataclass(frozen=True)
-class Held:
+class StateBytes:
     """Bytes that a worker holds between two steps. Gradients are those at the start of the update.
 
     Attributes:
@@ -41,7 +41,7 @@ class Held:
     def per_parameter(self, count: int) -> tuple[float, float, float]:
         return self.parameters / count, self.gradients / count, self.optimizer / count
 
-    def beside(self, frozen: Held, more: int = 0) -> Held:
+    def beside(self, frozen: StateBytes, more: int = 0) -> StateBytes:
         """Return these bytes plus those of frozen parameters, which have no gradients and no optimizer state.
 
         Args:
@@ -52,10 +52,10 @@ class Held:
         return replace(self, parameters=self.parameters + frozen.parameters + more, on_host=away)
 
     @property
-    def on_gpu(self) -> Held:
+    def on_gpu(self) -> StateBytes:
         """The part of it that is in GPU memory."""
         away = self.on_host
-        return Held(self.parameters - away[0], self.gradients - away[1], self.optimizer - away[2])
+        return StateBytes(self.parameters - away[0], self.gradients - away[1], self.optimizer - away[2])
 
     @property
     def beside_gpu(self) -> int:
@@ -74,7 +74,7 @@ SUB_GROUP, SUB_GROUP_FOR_DISK, LEAST_ON_DISK = 1_000_000_000, 25_000_000, 2**20 
 
 
 @dataclass(frozen=True)
-class How:
+class StateOptions:
     """Everything that the bytes of an engine depend on, except the parameters and the workers.
 
     Attributes:
@@ -87,31 +87,39 @@ class How:
     sub_group: int | None = None
 
 
-PLAIN, ON_HOST = How(), How(UNCOUNTED_ADAM)
+PLAIN, ON_HOST = StateOptions(), StateOptions(UNCOUNTED_ADAM)
 """torch's AdamW, and DeepSpeed's AdamW on the host."""
 
 
 class Formula(Protocol):
     """Maps (parameters, workers, bytes per element in the compute type) to what each worker should hold."""
 
-    def __call__(self, parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]: ...
+    def __call__(
+        self, parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
+    ) -> list[StateBytes]: ...
 
 
-def replicated(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+def replicated(
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
+) -> list[StateBytes]:
     """DDP: every worker has everything."""
     count = FP32 * sum(p.count for p in parameters)
-    return [Held(count, count, how.optimizer.bytes_of(parameters))] * workers
+    return [StateBytes(count, count, how.optimizer.bytes_of(parameters))] * workers
 
 
-def replicated_with_masters(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+def replicated_with_masters(
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
+) -> list[StateBytes]:
     """16-bit weights, fp32 masters and fp32 gradient sums: every worker has everything."""
     (held, *_) = replicated(parameters, 1, width, how)
-    narrowed = sum(p.count for p in parameters if p.narrows)
-    parts = (held.parameters - (FP32 - BF16) * narrowed, held.gradients, held.optimizer + FP32 * narrowed)
-    return [Held(*parts)] * workers
+    with_masters = sum(p.count for p in parameters if p.has_master)
+    parts = (held.parameters - (FP32 - BF16) * with_masters, held.gradients, held.optimizer + FP32 * with_masters)
+    return [StateBytes(*parts)] * workers
 
 
-def replicated_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+def replicated_on_host(
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
+) -> list[StateBytes]:
     """DDP with offload: the optimizer is in host memory, with copies of weights and gradients."""
     (held, *_) = replicated(parameters, 1, width, how)
     copies = held.parameters + held.gradients
@@ -119,30 +127,34 @@ def replicated_on_host(parameters: Sequence[Facts], workers: int, width: int, ho
 
 
 def divided_experts(
-    parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN, *, over: int
-) -> list[Held]:
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN, *, over: int
+) -> list[StateBytes]:
     """Expert parallelism: every worker has everything, except that the experts are divided over ``over`` workers."""
     return replicated([p.among(over) for p in parameters], workers, width, how)
 
 
-def owned(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+def owned(
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
+) -> list[StateBytes]:
     """OSS: the owner of a parameter has its whole state, so the shares are uneven."""
     count = FP32 * sum(p.count for p in parameters)
-    return [Held(count, count, how.optimizer.bytes_of(own)) for own in _of_owners(parameters, workers, how)]
+    return [StateBytes(count, count, how.optimizer.bytes_of(own)) for own in _of_owners(parameters, workers, how)]
 
 
-def owned_with_gradients(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+def owned_with_gradients(
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
+) -> list[StateBytes]:
     """OSS + SDP: the owner of a parameter has its gradient, too."""
     count = FP32 * sum(p.count for p in parameters)
     return [
-        Held(count, FP32 * sum(p.count for p in own), how.optimizer.bytes_of(own))
+        StateBytes(count, FP32 * sum(p.count for p in own), how.optimizer.bytes_of(own))
         for own in _of_owners(parameters, workers, how)
     ]
 
 
-def _of_owners(parameters: Sequence[Facts], workers: int, how: How) -> list[list[Facts]]:
+def _of_owners(parameters: Sequence[ParameterShape], workers: int, how: StateOptions) -> list[list[ParameterShape]]:
     """Parameters by owner. Each goes to the worker with the fewest elements so far, group by group."""
-    owners: list[list[Facts]] = [[] for _ in range(workers)]
+    owners: list[list[ParameterShape]] = [[] for _ in range(workers)]
     counts = [0] * workers
     for parameter in (p for group in how.optimizer.groups_of(parameters) for p in group):
         owner = counts.index(min(counts))
@@ -151,14 +163,16 @@ def _of_owners(parameters: Sequence[Facts], workers: int, how: How) -> list[list
     return owners
 
 
-def divided_in_rows(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+def divided_in_rows(
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
+) -> list[StateBytes]:
     """FSDP: each parameter is divided along its first dimension and padded to equal parts. Its state is not padded."""
     return _in_parts([[_part(p, rank, workers) for p in parameters] for rank in range(workers)], how)
 
 
 def divided_in_rows_beside_experts(
-    parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN, *, over: int, shards: int
-) -> list[Held]:
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN, *, over: int, shards: int
+) -> list[StateBytes]:
     """FSDP with expert parallelism: ``shards`` workers divide each expert among them."""
     parts = []
     for rank in range(workers):
@@ -167,24 +181,26 @@ def divided_in_rows_beside_experts(
     return _in_parts(parts, how)
 
 
-def _in_parts(parts: Sequence[Sequence[Facts]], how: How) -> list[Held]:
+def _in_parts(parts: Sequence[Sequence[ParameterShape]], how: StateOptions) -> list[StateBytes]:
     """``parts`` lists each rank's parameters. All workers allocate as much memory for them as the first one."""
     count = FP32 * sum(p.count for p in parts[0])
-    return [Held(count, count, how.optimizer.bytes_of(mine)) for mine in parts]
+    return [StateBytes(count, count, how.optimizer.bytes_of(mine)) for mine in parts]
 
 
-def _of_expert(parameter: Facts, rank: int, over: int, shards: int) -> Facts:
+def _of_expert(parameter: ParameterShape, rank: int, over: int, shards: int) -> ParameterShape:
     mine = parameter.among(over)
     return _part(mine, rank, shards, widthwise(mine.shape, shards))
 
 
-def _part(parameter: Facts, rank: int, workers: int, dim: int = 0) -> Facts:
+def _part(parameter: ParameterShape, rank: int, workers: int, dim: int = 0) -> ParameterShape:
     shape = [*parameter.shape]
     shape[dim] = part_of(shape[dim], rank, workers)
     return replace(parameter, shape=tuple(shape))
 
 
-def divided_groups(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+def divided_groups(
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
+) -> list[StateBytes]:
     """ZeRO-1 and -2: whole parameters; gradients, fp32 masters and moments of this worker's part of each group.
 
     DeepSpeed keeps masters even if parameters are already fp32, and the whole gradient of a parameter
@@ -196,19 +212,21 @@ def divided_groups(parameters: Sequence[Facts], workers: int, width: int, how: H
     held = []
     for rank in range(workers):
         gradients = sum(_overlapping(group, rank * n, (rank + 1) * n) for group, n in zip(groups, shares, strict=True))
-        held.append(Held(whole, width * gradients, optimizer))
+        held.append(StateBytes(whole, width * gradients, optimizer))
     return held
 
 
-def divided_groups_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
+def divided_groups_on_host(
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = ON_HOST
+) -> list[StateBytes]:
     """ZeRO-1 and -2 with offload: gradients go into the gradients of the masters."""
     whole = width * sum(p.count for p in parameters)
     shares = _groups(parameters, workers, how)[1]
     gradients, optimizer = FP32 * sum(shares), FP32 * sum(shares) + how.optimizer.bytes_of(runs(shares))
-    return [Held(whole, gradients, optimizer, on_host=(0, gradients, optimizer))] * workers
+    return [StateBytes(whole, gradients, optimizer, on_host=(0, gradients, optimizer))] * workers
 
 
-def _groups(parameters: Sequence[Facts], workers: int, how: How) -> tuple[list[list[int]], list[int]]:
+def _groups(parameters: Sequence[ParameterShape], workers: int, how: StateOptions) -> tuple[list[list[int]], list[int]]:
     """Return (sizes of the parameters, elements of a worker's part) for each group. The parts are equal and even."""
     groups = [[p.count for p in group] for group in how.optimizer.groups_of(parameters)]
     return groups, [2 * math.ceil(sum(group) / (2 * workers)) for group in groups]
@@ -223,36 +241,42 @@ def _overlapping(sizes: Sequence[int], start: int, end: int) -> int:
     return total
 
 
-def each_divided(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+def each_divided(
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
+) -> list[StateBytes]:
     """ZeRO-3: this worker's part of each flattened parameter, of its gradient, its fp32 master and its moments."""
     share, small = _parts(parameters, workers, how)
     optimizer = _masters_and_state(_sub_groups(parameters, workers, how, SUB_GROUP), how)
-    return [Held(width * (share + small), width * share, optimizer)] * workers
+    return [StateBytes(width * (share + small), width * share, optimizer)] * workers
 
 
-def each_divided_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
+def each_divided_on_host(
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = ON_HOST
+) -> list[StateBytes]:
     """ZeRO-3 with offload: gradients exist twice, as they are reduced and as the update on the host reads them."""
     share, small = _parts(parameters, workers, how)
     gradients = (width + FP32) * share
     optimizer = _masters_and_state(_sub_groups(parameters, workers, how, SUB_GROUP), how)
     away = (width * share, gradients, optimizer)
-    return [Held(width * (share + small), gradients, optimizer, on_host=away)] * workers
+    return [StateBytes(width * (share + small), gradients, optimizer, on_host=away)] * workers
 
 
-def each_divided_on_disk(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
+def each_divided_on_disk(
+    parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = ON_HOST
+) -> list[StateBytes]:
     """ZeRO-3 with NVMe: like offload, but a sub-group's masters, their gradients and moments are on the disk."""
     share, small = _parts(parameters, workers, how)
     in_memory = [n for n in _sub_groups(parameters, workers, how, SUB_GROUP_FOR_DISK) if n < LEAST_ON_DISK]
     gradients, optimizer = width * share + FP32 * sum(in_memory), _masters_and_state(in_memory, how)
     away = (width * share, gradients, optimizer)
-    return [Held(width * (share + small), gradients, optimizer, on_host=away)] * workers
+    return [StateBytes(width * (share + small), gradients, optimizer, on_host=away)] * workers
 
 
-def _masters_and_state(sub_groups: Sequence[int], how: How) -> int:
+def _masters_and_state(sub_groups: Sequence[int], how: StateOptions) -> int:
     return FP32 * sum(sub_groups) + how.optimizer.bytes_of(runs(sub_groups))
 
 
-def _sub_groups(parameters: Sequence[Facts], workers: int, how: How, usual: int) -> list[int]:
+def _sub_groups(parameters: Sequence[ParameterShape], workers: int, how: StateOptions, usual: int) -> list[int]:
     """Elements of a worker's part of each sub-group. A sub-group is a run of the parameters of a group."""
     limit = how.sub_group or usual
     sizes = []
@@ -267,7 +291,7 @@ def _sub_groups(parameters: Sequence[Facts], workers: int, how: How, usual: int)
     return sizes
 
 
-def _parts(parameters: Sequence[Facts], workers: int, how: How) -> tuple[int, int]:
+def _parts(parameters: Sequence[ParameterShape], workers: int, how: StateOptions) -> tuple[int, int]:
     """Return elements of (this worker's part of every parameter, small parameters that are kept whole)."""
     share = sum(math.ceil(p.count / workers) for p in parameters)
     return share, sum(p.count for p in parameters if p.count <= how.kept_whole)

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan, Sizes
-from rapidformer_templates.switches.auto_strategy.optimizer_states import Facts, part_of
+from rapidformer_templates.switches.auto_strategy.optimizer_states import ParameterShape, part_of
 from rapidformer_templates.switches.context_parallel.transform import divide_context
 from rapidformer_templates.switches.pipeline_parallel.transform import PipelineCut
 from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
@@ -74,7 +74,9 @@ def no_loss(model: nn.Module) -> Any:
     raise AssertionError("this transform asks for no loss")
 
 
-def local_parameters(model: nn.Module, parameters: Mapping[str, Facts], tensor: int, rank: int) -> dict[str, Facts]:
+def local_parameters(
+    model: nn.Module, parameters: Mapping[str, ParameterShape], tensor: int, rank: int
+) -> dict[str, ParameterShape]:
     """Return the shares of worker ``rank`` of ``tensor`` workers. The first worker has the largest shares.
 
     Raises:

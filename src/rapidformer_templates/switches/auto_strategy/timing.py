@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.setting import Setting
+from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions
 from rapidformer_templates.switches.auto_strategy.trace import Trace
 
 ADAM_TRAFFIC = 28
@@ -28,7 +28,7 @@ BACKWARD_SHARE = 2 / 3
 
 
 @dataclass(frozen=True)
-class Facts:
+class CommunicationSizes:
     """Sizes of a model that communication depends on.
 
     Attributes:
@@ -80,7 +80,12 @@ class Timing:
 
 
 def predict_seconds(
-    layout: Layout, setting: Setting, trace: Trace, facts: Facts, hardware: Hardware, local_world: int
+    layout: Layout,
+    setting: MemoryOptions,
+    trace: Trace,
+    facts: CommunicationSizes,
+    hardware: Hardware,
+    local_world: int,
 ) -> Timing:
     """Predict the seconds of a step of a layout.
 
@@ -120,7 +125,7 @@ def predict_seconds(
     sums, gathered = _data_seconds(layout, setting, facts, width, inside, between)
     hidden = OVERLAP * _hides(layout, setting) * computed
     replicas = layout.shares if layout.partitioning != "none" else 1
-    traffic = ADAM_TRAFFIC + (2 if setting.narrow else 0)  # plus the 16-bit weight
+    traffic = ADAM_TRAFFIC + (2 if setting.masters else 0)  # plus the 16-bit weight
     here = facts.parameters - facts.experts + facts.experts / layout.experts
     update = traffic * here / share / replicas / (hardware.memory_bandwidth * GB)
     return Timing(
@@ -153,7 +158,7 @@ def _in_a_node(layout: Layout, local_world: int) -> bool:
 
 
 def _data_seconds(
-    layout: Layout, setting: Setting, facts: Facts, width: int, inside: float, between: float
+    layout: Layout, setting: MemoryOptions, facts: CommunicationSizes, width: int, inside: float, between: float
 ) -> tuple[float, float]:
     """Seconds that replicas exchange in a step during forward and backward, and after the update, without any overlap.
 
@@ -168,7 +173,7 @@ def _data_seconds(
     parameters = facts.parameters / (layout.tensor * layout.pipeline)
     ring = _in_ring(layout, facts) / inside
     by_parallel_engine = setting.by_parallel_engine(layout)
-    gradient, weight = (setting.narrow.reduce, width) if setting.narrow else (4, 4)
+    gradient, weight = (setting.masters.reduce, width) if setting.masters else (4, 4)
     match layout.partitioning:
         case "none":
             return 2 * ring * gradient, 0.0
@@ -188,7 +193,7 @@ def _data_seconds(
             return (2 * layout.accumulation * width + sums * 4) * ring + 2 * sums * 4 * copies, 0.0
 
 
-def _in_ring(layout: Layout, facts: Facts) -> float:
+def _in_ring(layout: Layout, facts: CommunicationSizes) -> float:
     """Elements that a worker sends in a sum over its replicas.
 
     It has only some divided experts, and fewer peers for them.
@@ -199,7 +204,7 @@ def _in_ring(layout: Layout, facts: Facts) -> float:
     return (of_all + of_experts) / (layout.tensor * layout.pipeline)
 
 
-def _hides(layout: Layout, setting: Setting) -> float:
+def _hides(layout: Layout, setting: MemoryOptions) -> float:
     """Number of micro batches whose computation the exchange can overlap with."""
     if layout.partitioning == "zero-1" and not setting.by_parallel_engine(layout):
         return 0.0  # DeepSpeed's exchange begins after the last backward

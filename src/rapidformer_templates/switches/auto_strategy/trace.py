@@ -225,7 +225,7 @@ def _bytes_of(values: Any) -> int:
 _CAST = torch.ops.aten._to_copy.default
 
 
-class _Watch(LiveStorages):
+class _TraceWatch(LiveStorages):
     """Records live storages, operations and finished gradients of each phase."""
 
     def __init__(self, model: nn.Module, *, dense: bool, sum_type: torch.dtype | None) -> None:
@@ -256,11 +256,11 @@ class _Watch(LiveStorages):
         else:
             result = func(*args, **kwargs)
         if type(result) is FakeTensor:
-            self.see(result)
+            self.track(result)
         else:
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
-                    self.see(leaf)
+                    self.track(leaf)
         if func is _CAST and id(args[0].untyped_storage()) in self._known:
             self._casts.add(id(result.untyped_storage()))
         without = self.live - self.finished
@@ -284,7 +284,7 @@ class _Watch(LiveStorages):
         self._has_gradient = self.finished > 0 or name == "reduce"
         self._phase = (name, stack)
         self._finished_before = self.finished
-        self.restart()
+        self.reset_peak()
         self._without = now
         self._flops = self._traffic = 0
 
@@ -397,7 +397,7 @@ def trace(
     """
     padded = "attention_mask" in batch
     with contextlib.ExitStack() as stack:
-        watch = _Watch(model, dense=not padded, sum_type=sum_type)
+        watch = _TraceWatch(model, dense=not padded, sum_type=sum_type)
         _watch_blocks(model, watch, stack, recompute=recompute, gpu=gpu)
         if offload:
             offloader = Offloader(_NoMemory(), torch.device("cpu"))
@@ -435,7 +435,9 @@ def without_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: str, gpu: bool) -> None:
+def _watch_blocks(
+    model: nn.Module, watch: _TraceWatch, stack: contextlib.ExitStack, *, recompute: str, gpu: bool
+) -> None:
     """Register hooks that begin phases, and wrap blocks for recomputation. ``stack`` restores the blocks at its end."""
     positions = stacks_of(model)
     final = {name: number for name, number in positions.values()}  # noqa: C416 - the last place of each stack
@@ -469,7 +471,7 @@ def _restore_forward(block: nn.Module, before: Any) -> None:
         block.forward = before
 
 
-def _at_input(watch: _Watch) -> Callable[..., None]:
+def _at_input(watch: _TraceWatch) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
         if inputs:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rapidformer_templates.data.collate import check_pads_to_shape
 from rapidformer_templates.data.loader import sample_lengths
-from rapidformer_templates.data.order import Request
+from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.shapes import Shape, choose_shapes, count_batches
 from rapidformer_templates.errors import DataError
@@ -77,14 +77,14 @@ class DynamicOrder:
         parts = [self._samples(epoch, batch) for epoch, batch in self._step(step)]
         return np.concatenate([samples for samples, _ in parts]), np.concatenate([positions for _, positions in parts])
 
-    def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
-        """Yield the requests of the batches of a step whose indices are in ``mine``.
+    def requests(self, step: int, count: int, own_indices: range) -> Iterator[BatchRequest]:
+        """Yield the requests of the batches of a step whose indices are in ``own_indices``.
 
         Batches are ordered by row length, so workers with neighbouring batches wait little for each other.
         """
         assert count == self.micro_batches
         batches = self._step(step)
-        for number in mine:
+        for number in own_indices:
             idle = number >= len(batches)
             epoch, batch = batches[-1 if idle else number]
             samples, positions = self._samples(epoch, batch)
@@ -92,7 +92,7 @@ class DynamicOrder:
                 samples, positions = samples[:1], positions[:1]
             tokens = int(self.lengths[samples].sum())
             shape = self.shapes[self._shape_of[batch]]
-            yield Request(samples.tolist(), (self.seed, Stream.SAMPLE), positions.tolist(), idle, shape, tokens)
+            yield BatchRequest(samples.tolist(), (self.seed, Stream.SAMPLE), positions.tolist(), idle, shape, tokens)
 
     def depends_on(self) -> dict[str, Any]:
         """Return everything that the samples of a step depend on."""

@@ -117,7 +117,7 @@ HYBRID_SHARDING = Switch(
     dimensions=_dimensions,
     engine_options=_options,
     receipt=("copies", "copies_equal", "parameter_bytes", "parameter_bytes_whole"),
-    receipt_hooks="rapidformer_templates.switches.fsdp.receipt:Copies",
+    receipt_hooks="rapidformer_templates.switches.fsdp.receipt:ShardCopies",
     acted=_acted,
     rules=(
         Rule(

@@ -15,7 +15,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by the number of bytes of an element."""
 
 
-class Copies(Receipt):
+class ShardCopies(Receipt):
     """Reports the number of copies of the trained parameters, and whether they are equal bit for bit."""
 
     def after_step(self, engine: Engine) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise,
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LossRecipe:
     """How the loss is computed from the product.
 
     Attributes:
@@ -28,7 +28,7 @@ class Recipe:
     ignored: int = -100
     smoothing: float = 0.0
 
-    def of_words(self, begin: int, end: int) -> Recipe:
+    def of_words(self, begin: int, end: int) -> LossRecipe:
         """Return the recipe for some words, with the constants of these words."""
         steps = (Shift(s.constant[:, begin:end]) if isinstance(s, Shift) else s for s in self.pointwise)
         return replace(self, pointwise=tuple(steps))
@@ -44,7 +44,7 @@ def linear_cross_entropy(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     target: torch.Tensor,
-    recipe: Recipe,
+    recipe: LossRecipe,
     words: VocabularyShard | None = None,
 ) -> torch.Tensor:
     """Return the sum of the cross-entropies of ``hidden @ weight.T + bias`` over the rows that count.
@@ -78,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         target: torch.Tensor,
-        recipe: Recipe,
+        recipe: LossRecipe,
         words: VocabularyShard,
     ) -> torch.Tensor:
         device = hidden.device.type
@@ -116,7 +116,7 @@ def _chunks(target: torch.Tensor, ignored: int, step: int) -> Iterator[Any]:
 
 
 def _loss_and_slope(
-    logits: torch.Tensor, target: torch.Tensor, recipe: Recipe, words: VocabularyShard
+    logits: torch.Tensor, target: torch.Tensor, recipe: LossRecipe, words: VocabularyShard
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (sum of the losses of a chunk, its gradient by the logits)."""
     values = [logits]

@@ -16,7 +16,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.divided_tensor import DividedTensor
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
 from rapidformer_templates.models.vocabulary_loss import LossHead, VocabularyShard
-from rapidformer_templates.switches.fused_loss.linear_cross_entropy import Recipe, linear_cross_entropy
+from rapidformer_templates.switches.fused_loss.linear_cross_entropy import LossRecipe, linear_cross_entropy
 from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise, Scale, Shift, Tanh
 
 SWITCH_FLAG = "--fused-linear-cross-entropy"
@@ -47,7 +47,7 @@ class FusedHead(LossHead):
             return Logits.of(self, hidden)
         return super().__call__(hidden)
 
-    def loss(self, hidden: torch.Tensor, target: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    def loss(self, hidden: torch.Tensor, target: torch.Tensor, recipe: LossRecipe) -> torch.Tensor:
         """Return the sum of the losses of all rows. See :func:`linear_cross_entropy`."""
         return cast(torch.Tensor, super().__call__(hidden, target, recipe))
 
@@ -55,7 +55,7 @@ class FusedHead(LossHead):
         self,
         hidden: torch.Tensor,
         target: torch.Tensor | None = None,
-        recipe: Recipe | None = None,
+        recipe: LossRecipe | None = None,
         words: VocabularyShard | None = None,
     ) -> torch.Tensor:
         if target is None or recipe is None:
@@ -70,7 +70,7 @@ class FusedHead(LossHead):
 
 
 def _by_liger(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, recipe: Recipe
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, recipe: LossRecipe
 ) -> torch.Tensor:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -232,7 +232,7 @@ class Logits(tuple[Any, ...]):
             _refuse("a cross-entropy with weights or without a sum over the rows")
         if self.ndim != 2 or target.ndim != 1 or target.is_floating_point():
             _refuse(f"a cross-entropy of {tuple(self.shape)} and {tuple(target.shape)}, not of rows and their words")
-        recipe = Recipe(self._origin.pointwise, ignore_index, label_smoothing)
+        recipe = LossRecipe(self._origin.pointwise, ignore_index, label_smoothing)
         hidden = self._hidden
         if isinstance(hidden, DividedTensor):
             total = hidden.summed(self._origin.head.loss(hidden.local, hidden.part_of(target), recipe))

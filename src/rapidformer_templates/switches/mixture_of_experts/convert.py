@@ -45,7 +45,7 @@ class MixtureSizes:
 
 
 @dataclass(frozen=True)
-class Shape:
+class FeedForwardNames:
     """The submodule names of a feed-forward in an architecture.
 
     ``activation`` and ``dropout`` list alternative names.
@@ -59,16 +59,16 @@ class Shape:
 
 
 SHAPES = (
-    Shape("up_proj", "down_proj", gate="gate_proj"),  # llama, mistral, qwen2, qwen3, gemma, olmo2 …
-    Shape("c_fc", "c_proj", dropout=("dropout", "residual_dropout")),  # gpt2, gpt_neo, starcoder2
-    Shape("dense_h_to_4h", "dense_4h_to_h"),  # gpt_neox, falcon
-    Shape("fc_in", "fc_out", dropout=("dropout",)),  # gptj
-    Shape("fc1", "fc2"),  # phi
-    Shape("up_proj", "down_proj"),  # nemotron
+    FeedForwardNames("up_proj", "down_proj", gate="gate_proj"),  # llama, mistral, qwen2, qwen3, gemma, olmo2 …
+    FeedForwardNames("c_fc", "c_proj", dropout=("dropout", "residual_dropout")),  # gpt2, gpt_neo, starcoder2
+    FeedForwardNames("dense_h_to_4h", "dense_4h_to_h"),  # gpt_neox, falcon
+    FeedForwardNames("fc_in", "fc_out", dropout=("dropout",)),  # gptj
+    FeedForwardNames("fc1", "fc2"),  # phi
+    FeedForwardNames("up_proj", "down_proj"),  # nemotron
 )
 """Feed-forwards that are a single module of a block."""
 
-SPLIT = Shape("intermediate.dense", "output.dense", activation=("intermediate.intermediate_act_fn",))
+SPLIT = FeedForwardNames("intermediate.dense", "output.dense", activation=("intermediate.intermediate_act_fn",))
 """The feed-forward of bert, roberta, electra …: two modules. The second also adds the input and normalizes."""
 
 GATE_DEVIATION = 0.02
@@ -89,7 +89,7 @@ class FeedForward:
     block: nn.Module
     name: str
     module: nn.Module
-    shape: Shape
+    shape: FeedForwardNames
 
     def replace(self, sparse: nn.Module) -> None:
         self.block.set_submodule(self.name, sparse)
@@ -108,7 +108,7 @@ def find_feed_forward(block: nn.Module) -> FeedForward | None:
     return None
 
 
-def _fits(module: nn.Module, shape: Shape) -> bool:
+def _fits(module: nn.Module, shape: FeedForwardNames) -> bool:
     parts = {name for name, part in module.named_modules() if _is_linear(part)}
     needed = {name for name in (shape.up, shape.down, shape.gate) if name}
     # There is no other linear layer, except in a block, which also contains its attention.
@@ -119,12 +119,12 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _activation(module: nn.Module, shape: Shape) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _activation(module: nn.Module, shape: FeedForwardNames) -> Callable[[torch.Tensor], torch.Tensor] | None:
     activations = (_part(module, name) for name in shape.activation)
     return next((part for part in activations if callable(part)), None)
 
 
-def _dropout(module: nn.Module, shape: Shape) -> nn.Module | None:
+def _dropout(module: nn.Module, shape: FeedForwardNames) -> nn.Module | None:
     dropout = next((part for part in (_part(module, name) for name in shape.dropout) if part is not None), None)
     return nn.Dropout(dropout) if isinstance(dropout, float) else dropout
 

@@ -51,7 +51,7 @@ def trace(model: nn.Module, blocks: Mapping[str, nn.Module], compute_loss: Calla
             computed between them, or the loss uses their side outputs.
         RapidformerError: the hook calls the model more than once, or not at all.
     """
-    watch = _Watch(blocks)
+    watch = _FlowRecorder(blocks)
     frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
     inside = {id(module) for block in blocks.values() for module in block.modules()}
     around = holders(model, blocks)
@@ -124,7 +124,7 @@ def holders(model: nn.Module, blocks: Mapping[str, nn.Module]) -> set[str]:
     return {".".join(name[:depth]) for name in parts for depth in range(len(name))}
 
 
-class _Watch:
+class _FlowRecorder:
     """Records one forward."""
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
@@ -212,7 +212,7 @@ class _Watch:
 class _Skipping(Placeholder):
     """Replaces a block while the forward is traced."""
 
-    def __init__(self, watch: _Watch, name: str, block: nn.Module) -> None:
+    def __init__(self, watch: _FlowRecorder, name: str, block: nn.Module) -> None:
         super().__init__()
         self.__dict__.update(facts_of(block))
         self._skip, self._name_in_model = watch.skip, name

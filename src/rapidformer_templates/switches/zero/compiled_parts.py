@@ -53,7 +53,7 @@ class PartError(RapidformerError):
 
 
 @dataclass(frozen=True)
-class Part:
+class CompiledPart:
     """A compiled part: DeepSpeed's builder, its subfolders, the switches that need it, its build time on 2 cores."""
 
     builder: str
@@ -64,8 +64,8 @@ class Part:
 
 # DeepSpeed's shm_comm is missing here on purpose: see :func:`leave_out_shm_comm`.
 PARTS = {
-    "cpu_adam": Part("CPUAdamBuilder", ("cpu_adam",), ("cpu-offload", "nvme-offload"), "about a minute"),
-    "async_io": Part("AsyncIOBuilder", ("async_io", "pin_memory"), ("nvme-offload",), "about five minutes"),
+    "cpu_adam": CompiledPart("CPUAdamBuilder", ("cpu_adam",), ("cpu-offload", "nvme-offload"), "about a minute"),
+    "async_io": CompiledPart("AsyncIOBuilder", ("async_io", "pin_memory"), ("nvme-offload",), "about five minutes"),
 }
 
 
