@@ -84,7 +84,7 @@ class Case:
     def setting(self, shapes: ModelShapes) -> MemoryOptions:
         """Return the memory settings in the plan of these flags that are not part of the layout."""
         words = [word for word in self.flags if word != OFFLOAD]  # a CPU refuses this flag
-        config = REGISTRY.adopt(parse(words, REGISTRY.options()))
+        config = REGISTRY.merge_files(parse(words, REGISTRY.options()))
         place = detect("Trainer", "benchmark", device="cpu", world_size=self.layout.world)
         return replace(memory_options_of(resolve(config, place), shapes.width), offloads_activations=self.offload)
 

@@ -53,7 +53,7 @@ def _foreign(path: Path) -> Iterator[tuple[str, int]]:
                 yield from ((part, node.lineno) for alias in names for part in alias.name.split("."))
             case ast.Attribute(attr=name):
                 yield name, node.lineno
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr" | "install"), args=args):
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr" | "patch_function"), args=args):
                 yield from (
                     (a.value, a.lineno) for a in args if isinstance(a, ast.Constant) and isinstance(a.value, str)
                 )

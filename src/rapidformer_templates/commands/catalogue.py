@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rapidformer_templates.commands.compatibility import Pairs, beside_groups, compatibility, refused_pairs, whose
+from rapidformer_templates.commands.compatibility import Pairs, against_groups, compatibility, refused_pairs, whose
 from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
@@ -94,8 +94,8 @@ def _rules_page(registry: Registry) -> str:
 
 
 def filled(page: str, registry: Registry, pairs: Pairs) -> str:
-    """Return a page in which the current table of :func:`beside_groups` is between the lines :data:`MARKS`."""
-    header, *rows = beside_groups(registry, pairs)
+    """Return a page in which the current table of :func:`against_groups` is between the lines :data:`MARKS`."""
+    header, *rows = against_groups(registry, pairs)
     before, rest = page.split(MARKS[0], 1)
     return before + f"{MARKS[0]}\n\n{table(header, rows)}\n\n" + MARKS[1] + rest.split(MARKS[1], 1)[1]
 
@@ -173,9 +173,9 @@ def _matrix(registry: Registry, pairs: Pairs) -> str:
     return table(["", *numbers], rows)
 
 
-def _refused(found: Sequence[tuple[tuple[Rule, ...], list[str]]]) -> str:
+def _refused(pairs: Sequence[tuple[tuple[Rule, ...], list[str]]]) -> str:
     rows = []
-    for rules, names in found:
+    for rules, names in pairs:
         codes, reasons = " ".join(rule.code for rule in rules), ", ".join(dict.fromkeys(map(whose, rules)))
         rows.append((codes, reasons, str(len(names)), ", ".join(names)))
     return table(("rules", "source of the reason", "pairs", "which"), rows)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.commands.predict import GenerationFlags, precision
-from rapidformer_templates.commands.words import parser_of_saved, words_of_saved
+from rapidformer_templates.commands.saved_model_parser import parser_of_saved, words_of_saved
 from rapidformer_templates.data.text.files import NOT_UTF8, UTF8_HINT
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import subset_of_flags
@@ -67,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model or a flag cannot be used.
     """
-    path, given = words_of_saved(build_parser(), argv)
+    path, values = words_of_saved(build_parser(), argv)
 
     saved = find_saved(path)
-    config = saved.config(user=ChatOptions, **given)
+    config = saved.config(user=ChatOptions, **values)
     task = load_saved_task(config, saved)
     if task.auto_class != "AutoModelForCausalLM":
         hint = f"rapidformer predict {path} --input FILE --output FILE predicts the rows of a file"
@@ -81,12 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rapidformer_templates.system import accelerator
     from rapidformer_templates.system.workers import join
 
-    asked = config.user
+    options = config.user
     with join(detect(None, "", device=config.launch.device).device) as workers:
         model: Any = task.build_model().eval()
         accelerator.move(model, workers.device)
-        generation = Generation(asked.max_new_tokens, asked.temperature, config.training.seed)
-        conversation = Conversation(model, task.tokenizer, generation, asked.system)
+        generation = Generation(options.max_new_tokens, options.temperature, config.training.seed)
+        conversation = Conversation(model, task.tokenizer, generation, options.system)
         if conversation.is_plain:
             print("note: the tokenizer has no chat template: a plain one is used", file=sys.stderr)
         with precision(config, workers):

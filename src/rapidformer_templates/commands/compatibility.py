@@ -33,24 +33,24 @@ class CompatibilityTable:
 
     Attributes:
         templates: first letters of the templates that accept the switches.
-        added: whether a switch requires something that is added.
+        needs_additions: whether a switch requires something that is added.
         refusals: broken rules of the template with the fewest of them. Empty if a template accepts the switches.
     """
 
     templates: str
-    added: bool
+    needs_additions: bool
     refusals: tuple[Rule, ...]
 
     @property
     def cell(self) -> str:
-        return (self.templates + "+" * self.added) or "–"
+        return (self.templates + "+" * self.needs_additions) or "–"
 
 
-def together(registry: Registry, *switches: Switch) -> CompatibilityTable:
+def compatibility_of(registry: Registry, *switches: Switch) -> CompatibilityTable:
     """Check a run with these switches against the rules, in every template."""
     values = {name: value for switch in switches for name, value in switch.on.items()}
     config = registry.complete(RunConfig()).replace("matrix", **values)
-    letters, added, refusals = "", False, []
+    letters, needs_additions, refusals = "", False, []
     for template in TEMPLATES:
         environment = dataclasses.replace(MATRIX_MACHINE, template=template)
         additions, rules = with_additions(build_request(config, environment, registry.switches), registry)
@@ -58,19 +58,21 @@ def together(registry: Registry, *switches: Switch) -> CompatibilityTable:
             refusals.append(rules)
         else:
             letters += template[0]
-            added |= bool(additions)
-    return CompatibilityTable(letters, added, () if letters else min(refusals, key=len))
+            needs_additions |= bool(additions)
+    return CompatibilityTable(letters, needs_additions, () if letters else min(refusals, key=len))
 
 
 def with_additions(request: Request, registry: Registry) -> tuple[list[Change], tuple[Rule, ...]]:
     """Return the changes that the request needs to be accepted, and the rules that it breaks even with them."""
-    added: list[Change] = []
-    while refusals := registry.refusals(apply(request, added, registry)):
-        change = next((c for _, finding in refusals for c in finding.changes if c.cost == ADD and c not in added), None)
+    changes: list[Change] = []
+    while refusals := registry.refusals(apply(request, changes, registry)):
+        change = next(
+            (c for _, finding in refusals for c in finding.changes if c.cost == ADD and c not in changes), None
+        )
         if change is None:
-            return added, tuple({rule.code: rule for rule, _ in refusals}.values())
-        added.append(change)
-    return added, ()
+            return changes, tuple({rule.code: rule for rule, _ in refusals}.values())
+        changes.append(change)
+    return changes, ()
 
 
 Pairs = Sequence[Sequence[CompatibilityTable]]
@@ -80,7 +82,7 @@ Pairs = Sequence[Sequence[CompatibilityTable]]
 def compatibility(registry: Registry) -> Iterator[list[CompatibilityTable]]:
     """Yield, for each switch, its compatibility with each switch up to itself."""
     for i, switch in enumerate(registry.switches):
-        yield [together(registry, switch, other) for other in registry.switches[: i + 1]]
+        yield [compatibility_of(registry, switch, other) for other in registry.switches[: i + 1]]
 
 
 def whose(rule: Rule) -> str:
@@ -94,15 +96,15 @@ def whose(rule: Rule) -> str:
 def refused_pairs(registry: Registry, pairs: Pairs) -> list[tuple[tuple[Rule, ...], list[str]]]:
     """Return the pairs that no template accepts, grouped by the rules that refuse them, largest group first."""
     rules: dict[tuple[str, ...], tuple[Rule, ...]] = {}
-    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    pairs_by_rules: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for (i, row), switch in zip(enumerate(pairs), registry.switches, strict=True):
         for other, pair in zip(registry.switches[:i], row, strict=False):
             if pair.refusals:
                 codes = tuple(rule.code for rule in pair.refusals)
                 rules[codes] = pair.refusals
-                found[codes].append(f"{other.name} × {switch.name}")
-    order = sorted(found, key=lambda codes: (-len(found[codes]), codes))
-    return [(rules[codes], found[codes]) for codes in order]
+                pairs_by_rules[codes].append(f"{other.name} × {switch.name}")
+    order = sorted(pairs_by_rules, key=lambda codes: (-len(pairs_by_rules[codes]), codes))
+    return [(rules[codes], pairs_by_rules[codes]) for codes in order]
 
 
 def _makes_groups(switch: Switch) -> bool:
@@ -110,7 +112,7 @@ def _makes_groups(switch: Switch) -> bool:
     return bool(switch.sizes) or switch.dimensions is not Switch.dimensions
 
 
-def beside_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:
+def against_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:
     """Return a table of each switch against the switches that divide the workers into groups.
 
     These switches divide a model, samples or sequences over separate groups of workers. A cell is "yes", or the codes
@@ -119,8 +121,8 @@ def beside_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:
     dividing = [(i, switch) for i, switch in enumerate(registry.switches) if _makes_groups(switch)]
     table = [["", *(switch.name for _, switch in dividing)]]
     for i, switch in enumerate(registry.switches):
-        beside = [pairs[max(i, j)][min(i, j)] for j, _ in dividing]
-        codes = [" ".join(rule.code for rule in pair.refusals) for pair in beside]
+        cells = [pairs[max(i, j)][min(i, j)] for j, _ in dividing]
+        codes = [" ".join(rule.code for rule in pair.refusals) for pair in cells]
         names = ["" if i == j else code or "yes" for (j, _), code in zip(dividing, codes, strict=True)]
         table.append([switch.name, *names])
     return table
@@ -128,7 +130,9 @@ def beside_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:
 
 def accepted(registry: Registry, size: int) -> tuple[int, int]:
     """Return (number accepted, number of all) combinations of ``size`` switches."""
-    verdicts = [bool(together(registry, *some).templates) for some in itertools.combinations(registry.switches, size)]
+    verdicts = [
+        bool(compatibility_of(registry, *some).templates) for some in itertools.combinations(registry.switches, size)
+    ]
     return sum(verdicts), len(verdicts)
 
 

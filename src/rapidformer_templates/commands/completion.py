@@ -10,7 +10,7 @@ from typing import Any
 
 import shtab
 
-from rapidformer_templates.commands.words import Parser
+from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.planning.config import build_parser as flags_parser
 from rapidformer_templates.planning.config import field_types, value_kind
 from rapidformer_templates.planning.flags import SECTIONS
@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: words after ``rapidformer completion``.
     """
-    asked = build_parser().parse_args(argv)
-    print(shtab.complete(whole_parser(), asked.shell))
+    options = build_parser().parse_args(argv)
+    print(shtab.complete(whole_parser(), options.shell))
     return 0
 
 
@@ -50,14 +50,14 @@ def whole_parser() -> argparse.ArgumentParser:
 
     parser = _training_parser("rapidformer", [])
     commands = parser.add_subparsers()
-    there: dict[str, argparse.ArgumentParser] = {
+    parsers: dict[str, argparse.ArgumentParser] = {
         "plan": _training_parser("rapidformer plan", [PlanFlags]),
         "switches": _plain_parser("switches", {"--markdown": {"action": "store_true"}}),
         "explain": _plain_parser("explain", {"code": {"choices": [rule.code for rule in REGISTRY.all_rules]}}),
         "doctor": _plain_parser("doctor", {"--json": {"action": "store_true"}, "--build": {"action": "store_true"}}),
     }
-    there |= {name: load_object(f"{module}:build_parser")() for name, module in OTHERS.items()}
-    for name, command in there.items():
+    parsers |= {name: load_object(f"{module}:build_parser")() for name, module in OTHERS.items()}
+    for name, command in parsers.items():
         # The existing parser of the command replaces the one that argparse creates.
         commands.add_parser(name, help=command.description or name)
         commands.choices[name] = command

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rapidformer_templates.commands.words import Parser
+from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.config import dashed
 from rapidformer_templates.system.signals import interruptible

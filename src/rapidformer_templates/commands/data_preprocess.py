@@ -43,12 +43,12 @@ def tokenizer_of(options: argparse.Namespace) -> Any:
         ModelError: a file is missing, or the type needs another kind of file.
     """
     kind = options.tokenizer_type or "HuggingFaceTokenizer"
-    asked = {name: value for name in set().union(*TOKENIZER_FLAGS.values()) if (value := getattr(options, name))}
-    for name in sorted(asked.keys() - TOKENIZER_FLAGS[kind]):
+    named = {name: value for name in set().union(*TOKENIZER_FLAGS.values()) if (value := getattr(options, name))}
+    for name in sorted(named.keys() - TOKENIZER_FLAGS[kind]):
         kinds = [other for other, flags in TOKENIZER_FLAGS.items() if name in flags]
         hint = f"leave it out, or choose --tokenizer-type {' or '.join(kinds)}"
         raise ConfigError(f"{spelling(name)} has no effect on a {kind}", where=spelling(name), hint=hint)
-    return load_tokenizer(RunConfig().replace("command line", tokenizer_type=kind, **asked))
+    return load_tokenizer(RunConfig().replace("command line", tokenizer_type=kind, **named))
 
 
 def main(options: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ def main(options: argparse.Namespace) -> int:
         vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
         text_unit=options.text_unit,
     )
-    made = preprocess(
+    result = preprocess(
         files,
         options.output_prefix,
         recipe,
@@ -80,46 +80,52 @@ def main(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
     )
     if options.json:
-        print(to_json(_facts(made, vocabulary)), end="")
+        print(to_json(_facts(result, vocabulary)), end="")
     else:
-        _show(made, vocabulary)
+        _show(result, vocabulary)
     return 0
 
 
-def _show(made: PreprocessResult, vocabulary: int) -> None:
-    for key, prefix in made.prefix.items():
-        documents, tokens, empty = made.documents[key], made.tokens[key], made.empty[key]
+def _show(result: PreprocessResult, vocabulary: int) -> None:
+    for key, prefix in result.prefix.items():
+        documents, tokens, empty = result.documents[key], result.tokens[key], result.empty[key]
         left_out = f"; {empty:,} empty document{'s' if empty > 1 else ''} left out" if empty else ""
-        print(f"{prefix}: {documents:,} documents, {tokens:,} tokens ({made.dtype}){left_out}")
+        print(f"{prefix}: {documents:,} documents, {tokens:,} tokens ({result.dtype}){left_out}")
     print(f"vocabulary: {vocabulary:,} tokens, padded to {padded_vocab_size(vocabulary):,} in the model")
     equal = (
         ""
-        if made.way == "whole"
-        else f", same tokens as the plain one on hard texts and on {made.compared:,} of these tokens"
+        if result.way == "whole"
+        else f", same tokens as the plain one on hard texts and on {result.compared:,} of these tokens"
     )
-    print(f"tokenizer: {TITLES[made.way]}{equal}")
-    for note in made.notes:
+    print(f"tokenizer: {TITLES[result.way]}{equal}")
+    for note in result.notes:
         print(f"note: {note}")
-    if made.skipped_file:
-        print(f"{made.skipped:,} bad lines left out, listed in {made.skipped_file}:")
-        for line in made.examples:
+    if result.skipped_file:
+        print(f"{result.skipped:,} bad lines left out, listed in {result.skipped_file}:")
+        for line in result.examples:
             print(f"  {line}")
-    tokens, documents = sum(made.tokens.values()), sum(made.documents.values())
-    print(f"{made.seconds:.1f} s, {tokens / made.seconds:,.0f} tokens/s, {documents / made.seconds:,.0f} documents/s")
+    tokens, documents = sum(result.tokens.values()), sum(result.documents.values())
+    seconds = result.seconds
+    print(f"{seconds:.1f} s, {tokens / seconds:,.0f} tokens/s, {documents / seconds:,.0f} documents/s")
 
 
-def _facts(made: PreprocessResult, vocabulary: int) -> dict[str, Any]:
+def _facts(result: PreprocessResult, vocabulary: int) -> dict[str, Any]:
     return {
         "sets": [
-            {"prefix": prefix, "documents": made.documents[key], "tokens": made.tokens[key], "empty": made.empty[key]}
-            for key, prefix in made.prefix.items()
+            {
+                "prefix": prefix,
+                "documents": result.documents[key],
+                "tokens": result.tokens[key],
+                "empty": result.empty[key],
+            }
+            for key, prefix in result.prefix.items()
         ],
-        "dtype": made.dtype,
+        "dtype": result.dtype,
         "vocabulary": vocabulary,
         "padded_vocabulary": padded_vocab_size(vocabulary),
-        "skipped": made.skipped,
-        "way": made.way,
-        "compared_tokens": made.compared,
-        "notes": made.notes,
-        "seconds": made.seconds,
+        "skipped": result.skipped,
+        "way": result.way,
+        "compared_tokens": result.compared,
+        "notes": result.notes,
+        "seconds": result.seconds,
     }

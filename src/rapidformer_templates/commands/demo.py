@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rapidformer_templates.commands.words import Parser
+from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import DataError, ModelError
 
 INSTALL = "pip install 'rapidformer_templates[demo]'"
@@ -124,9 +124,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def training_words(model: Path, data: Path, run: Path) -> list[str]:
     """Return the flags of the black-box command. The model's folder is relative to the current one if possible."""
-    seen = model.relative_to(Path.cwd()) if model.is_relative_to(Path.cwd()) else model
+    relative = model.relative_to(Path.cwd()) if model.is_relative_to(Path.cwd()) else model
     return [
-        *("--task", "sequence_classification", "--pretrained-model-name-or-path", str(seen)),
+        *("--task", "sequence_classification", "--pretrained-model-name-or-path", str(relative)),
         *("--data-dir", str(data), "--data-name", DATA_NAME),
         *("--seq-length", "64", "--epochs", "1", "--micro-batch-size", "8"),
         *("--lr", "2e-4", "--lr-warmup-fraction", "0.1", "--log-interval", "5"),
@@ -134,12 +134,12 @@ def training_words(model: Path, data: Path, run: Path) -> list[str]:
     ]
 
 
-def _free_folder(wanted: Path) -> Path:
+def _free_folder(preferred: Path) -> Path:
     """Return a run folder that does not exist yet, so that an earlier demo is never overwritten."""
-    names = itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(2)))
+    names = itertools.chain([preferred], (preferred.with_name(f"{preferred.name}-{n}") for n in itertools.count(2)))
     run = next(name for name in names if not name.exists())
-    if run != wanted:
-        print(f"{wanted} already exists and is left unchanged; this run goes to {run}")
+    if run != preferred:
+        print(f"{preferred} already exists and is left unchanged; this run goes to {run}")
     return run
 
 
@@ -149,13 +149,13 @@ def _run(command: list[str]) -> int:
     A terminal sends Ctrl-C to the command as well. It then saves and exits, and this process waits for it.
     """
     with subprocess.Popen(command) as process:
-        kept = {
+        handlers = {
             signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
             signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number)),
         }
         try:
             status = process.wait()
         finally:
-            for number, handler in kept.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
     return status if status >= 0 else 128 - status

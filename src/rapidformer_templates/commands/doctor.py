@@ -114,16 +114,16 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rapidformer doctor", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--build", nargs="*", metavar="PART")
-    asked, unknown = parser.parse_known_args(words)
-    names = asked.build or []
+    options, unknown = parser.parse_known_args(words)
+    names = options.build or []
     if wrong := [*unknown, *(name for name in names if name not in deepspeed_parts.PARTS)]:
         hint = f"rapidformer doctor [--json] [--build [{' | '.join(deepspeed_parts.PARTS)} …]]"
         raise ConfigError(f"unexpected argument '{wrong[0]}'", hint=hint)
     device = "cpu" if environment.detect_gpu() is None else "cuda"
-    if asked.build is not None:
+    if options.build is not None:
         _build(names or [part for part in deepspeed_parts.PARTS if not build_tools.problems(part, device)], device)
     report = examine(device)
-    if asked.json:
+    if options.json:
         print(json.dumps(report, indent=2))
     else:
         show(report)
@@ -162,8 +162,8 @@ def _machine(torch: dict[str, Any]) -> dict[str, Any]:
     ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
-    if limit.exists() and (given := limit.read_text(encoding="utf-8").strip()).isdigit():
-        memory = min(memory, int(given))
+    if limit.exists() and (limit_text := limit.read_text(encoding="utf-8").strip()).isdigit():
+        memory = min(memory, int(limit_text))
     return {
         "python": platform.python_version(),
         "rapidformer_templates": _version("rapidformer_templates"),
@@ -236,16 +236,16 @@ def probe(modules: dict[str, str]) -> dict[str, dict[str, Any]]:
     If a module crashes or hangs, another round tries the remaining modules without it.
     """
     results: dict[str, dict[str, Any]] = {}
-    left = dict(modules)
-    while left:
-        lines, end = _import_all(left)
-        told = [json.loads(line) for line in lines if line.startswith(('{"start": ', '{"end": '))]
-        results |= {line["end"]: line for line in told if "end" in line}
-        left = {name: module for name, module in left.items() if name not in results}
-        if left:
-            started = [line["start"] for line in told if line.get("start") in left]
-            results[started[0] if started else next(iter(left))] = {"error": f"{end} while it was imported"}
-            left = {name: module for name, module in left.items() if name not in results}
+    remaining = dict(modules)
+    while remaining:
+        lines, end = _import_all(remaining)
+        reports = [json.loads(line) for line in lines if line.startswith(('{"start": ', '{"end": '))]
+        results |= {line["end"]: line for line in reports if "end" in line}
+        remaining = {name: module for name, module in remaining.items() if name not in results}
+        if remaining:
+            started = [line["start"] for line in reports if line.get("start") in remaining]
+            results[started[0] if started else next(iter(remaining))] = {"error": f"{end} while it was imported"}
+            remaining = {name: module for name, module in remaining.items() if name not in results}
     return results
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from rapidformer_templates.commands.words import in_workers, parser_of_saved, words_of_saved
+from rapidformer_templates.commands.saved_model_parser import in_workers, parser_of_saved, words_of_saved
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, subset_of_flags
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
@@ -88,12 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model, the data or a flag cannot be used.
     """
-    path, given = words_of_saved(build_parser(), argv)
+    path, values = words_of_saved(build_parser(), argv)
 
     saved = find_saved(path)
-    _check_hooks(saved, given)
-    own_data = not any(name in given for name in WHERE)
-    config = _config(saved, given, own_data=own_data)
+    _check_hooks(saved, values)
+    own_data = not any(name in values for name in WHERE)
+    config = _config(saved, values, own_data=own_data)
 
     from rapidformer_templates.run.fit import evaluate
 
@@ -112,33 +112,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return in_workers(config.launch.nproc_per_node, config.launch.master_port, check, body)
 
 
-def _check_hooks(saved: SavedModel, given: dict[str, Any]) -> None:
+def _check_hooks(saved: SavedModel, values: dict[str, Any]) -> None:
     """Refuse an evaluation whose metrics would not be those of the run's script.
 
     Raises:
         ConfigError: the script overrides a hook of the metrics, and the command names no task.
     """
-    own = [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]
-    if own and "task" not in given:
+    metric_hooks = [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]
+    if metric_hooks and "task" not in values:
         raise ConfigError(
-            f"the run's script has its own {own[0]}, which only the script knows",
+            f"the run's script has its own {metric_hooks[0]}, which only the script knows",
             where=str(saved.run),
             hint="--task NAME with --data-dir and --data-name evaluates by the library's metrics of that task",
         )
 
 
-def _config(saved: SavedModel, given: dict[str, Any], *, own_data: bool) -> RunConfig:
+def _config(saved: SavedModel, values: dict[str, Any], *, own_data: bool) -> RunConfig:
     """Return the flags of the evaluation as the configuration of a run that does not train.
 
     Raises:
         ConfigError: no data is named and the run has none, or ``--part`` is given for the run's own data.
     """
-    of_the_place = [place for name, place in WITHIN.items() if name in given and place not in given]
+    of_the_place = [place for name, place in WITHIN.items() if name in values and place not in values]
     names = (*OF_THE_RUN, *(OF_ITS_DATA if own_data else of_the_place))
     of_a_run: dict[str, Any] = {"no_save": True, "lr": 0.0, "train_iters": 1}
-    if "data_path" in given and "split" not in given:
+    if "data_path" in values and "split" not in values:
         of_a_run["split"] = "0,1,0"
-    config = saved.config(names, EvaluateFlags, **of_a_run, **given)
+    config = saved.config(names, EvaluateFlags, **of_a_run, **values)
     if own_data and not {"data_dir", "data_name", "data_path"}.intersection(config.origins):
         hint = "name data with --data-dir and --data-name"
         raise ConfigError("no data is named, and there is no run to take it from", where="--data-dir", hint=hint)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rapidformer_templates.commands.words import Parser
+from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.planning.config import dashed
 from rapidformer_templates.run.folder import RunFolder
@@ -37,22 +37,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: there is nothing to export, or the output exists already.
         CheckpointError: the checkpoint is incomplete.
     """
-    asked = build_parser().parse_args(dashed(sys.argv[1:] if argv is None else argv))
-    run = RunFolder(asked.run)
+    options = build_parser().parse_args(dashed(sys.argv[1:] if argv is None else argv))
+    run = RunFolder(options.run)
     if not run.path.exists():
         raise ConfigError(f"{run.path} does not exist", where="RUN", hint="name the --save folder of a run")
     adapters = next((f for f in (run.export, run.path) if (f / ADAPTERS).is_file()), None)
-    if asked.base and not asked.merge:
+    if options.base and not options.merge:
         raise ConfigError(
             "only --merge reads the base of adapters", where="--base", hint="add --merge, or leave it out"
         )
-    if asked.step is None and asked.merge and adapters:
-        output = _output(asked, adapters.with_name("merged"), reads=adapters)
-        _merge(adapters, output, asked.base)
-    elif asked.step is None and run.export.is_dir() and not asked.output:
-        raise _is_there(run, asked.merge, adapters)
+    if options.step is None and options.merge and adapters:
+        output = _output(options, adapters.with_name("merged"), reads=adapters)
+        _merge(adapters, output, options.base)
+    elif options.step is None and run.export.is_dir() and not options.output:
+        raise _is_there(run, options.merge, adapters)
     else:
-        output = _export(run, asked)
+        output = _export(run, options)
     print(f"wrote {output}")
     return 0
 
@@ -96,9 +96,9 @@ def _is_there(run: RunFolder, merge: bool, adapters: Path | None) -> ConfigError
     return ConfigError(f"{run.export} already holds the model", where="RUN", hint=hint)
 
 
-def _export(run: RunFolder, asked: argparse.Namespace) -> Path:
+def _export(run: RunFolder, options: argparse.Namespace) -> Path:
     """Export a checkpoint and return the output folder."""
-    step, why = _step(run, asked.step, merge=asked.merge)
+    step, why = _step(run, options.step, merge=options.merge)
     if not run.model.is_dir():
         raise ConfigError(
             f"{run.path} does not say what its model is: it was made by an earlier version",
@@ -106,10 +106,10 @@ def _export(run: RunFolder, asked: argparse.Namespace) -> Path:
             hint="finish it with --resume, which exports it",
         )
     is_adapted = (run.model / ADAPTERS).is_file()
-    if asked.merge and not is_adapted:
+    if options.merge and not is_adapted:
         raise ConfigError(f"{run.path} trains no adapters", where="--merge", hint="leave it out")
-    name = ("merged" if asked.merge else "export") + (f"-step-{asked.step}" if asked.step is not None else "")
-    output = _output(asked, run.path / name, reads=run.model)
+    name = ("merged" if options.merge else "export") + (f"-step-{options.step}" if options.step is not None else "")
+    output = _output(options, run.path / name, reads=run.model)
 
     from rapidformer_templates.run.checkpoint.check import problem_of
     from rapidformer_templates.run.checkpoint.format import folder_of
@@ -122,12 +122,12 @@ def _export(run: RunFolder, asked: argparse.Namespace) -> Path:
         raise CheckpointError(f"the checkpoint cannot be used: {problem}", where=str(checkpoint), hint=hint)
     print(f"from {checkpoint}{why}", file=sys.stderr)
     averages = "ema_decay" in values_of(run.path)
-    if not asked.merge:
+    if not options.merge:
         export_checkpoint(checkpoint, run.model, output, averages=averages)
         return output
     with tempfile.TemporaryDirectory(prefix=".adapters-", dir=run.path) as folder:
         export_checkpoint(checkpoint, run.model, Path(folder, "adapters"), averages=averages)
-        _merge(Path(folder, "adapters"), output, asked.base)
+        _merge(Path(folder, "adapters"), output, options.base)
     return output
 
 
@@ -137,9 +137,9 @@ def _merge(adapters: Path, output: Path, base: str | None) -> None:
     merge(adapters, output, base)
 
 
-def _output(asked: argparse.Namespace, default: Path, *, reads: Path) -> Path:
-    output = Path(asked.output) if asked.output else default
-    if output.exists() and not asked.overwrite:
+def _output(options: argparse.Namespace, default: Path, *, reads: Path) -> Path:
+    output = Path(options.output) if options.output else default
+    if output.exists() and not options.overwrite:
         raise ConfigError(f"{output} already exists", where="--output", hint="give another one, or --overwrite")
     if output.resolve() == reads.resolve():
         what = "the adapters" if (reads / ADAPTERS).is_file() else "the run's description of its model"
@@ -163,18 +163,20 @@ def _steps(run: RunFolder) -> list[int]:
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
-def _step(run: RunFolder, asked: int | None, *, merge: bool) -> tuple[int, str]:
+def _step(run: RunFolder, step: int | None, *, merge: bool) -> tuple[int, str]:
     """Return the step to export, and a text for the user with the reason for this choice."""
     steps = _steps(run)
     if not steps:
         hint = "name the --save folder of a run that has written a checkpoint"
         what = "no adapters, and no checkpoint" if merge else "no checkpoint"
         raise ConfigError(f"{run.path} holds {what}", where="RUN", hint=hint)
-    if asked is not None and asked not in steps:
-        there = ", ".join(map(str, steps))
-        raise ConfigError(f"{run.path} holds no checkpoint of step {asked}", where="--step", hint=f"there is: {there}")
-    if asked is not None:
-        return asked, ""
+    if step is not None and step not in steps:
+        existing = ", ".join(map(str, steps))
+        raise ConfigError(
+            f"{run.path} holds no checkpoint of step {step}", where="--step", hint=f"there is: {existing}"
+        )
+    if step is not None:
+        return step, ""
     try:
         state = json.loads((run.checkpoints / f"step-{steps[0]}" / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -169,28 +169,28 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
         ConfigError: a flag or a value cannot be used.
     """
     config = parse(words, switch_options(), user=PlanFlags)
-    asked: PlanFlags = config.user
-    own = {field.name for field in dataclasses.fields(PlanFlags)}
-    origins = {name: origin for name, origin in config.origins.items() if name not in own}
-    config = REGISTRY.adopt(dataclasses.replace(config, user=None, origins=origins))
+    options: PlanFlags = config.user
+    own_flags = {field.name for field in dataclasses.fields(PlanFlags)}
+    origins = {name: origin for name, origin in config.origins.items() if name not in own_flags}
+    config = REGISTRY.merge_files(dataclasses.replace(config, user=None, origins=origins))
     template, origin = choose_template(config)
     detected = environment.detect(
         template,
         origin,
         device=config.launch.device,
-        world_size=asked.world_size or config.launch.nproc_per_node,
-        local_world_size=asked.local_world_size,
+        world_size=options.world_size or config.launch.nproc_per_node,
+        local_world_size=options.local_world_size,
     )
-    return with_template_defaults(config, template), _planned_environment(detected, config, asked), asked
+    return with_template_defaults(config, template), _planned_environment(detected, config, options), options
 
 
-def _planned_environment(environment: Environment, config: RunConfig, asked: PlanFlags) -> Environment:
+def _planned_environment(environment: Environment, config: RunConfig, options: PlanFlags) -> Environment:
     """Return the environment of the plan. Devices that the user names or describes replace those of this machine.
 
     Raises:
         ConfigError: ``--device-kind`` names a GPU, but ``--device`` is cpu.
     """
-    kind, device = asked.device_kind, config.launch.device
+    kind, device = options.device_kind, config.launch.device
     if kind is not None:
         if device == "cpu":
             raise ConfigError(f"--device-kind {kind} is a GPU, and --device cpu none", hint="leave one of them out")
@@ -209,11 +209,11 @@ def _plan(words: list[str]) -> int:
     script, rest = planning_of_script.split_script(words)
     if script is not None:
         return _plan_script(script, rest)
-    config, detected, asked = plan_request(words)
+    config, detected, options = plan_request(words)
     if config.launch.user_script:
         raise ConfigError("--user-script is set on the command line", where=config.origin("user_script"))
     checks = [check_task_flags, check_data_flags, check_metric] if config.training.task else []
-    return _show_resolved(config, detected, asked, checks)
+    return _show_resolved(config, detected, options, checks)
 
 
 def _plan_script(script: str, words: list[str]) -> int:
@@ -221,21 +221,21 @@ def _plan_script(script: str, words: list[str]) -> int:
     from rapidformer_templates.run import configure
     from rapidformer_templates.run.script_hooks import overridden_hooks, unused_flags
 
-    asked, rest = split(words, PlanFlags)
+    options, rest = split(words, PlanFlags)
 
     def look(template: Template) -> tuple[Template, Environment, tuple[str, ...]]:
         kind, config = type(template), template.config
-        world, local = asked.world_size or config.launch.nproc_per_node, asked.local_world_size
+        world, local = options.world_size or config.launch.nproc_per_node, options.local_world_size
         return template, configure.environment_of(kind, config, world, local), unused_flags(kind, config)
 
     template, environment, notes = planning_of_script.capture_template(script, rest, look)
     kind, config = type(template), template.config
-    detected = _planned_environment(environment, config, asked)
+    detected = _planned_environment(environment, config, options)
     checks: list[Check] = []
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
     about_script = {"file": script, "template": kind.__name__, "hooks": overridden_hooks(kind)}
-    return _show_resolved(config, detected, asked, checks, about_script, notes)
+    return _show_resolved(config, detected, options, checks, about_script, notes)
 
 
 Check = Callable[[RunConfig], object]
@@ -244,29 +244,29 @@ Check = Callable[[RunConfig], object]
 def _show_resolved(
     config: RunConfig,
     detected: Environment,
-    asked: PlanFlags,
+    options: PlanFlags,
     checks: Iterable[Check],
     script: Mapping[str, Any] | None = None,
     notes: tuple[str, ...] = (),
 ) -> int:
     """Resolve, check and print the plan, and return the exit status."""
-    if asked.json and asked.yaml:
+    if options.json and options.yaml:
         raise ConfigError(
             "--json and --yaml both say what to print", where="command line", hint="leave one of them out"
         )
     try:
-        if config.get("auto_strategy") and not asked.yaml:
+        if config.get("auto_strategy") and not options.yaml:
             from rapidformer_templates.switches.auto_strategy.command import plan_command
 
-            return plan_command(config, detected, as_json=asked.json)
-        if config.get("pipeline_stages") == "auto-memory" and not asked.yaml:
+            return plan_command(config, detected, as_json=options.json)
+        if config.get("pipeline_stages") == "auto-memory" and not options.yaml:
             from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
 
             config = with_stages_by_memory(config, detected)
         plan = resolve(config, detected)
         plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     except Refused as refused:
-        if not asked.json:
+        if not options.json:
             raise
         print(
             json.dumps({"ok": False, "errors": [diagnostic.to_json() for diagnostic in refused.diagnostics]}, indent=2)
@@ -274,10 +274,10 @@ def _show_resolved(
         return refused.exit_status
     for check in checks:
         check(config)
-    if asked.yaml:
+    if options.yaml:
         program = f"python {script['file']}" if script else "rapidformer"
         print(f"# {program} --config FILE\n{to_yaml(config)}", end="")
-    elif asked.json:
+    elif options.json:
         print(json.dumps({"ok": True, "plan": plan.to_json(), **({"script": script} if script else {})}, indent=2))
     else:
         show_plan(plan)
@@ -310,9 +310,9 @@ def show_plan(plan: Plan) -> None:
     for name, fact in facts.items():
         table.add_row(name, fact)
     values = Table("flag", "value", "from", title="Values that are not defaults", title_justify="left")
-    for name, given in plan.values.items():
+    for name, value in plan.values.items():
         if name != "template":
-            values.add_row(name, str(given["value"]), given["origin"])
+            values.add_row(name, str(value["value"]), value["origin"])
     console = Console()
     console.print(table)
     if plan.groups:
@@ -344,10 +344,10 @@ def _switches(words: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="rapidformer switches", add_help=False)
     parser.add_argument("--markdown", action="store_true")
-    given, unknown = parser.parse_known_args(words)
+    options, unknown = parser.parse_known_args(words)
     if unknown:
         raise ConfigError(f"unexpected argument '{unknown[0]}'", hint="rapidformer switches [--markdown]")
-    if given.markdown:
+    if options.markdown:
         print(_document.markdown(REGISTRY, list(compatibility(REGISTRY))), end="")
     else:
         _document.show(REGISTRY)
@@ -360,8 +360,8 @@ def _explain(words: list[str]) -> int:
     codes = [rule.code for rule in REGISTRY.all_rules]
     code = _rule_code(words[0]) if len(words) == 1 else ""
     if code not in codes:
-        asked = f"there is no rule {words[0]}" if words else "which rule?"
-        raise ConfigError(asked, hint=f"rapidformer explain CODE, one of {', '.join(codes)}")
+        question = f"there is no rule {words[0]}" if words else "which rule?"
+        raise ConfigError(question, hint=f"rapidformer explain CODE, one of {', '.join(codes)}")
     print(explain(code, REGISTRY))
     return 0
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from rapidformer_templates.commands.words import Parser
+from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import dashed
 from rapidformer_templates.system.files import new_folder, write_text, writing
@@ -30,27 +30,29 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: the file exists already, or its name does not end in .py.
     """
-    asked = build_parser().parse_args(dashed(argv))
-    wanted = Path(asked.file)
-    if wanted.exists():
-        raise ConfigError(f"{wanted} already exists and is left unchanged", where="FILE", hint="give another name")
-    if asked.kind == "examples":
-        with writing(wanted), new_folder(wanted) as folder:
+    options = build_parser().parse_args(dashed(argv))
+    target = Path(options.file)
+    if target.exists():
+        raise ConfigError(f"{target} already exists and is left unchanged", where="FILE", hint="give another name")
+    if options.kind == "examples":
+        with writing(target), new_folder(target) as folder:
             left_out = shutil.ignore_patterns("__pycache__", ".*", "runs")
             shutil.copytree(EXAMPLES, folder, ignore=left_out, dirs_exist_ok=True)
-        print(f"wrote {', '.join(sorted(str(file) for file in wanted.rglob('*') if file.is_file()))}")
+        print(f"wrote {', '.join(sorted(str(file) for file in target.rglob('*') if file.is_file()))}")
         return 0
-    if wanted.suffix != ".py":
+    if target.suffix != ".py":
         raise ConfigError(
-            f"{wanted} is not a name of a Python script", where="FILE", hint=f"rapidformer new {asked.kind} {wanted}.py"
+            f"{target} is not a name of a Python script",
+            where="FILE",
+            hint=f"rapidformer new {options.kind} {target}.py",
         )
-    text = (EXAMPLES / "new" / f"{asked.kind}.py").read_text(encoding="utf-8")
-    command = shlex.quote(str(wanted))
-    named = re.sub(rf"{STEM}(\.py)?", lambda found: command if found[1] else wanted.stem, text)
-    with writing(wanted):
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        write_text(wanted, named)
-    print(f"wrote {wanted}; run it with: python {command}")
+    text = (EXAMPLES / "new" / f"{options.kind}.py").read_text(encoding="utf-8")
+    command = shlex.quote(str(target))
+    named = re.sub(rf"{STEM}(\.py)?", lambda found: command if found[1] else target.stem, text)
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_text(target, named)
+    print(f"wrote {target}; run it with: python {command}")
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates.commands.words import in_workers, parser_of_saved, words_of_saved
+from rapidformer_templates.commands.saved_model_parser import in_workers, parser_of_saved, words_of_saved
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import RunConfig, subset_of_flags
 from rapidformer_templates.planning.environment import detect
@@ -100,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model, the input or a flag cannot be used.
     """
-    path, given = words_of_saved(build_parser(), argv)
+    path, values = words_of_saved(build_parser(), argv)
 
     saved = find_saved(path)
-    config = saved.config(user=PredictOptions, **{**AT_ONCE, **given})
+    config = saved.config(user=PredictOptions, **{**AT_ONCE, **values})
     if not launch.is_worker():
         _check_files(config.user, overwrite=config.training.overwrite)
 
@@ -118,11 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return in_workers(config.launch.nproc_per_node, config.launch.master_port, read, body)
 
 
-def _check_files(asked: PredictOptions, *, overwrite: bool) -> None:
+def _check_files(options: PredictOptions, *, overwrite: bool) -> None:
     for name in ("input", "output"):
-        if getattr(asked, name) is None:
+        if getattr(options, name) is None:
             raise ConfigError(f"--{name} is missing", hint=f"add --{name} FILE")
-    source, output = Path(str(asked.input)), Path(str(asked.output))
+    source, output = Path(str(options.input)), Path(str(options.output))
     if not source.is_file():
         raise DataError(f"{source} does not exist", where="--input", hint="name the file with the rows")
     if output.is_dir() or not output.parent.is_dir():
@@ -175,8 +175,8 @@ def _predict(config: RunConfig, task: Task, part: DataPart, inputs: Inputs) -> i
     from rapidformer_templates.system.progress_bar import ProgressBar
     from rapidformer_templates.system.workers import join
 
-    asked = config.user
-    generation = Generation(asked.max_new_tokens, asked.temperature, config.training.seed)
+    options = config.user
+    generation = Generation(options.max_new_tokens, options.temperature, config.training.seed)
     with join(detect(None, "", device=config.launch.device).device) as workers:
         model: Any = task.build_model()
         accelerator.move(model, workers.device)
@@ -189,10 +189,10 @@ def _predict(config: RunConfig, task: Task, part: DataPart, inputs: Inputs) -> i
                 lambda count: bar.advance(count, lambda: ""),
             )  # fmt: skip
         if workers.is_main:
-            told = [finite(record) for record in records]
-            _write(Path(asked.output), part, told)
-            print(f"wrote {asked.output}: {len(records):,} rows")
-            if broken := sum(one != record for one, record in zip(told, records, strict=True)):
+            plain = [finite(record) for record in records]
+            _write(Path(options.output), part, plain)
+            print(f"wrote {options.output}: {len(records):,} rows")
+            if broken := sum(one != record for one, record in zip(plain, records, strict=True)):
                 note = "hold infinite numbers or NaN, written as null: check the model"
                 print(f"warning: the predictions of {broken:,} rows {note}", file=sys.stderr)
         workers.barrier()

@@ -199,8 +199,8 @@ def has(owner: str, name: str) -> bool:
     holder = _holder(module_name)
     if holder is None or (class_name and not hasattr(holder, class_name)):
         return False
-    held = getattr(holder, class_name) if class_name else holder
-    return hasattr(held, name) or _is_module(f"{module_name}.{name}") or name in _words(held)
+    owner_object = getattr(holder, class_name) if class_name else holder
+    return hasattr(owner_object, name) or _is_module(f"{module_name}.{name}") or name in _words(owner_object)
 
 
 def _holder(module_name: str) -> object | None:
@@ -224,10 +224,10 @@ def _is_module(module_name: str) -> bool:
 
 
 @functools.cache
-def _words(held: object) -> frozenset[str]:
+def _words(owner_object: object) -> frozenset[str]:
     """Return all words in the source file of a module or a class. Without a source file, the set is empty."""
     try:
-        source = inspect.getsourcefile(held)  # type: ignore[arg-type]
+        source = inspect.getsourcefile(owner_object)  # type: ignore[arg-type]
     except TypeError:
         return frozenset()
     if source is None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rapidformer_templates.commands.words import Parser
+from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import dashed, field_types, settable_by_files, value_kind
 from rapidformer_templates.planning.flags import SECTIONS
@@ -35,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: the script of ``--user-script`` cannot be used.
     """
-    asked = build_parser().parse_args(dashed(argv))
-    print(rendered(_flags_of(asked.user_script) if asked.user_script else None))
+    options = build_parser().parse_args(dashed(argv))
+    print(rendered(_flags_of(options.user_script) if options.user_script else None))
     return 0
 
 
@@ -50,19 +50,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def rendered(own: type | None = None) -> str:
+def rendered(script_flags: type | None = None) -> str:
     """Return the schema as the text of a file."""
-    return json.dumps(yaml_schema(own), indent=1, ensure_ascii=False)
+    return json.dumps(yaml_schema(script_flags), indent=1, ensure_ascii=False)
 
 
-def yaml_schema(own: type | None = None) -> dict[str, Any]:
+def yaml_schema(script_flags: type | None = None) -> dict[str, Any]:
     """Return the schema of a ``--config`` YAML file.
 
     Args:
-        own: a dataclass with the user's flags.
+        script_flags: a dataclass with the user's flags.
     """
     keys: dict[str, Any] = {}
-    kinds = (*SECTIONS.values(), *switch_options().values(), *([own] if own else []))
+    kinds = (*SECTIONS.values(), *switch_options().values(), *([script_flags] if script_flags else []))
     settable = settable_by_files(kinds) - {"config"}
     for options in kinds:
         for field in dataclasses.fields(options):
@@ -148,9 +148,9 @@ def _flags_of(script: str) -> type | None:
     """
     from rapidformer_templates.run import planning_of_script
 
-    own: type | None = planning_of_script.capture_template(
+    script_flags: type | None = planning_of_script.capture_template(
         script, ["--device", "cpu"], lambda template: type(template).Flags
     )
-    if own is None:
+    if script_flags is None:
         raise ConfigError(f"{script} does not declare any flags", where="--user-script", hint="rapidformer schema")
-    return own
+    return script_flags

@@ -24,9 +24,9 @@ class Arguments:
 
     __slots__ = ("_config", "_own")
 
-    def __init__(self, config: Callable[[], RunConfig], own: argparse.Namespace) -> None:
+    def __init__(self, config: Callable[[], RunConfig], script_values: argparse.Namespace) -> None:
         object.__setattr__(self, "_config", config)
-        object.__setattr__(self, "_own", own)
+        object.__setattr__(self, "_own", script_values)
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
@@ -66,7 +66,7 @@ def _library_flags() -> set[str]:
     return {field.name for kind in options for field in dataclasses.fields(kind)}
 
 
-def split_own(words: Sequence[str], provider: ExtraArgs | None) -> tuple[argparse.Namespace, list[str]]:
+def split_script_flags(words: Sequence[str], provider: ExtraArgs | None) -> tuple[argparse.Namespace, list[str]]:
     """Return (the flags that a script has added, the remaining words for the library).
 
     Raises:
@@ -75,10 +75,10 @@ def split_own(words: Sequence[str], provider: ExtraArgs | None) -> tuple[argpars
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     if provider is not None:
         provider(parser)
-    taken = sorted({action.dest for action in parser._actions} & _library_flags())
-    if taken:
+    reserved = sorted({action.dest for action in parser._actions} & _library_flags())
+    if reserved:
         raise ConfigError(
-            f"{spelling(taken[0])} is a flag of the library", where="extra_args_provider", hint="leave it out there"
+            f"{spelling(reserved[0])} is a flag of the library", where="extra_args_provider", hint="leave it out there"
         )
     return parser.parse_known_args(list(words))
 
@@ -94,8 +94,8 @@ class Timers:
 
     def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> None:
         """Print the times of these timers in milliseconds, divided by ``normalizer``."""
-        told = (f"{name}: {self(name).elapsed(reset) * 1000 / normalizer:.2f}" for name in names)
-        print("time (ms) | " + " | ".join(told), flush=True)
+        texts = (f"{name}: {self(name).elapsed(reset) * 1000 / normalizer:.2f}" for name in names)
+        print("time (ms) | " + " | ".join(texts), flush=True)
 
 
 class Timer:

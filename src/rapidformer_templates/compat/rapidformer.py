@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rapidformer_templates import finetuner, pretrainer
-from rapidformer_templates.compat.arguments import Arguments, ExtraArgs, Timers, split_own
+from rapidformer_templates.compat.arguments import Arguments, ExtraArgs, Timers, split_script_flags
 from rapidformer_templates.compat.own_loop import OwnLoop
 from rapidformer_templates.compat.targets import checked_targets
 from rapidformer_templates.data.loader import eval_requests, load, sample_lengths, to_device
@@ -63,9 +63,9 @@ class RapidformerEngine:
     current: ClassVar[RapidformerEngine | None] = None
 
     def __init__(self, extra_args_provider: ExtraArgs | None = None) -> None:
-        own, self.words = split_own(program.arguments(), extra_args_provider)
+        script_values, self.words = split_script_flags(program.arguments(), extra_args_provider)
         self.template: Trainer | None = None
-        self.args = Arguments(self._config, own)
+        self.args = Arguments(self._config, script_values)
         self.timers = Timers()
         self._loop: OwnLoop | None = None
         RapidformerEngine.current = self
@@ -181,7 +181,7 @@ class _OneBatch(dict[str, Any]):
             raise RapidformerError(
                 "run_forward_step takes a second batch", hint="one call is one micro batch: --global-batch-size"
             )
-        self.taken = True
+        self.is_consumed = True
         return dict(self)
 
 
@@ -198,12 +198,12 @@ class _Models(list[Any]):
 class _Template:
     """The hooks of PAI-Rapidformer's templates, on top of a template of this library."""
 
-    ours: ClassVar[type[Trainer]]
+    template_class: ClassVar[type[Trainer]]
 
     def __init__(self, engine: RapidformerEngine) -> None:
         self.engine = engine
         self._shows = True  # the current evaluation batch is not a repeated one that keeps an idle worker busy
-        engine.template = self._made()
+        engine.template = self._create_template()
 
     def train(self) -> dict[str, Any]:
         """Train, and return the content of ``summary.json``.
@@ -217,16 +217,16 @@ class _Template:
         """Concatenate a tensor of an evaluated batch over all workers. Each sample occurs once."""
         template = _template()
         workers = template.engine.workers
-        mine = tensor.detach().cpu() if self._shows and workers.is_replica_leader else tensor.detach().cpu()[:0]
-        return torch.cat(workers.gather(mine))
+        local = tensor.detach().cpu() if self._shows and workers.is_replica_leader else tensor.detach().cpu()[:0]
+        return torch.cat(workers.gather(local))
 
-    def _made(self) -> Trainer:
+    def _create_template(self) -> Trainer:
         """Create a template of this library whose hooks call those of this script."""
         hooks: dict[str, Any] = {"__module__": type(self).__module__}
         if self._has("train_valid_test_datasets_provider"):
             hooks["build_data"] = lambda template: self._data(template)
         if self._has("model_optimizer_lr_scheduler_provider"):
-            hooks["build_model"] = lambda template: self._provided[0]
+            hooks["build_model"] = lambda template: self._provided_model[0]
             hooks["build_optimizer"] = lambda template: self._recipe(template)
             hooks["build_scheduler"] = lambda template, total: self._schedule(template, total)
         if self._has("run_forward_step"):
@@ -238,14 +238,14 @@ class _Template:
         if self._has("run_compute_metrics"):
             hooks["read_outputs"] = lambda template, outputs, batch: ([None] * samples_in(batch),) * 2
             hooks["compute_metrics"] = lambda template, predictions, references: self._metrics(template)
-        made: Trainer = type(type(self).__name__, (self.ours,), hooks)(self.engine.words)
-        if self._has("run_compute_metrics") and made.config.get("pipeline_model_parallel_size") != 1:
+        instance: Trainer = type(type(self).__name__, (self.template_class,), hooks)(self.engine.words)
+        if self._has("run_compute_metrics") and instance.config.get("pipeline_model_parallel_size") != 1:
             raise ConfigError(
                 "run_compute_metrics calls the whole model, which no stage of a pipeline has",
-                where=made.config.origin("pipeline_model_parallel_size"),
+                where=instance.config.origin("pipeline_model_parallel_size"),
                 hint="write a Trainer with read_outputs(outputs, batch) and compute_metrics(predictions, references)",
             )
-        return made
+        return instance
 
     def _has(self, name: str) -> bool:
         return callable(getattr(self, name, None))
@@ -270,9 +270,9 @@ class _Template:
         )
 
     @cached_property
-    def _provided(self) -> tuple[Any, Any, Any]:
-        made = self.model_optimizer_lr_scheduler_provider()  # type: ignore[attr-defined]
-        model, optimizer, scheduler = made if isinstance(made, tuple) else (made, None, None)
+    def _provided_model(self) -> tuple[Any, Any, Any]:
+        provided = self.model_optimizer_lr_scheduler_provider()  # type: ignore[attr-defined]
+        model, optimizer, scheduler = provided if isinstance(provided, tuple) else (provided, None, None)
         if optimizer is None and scheduler is not None:
             raise RapidformerError(
                 "model_optimizer_lr_scheduler_provider returned a scheduler without its optimizer",
@@ -282,21 +282,23 @@ class _Template:
         return model, optimizer and as_recipe(optimizer, model, {}), scheduler
 
     def _recipe(self, template: Trainer) -> Any:
-        recipe = self._provided[1]
-        return self.ours.build_optimizer(template) if recipe is None else recipe
+        recipe = self._provided_model[1]
+        return self.template_class.build_optimizer(template) if recipe is None else recipe
 
     def _schedule(self, template: Trainer, total: int) -> Any:
-        scheduler = self._provided[2]
-        return self.ours.build_scheduler(template, total) if scheduler is None else as_schedule(scheduler, total)
+        scheduler = self._provided_model[2]
+        return (
+            self.template_class.build_scheduler(template, total) if scheduler is None else as_schedule(scheduler, total)
+        )
 
     def _loss(self, batch: Batch, model: Any) -> Any:
         step: Callable[..., Any] = self.run_forward_step  # type: ignore[attr-defined]
         first = next(iter(inspect.signature(step).parameters))
         if "iter" in first:
-            given = _OneBatch(batch) if isinstance(batch, Mapping) else iter([batch])
+            argument = _OneBatch(batch) if isinstance(batch, Mapping) else iter([batch])
         else:
-            given = copy.copy(batch)  # scripts remove the labels from it
-        result = step(given, model)
+            argument = copy.copy(batch)  # scripts remove the labels from it
+        result = step(argument, model)
         if isinstance(result, tuple) and callable(result[1]):  # as in Megatron: (output, function of the output)
             result = result[1](result[0])
         return result[0] if isinstance(result, tuple) else result
@@ -368,10 +370,10 @@ def _counts(template: Trainer) -> list[int]:
 class Finetuner(_Template):
     """Fine-tuning, with the hooks of PAI-Rapidformer's ``Finetuner``."""
 
-    ours = finetuner.Finetuner
+    template_class = finetuner.Finetuner
 
 
 class PreTrainer(_Template):
     """Pretraining, with the hooks of PAI-Rapidformer's ``PreTrainer``."""
 
-    ours = pretrainer.Pretrainer
+    template_class = pretrainer.Pretrainer

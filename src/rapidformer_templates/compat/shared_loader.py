@@ -28,16 +28,16 @@ class SharedLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], workers: Workers, sizes: Sizes, seed: int) -> None:
-        self._theirs, self._workers, self._seed, self._passes = loader, workers, seed, 0
+        self._script_loader, self._workers, self._seed, self._passes = loader, workers, seed, 0
         self._in_a_step = sizes.data * sizes.accumulation
         self._mine: list[list[Any]] = []
         # A copy has every option of the original. `vars` is the only way to set the batch sampler of a loader.
-        self._ours, self._generator = copy.copy(loader), torch.Generator()
-        vars(self._ours).update(batch_sampler=self._mine, generator=self._generator, _iterator=None)
+        self._our_loader, self._generator = copy.copy(loader), torch.Generator()
+        vars(self._our_loader).update(batch_sampler=self._mine, generator=self._generator, _iterator=None)
 
     def __len__(self) -> int:
         """Return the number of batches that this worker sees in one epoch."""
-        batches: Any = self._theirs.batch_sampler
+        batches: Any = self._script_loader.batch_sampler
         return len(range(self._workers.data_rank, len(batches), self._workers.data))
 
     def steps(self) -> Iterator[list[Batch]]:
@@ -47,16 +47,16 @@ class SharedLoader:
         self._passes += 1
         self._mine[:] = batches[workers.data_rank :: workers.data]
         self._generator.manual_seed(seed + workers.data_rank)  # each worker's loader processes draw different numbers
-        made = iter(self._ours)
+        iterator = iter(self._our_loader)
         for first in range(0, len(batches), many):
-            yield list(islice(made, len(range(workers.data_rank, min(many, len(batches) - first), workers.data))))
+            yield list(islice(iterator, len(range(workers.data_rank, min(many, len(batches) - first), workers.data))))
 
     def _drawn(self) -> tuple[int, list[list[Any]]]:
         """Return (seed of the loader's processes, samples of each batch), drawn in the same order as torch's loader."""
-        theirs: Any = self._theirs.batch_sampler
+        sampler: Any = self._script_loader.batch_sampler
         with seeded(self._seed + self._passes):
-            batches = iter(theirs)
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._theirs.generator))
+            batches = iter(sampler)
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._script_loader.generator))
             return seed, [list(batch) for batch in batches]
 
 

@@ -270,10 +270,10 @@ def collate_to_shape(collate: Callable[..., Any], samples: list[Any], shape: Sha
     """
     batch = collate(samples, shape=shape)
     ids = batch.get("input_ids") if hasattr(batch, "get") else None
-    made = (samples_in(batch), shape.length) if ids is None else tuple(ids.shape)
-    if made != tuple(shape):
+    actual = (samples_in(batch), shape.length) if ids is None else tuple(ids.shape)
+    if actual != tuple(shape):
         raise DataError(
-            f"collate made a batch of {made[0]} rows × {made[-1]} tokens, not of {shape.rows} × {shape.length}",
+            f"collate made a batch of {actual[0]} rows × {actual[-1]} tokens, not of {shape.rows} × {shape.length}",
             where="collate(samples, shape)",
             hint="pad the rows to shape[1] tokens, and add rows that do not count until there are shape[0]",
         )

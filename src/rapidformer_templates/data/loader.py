@@ -122,9 +122,9 @@ class _Fetcher(Dataset[MicroBatch]):
             items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
         if request.shape is not None:
             batch = collate_to_shape(self.collate, items, request.shape)
-            known = (len(items), request.tokens)
+            size = (len(items), request.tokens)
             positions = [*request.positions, *[-1] * (request.shape.rows - len(items))]
-            return MicroBatch(batch, request.samples, idle=request.idle, size=known, positions=positions)
+            return MicroBatch(batch, request.samples, idle=request.idle, size=size, positions=positions)
         size_of: Callable[[list[int]], tuple[int, int]] | None = getattr(self.samples, "size_of", None)
         return MicroBatch(
             checked_batch(self.collate(items)),
@@ -209,7 +209,7 @@ def on_device(batches: Iterable[MicroBatch], device: torch.device, ahead: int) -
     Args:
         ahead: number of micro batches in transfer in addition to the current one.
     """
-    side = accelerator.side_stream(device) if accelerator.computes_apart(device) else None
+    side = accelerator.side_stream(device) if accelerator.is_asynchronous(device) else None
     if side is None:
         yield from batches
         return
@@ -230,7 +230,7 @@ def _arrived(microbatch: MicroBatch, moved: torch.Event) -> MicroBatch:
     computes = torch.accelerator.current_stream()
     computes.wait_event(moved)
     for leaf in _leaves(microbatch.batch):
-        if isinstance(leaf, torch.Tensor) and accelerator.computes_apart(leaf.device):
+        if isinstance(leaf, torch.Tensor) and accelerator.is_asynchronous(leaf.device):
             leaf.record_stream(computes)  # the side stream owns its memory and must not reuse it too early
     return microbatch
 

@@ -53,11 +53,11 @@ class AuxiliaryLosses(Protocol):
     def follow_without_loss(self, microbatch: MicroBatch, scale: torch.Tensor) -> None:
         """Add these losses to the backward of a stage without the loss, which starts with the gradient ``scale``."""
 
-    def seen(self) -> Any:
+    def recorded(self) -> Any:
         """Return what the latest forward has recorded of its batch. :meth:`recall` it before a later backward."""
 
-    def recall(self, seen: Any) -> None:
-        """Restore the result of :meth:`seen`, for a backward that recomputes activations."""
+    def recall(self, recorded: Any) -> None:
+        """Restore the result of :meth:`recorded`, for a backward that recomputes activations."""
 
     def results(self, workers: Workers) -> dict[str, torch.Tensor]:
         """Return values of this step for the metrics, the same on every rank. Call it on every rank."""

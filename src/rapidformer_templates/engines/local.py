@@ -119,7 +119,7 @@ class SingleEngine:
         reads the norm before the update.
         """
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        return can_skip and accelerator.computes_apart(self.workers.device)
+        return can_skip and accelerator.is_asynchronous(self.workers.device)
 
     def _build_optimizer(
         self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, Any]]
@@ -433,7 +433,7 @@ class DDPEngine(SingleEngine):
         device = self.workers.device
         ddp = DistributedDataParallel(
             self.model,
-            device_ids=[device.index] if accelerator.computes_apart(device) else None,
+            device_ids=[device.index] if accelerator.is_asynchronous(device) else None,
             gradient_as_bucket_view=True,
         )
         if self._accumulates:
@@ -445,7 +445,7 @@ class DDPEngine(SingleEngine):
         if self._exchanges:
             return allreduce_hook(self._callable.process_group, bucket)  # type: ignore[arg-type]
         device = self.workers.device
-        unchanged: Future[torch.Tensor] = Future(devices=[device] if accelerator.computes_apart(device) else None)
+        unchanged: Future[torch.Tensor] = Future(devices=[device] if accelerator.is_asynchronous(device) else None)
         unchanged.set_result(bucket.buffer())
         return unchanged
 

@@ -117,10 +117,10 @@ def _check_rebuilds(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Modul
         for parameter in group["params"]
         if id(parameter) in of_groups  # a frozen parameter is not updated
     ]
-    for given, made in pairs:
-        for option, value in given.items():
-            if option not in made or not _equal(made[option], value):
-                became = f"became {made[option]}" if option in made else "was lost"
+    for original, rebuilt in pairs:
+        for option, value in original.items():
+            if option not in rebuilt or not _equal(rebuilt[option], value):
+                became = f"became {rebuilt[option]}" if option in rebuilt else "was lost"
                 raise ConfigError(
                     f"{option}={value} of the {name} {became} when it was built again", where=WHERE, hint=hint
                 )
@@ -137,8 +137,8 @@ def _same_state(optimizer: Optimizer, fresh: Optimizer) -> bool:
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options a group was made with, without the changes that torch schedulers make to it."""
-    own = {key: tuple(v) if isinstance(v, list) else v for key, v in group.items() if key not in MARKS}
-    return {**own, "lr": group["initial_lr"]} if "initial_lr" in group else own
+    options = {key: tuple(v) if isinstance(v, list) else v for key, v in group.items() if key not in MARKS}
+    return {**options, "lr": group["initial_lr"]} if "initial_lr" in group else options
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -155,15 +155,15 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parame
     different: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         defaults = optimizer.defaults
-        own = {k: v for k, v in _options_of(group).items() if k not in defaults or not _equal(v, defaults[k])}
-        _check_can_be_grouped(own, type(optimizer).__name__)
+        differing = {k: v for k, v in _options_of(group).items() if k not in defaults or not _equal(v, defaults[k])}
+        _check_can_be_grouped(differing, type(optimizer).__name__)
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ConfigError(
                     f"the {type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that the model "
                     "does not have", where=WHERE, hint="build the optimizer from the parameters of this model",
                 )  # fmt: skip
-            different[names[id(parameter)]] = own
+            different[names[id(parameter)]] = differing
     trained = [canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
     left_out = [name for name in trained if name not in different]
     if left_out:

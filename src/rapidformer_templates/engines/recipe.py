@@ -99,7 +99,7 @@ def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions
 
 
 def schedule(
-    training: TrainingFlags, total_steps: int, asked: Mapping[str, Any] | None = None, *, global_batch: int = 1
+    training: TrainingFlags, total_steps: int, parameters: Mapping[str, Any] | None = None, *, global_batch: int = 1
 ) -> Schedule:
     """Return a schedule: warmup, then linear or cosine decay to ``--min-lr``, a constant rate, or a transformers one.
 
@@ -107,7 +107,7 @@ def schedule(
     at a rate of zero. The decay ends at ``--lr-decay-iters`` (by default the last step).
 
     Args:
-        asked: type and parameters of a DeepSpeed schedule that replaces it.
+        parameters: type and parameters of a DeepSpeed schedule that replaces it.
         global_batch: samples per step, which convert a warmup in samples to steps.
 
     Raises:
@@ -117,9 +117,9 @@ def schedule(
     decay_steps = training.lr_decay_iters or total_steps
     warmup, by = warmup_steps(training, global_batch, decay_steps)
     assert warmup is not None
-    if asked is not None:
+    if parameters is not None:
         peak = training.lr or 0.0
-        rate = rates(asked["type"], asked["params"], lr=peak, warmup=warmup, total=decay_steps)
+        rate = rates(parameters["type"], parameters["params"], lr=peak, warmup=warmup, total=decay_steps)
         return lambda step: rate(step) / peak if peak else 0.0
     for steps, what in ((decay_steps, "decay"), (total_steps, "run")):
         if warmup > steps:

@@ -22,7 +22,7 @@ class TrainedAndFrozen(Receipt):
             whole_name(canonical_name(name)): (p.requires_grad, math.prod(shape_of(p)), bytes_of(p))
             for name, p in engine.model.named_parameters()
         }
-        parameters = merge_reports(engine, local).values()
+        parameters = merge_by_name(engine, local).values()
         return {
             "trained_parameters": sum(count for trained, count, _ in parameters if trained),
             "trained_bytes": sum(size for trained, _, size in parameters if trained),
@@ -31,7 +31,7 @@ class TrainedAndFrozen(Receipt):
         }
 
 
-def merge_reports(engine: Engine, local: dict[str, T]) -> dict[str, T]:
+def merge_by_name(engine: Engine, local: dict[str, T]) -> dict[str, T]:
     """Merge the reports of all workers, by name in the whole model. The first worker that has a part counts."""
     merged: dict[str, T] = {}
     for of_worker in reversed(engine.workers.gather(local)):

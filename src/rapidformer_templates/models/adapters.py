@@ -186,5 +186,5 @@ def fp32_fingerprint(tensor: torch.Tensor) -> str:
 
 def identity_of(fingerprints: Mapping[str, str]) -> str:
     """Return one digest of the fingerprints of all tensors by name."""
-    told = "\n".join(f"{name} {value}" for name, value in sorted(fingerprints.items()))
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    text = "\n".join(f"{name} {value}" for name, value in sorted(fingerprints.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -11,7 +11,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rapidformer_templates.errors import ModelError, did_you_mean
-from rapidformer_templates.models.facts import OWN_EXPERTS
+from rapidformer_templates.models.expert_architectures import OWN_EXPERTS
 from rapidformer_templates.models.tokenizers import padded_vocab_size, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
 
@@ -133,24 +133,26 @@ def scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedToke
     kind = CONFIG_MAPPING[name]
     default = kind()
     check_head(default, auto_class)
-    own = dict(kind.attribute_map)
+    attributes = dict(kind.attribute_map)
     values: dict[str, Any] = {}
     for flag, attribute in SIZE_FLAGS.items():
-        asked = getattr(flags, flag)
-        if asked is None:
+        value = getattr(flags, flag)
+        if value is None:
             continue
         if not hasattr(default, attribute):
             hint = f"leave out {spelling(flag)}"
             raise ModelError(f"{name} has no {attribute}", where=spelling(flag), hint=hint)
-        values[own.get(attribute, attribute)] = asked
-        values |= {twin: asked for twin in DECODER_TWINS.get(flag, ()) if hasattr(default, twin)}
+        values[attributes.get(attribute, attribute)] = value
+        values |= {twin: value for twin in DECODER_TWINS.get(flag, ()) if hasattr(default, twin)}
     values |= _derived_sizes(default, config)
     if name in OWN_EXPERTS:
         values |= _expert_sizes(default, config)
     values["vocab_size"] = padded_vocab_size(vocabulary_size(tokenizer))
     values |= _special_tokens(default, tokenizer, auto_class)
     if hasattr(default, "max_position_embeddings"):
-        values[own.get("max_position_embeddings", "max_position_embeddings")] = _positions(default, config, tokenizer)
+        values[attributes.get("max_position_embeddings", "max_position_embeddings")] = _positions(
+            default, config, tokenizer
+        )
     if flags.dropout is not None:
         values |= dropout_rates(default, flags.dropout)
     try:
@@ -192,20 +194,20 @@ def _expert_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, int
     Each token uses the default number of experts, or all of them if there are fewer.
     """
     options = config.switches.get("mixture-of-experts")  # None if only a model is described
-    asked = {flag: getattr(options, flag, None) for flag in EXPERT_SIZES}
+    sizes = {flag: getattr(options, flag, None) for flag in EXPERT_SIZES}
     fields = default.to_dict()
     names = {flag: next((name for name in EXPERT_SIZES[flag] if name in fields), "") for flag in EXPERT_SIZES}
-    experts, visited = asked["num_experts"], fields.get(names["moe_top_k"])
+    experts, visited = sizes["num_experts"], fields.get(names["moe_top_k"])
     if experts and isinstance(visited, int) and visited > experts:
-        asked["moe_top_k"] = asked["moe_top_k"] or experts
-    return {names[flag]: value for flag, value in asked.items() if value}
+        sizes["moe_top_k"] = sizes["moe_top_k"] or experts
+    return {names[flag]: value for flag, value in sizes.items() if value}
 
 
 def _positions(default: PreTrainedConfig, config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> int:
     offset = _position_offset(default.model_type, tokenizer.pad_token_id)
-    asked = config.model.max_position_embeddings
-    if asked is not None:
-        return asked + offset
+    requested = config.model.max_position_embeddings
+    if requested is not None:
+        return requested + offset
     return max(default.max_position_embeddings, (config.model.seq_length or 0) + offset)
 
 

@@ -24,11 +24,11 @@ class _Smoothing(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given: Mapping[str, Any] = kwargs or {}
+        arguments: Mapping[str, Any] = kwargs or {}
         if function is not functional.cross_entropy:
-            return function(*args, **given)
+            return function(*args, **arguments)
         self.acted = True
-        return function(*args, **{**given, "label_smoothing": self.share})
+        return function(*args, **{**arguments, "label_smoothing": self.share})
 
 
 @contextmanager

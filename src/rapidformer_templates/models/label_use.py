@@ -103,13 +103,13 @@ def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:
     size = min(int(embeddings.num_embeddings), words or sys.maxsize)
     # Avoid the special tokens, which are at the beginning of most vocabularies.
     ids = torch.arange(size // 2, size // 2 + LENGTH, device=embeddings.weight.device)[None] % size
-    others = [(ids + LENGTH * i) % size for i in range(1, TRIES + 1)]
+    other_rows = [(ids + LENGTH * i) % size for i in range(1, TRIES + 1)]
     output = model(input_ids=ids, labels=ids)
     loss = _loss_in(output)
 
     def counts(position: int) -> bool:
         """Return whether the label at a position affects the loss."""
-        for other in others:
+        for other in other_rows:
             labels = ids.clone()
             labels[:, position] = other[:, position]
             if _differ(loss, _loss_in(model(input_ids=ids, labels=labels))):
@@ -123,13 +123,13 @@ def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:
         return LabelUse(type(model).__name__, shifts=shifts)
     sees_ahead = False
     if hasattr(output, "logits"):
-        ends = torch.cat([ids[:, :-1], others[0][:, -1:]], dim=1)
+        ends = torch.cat([ids[:, :-1], other_rows[0][:, -1:]], dim=1)
         sees_ahead = _differ(output.logits[:, :-1], model(input_ids=ends, labels=ids).logits[:, :-1])
     return LabelUse(
         type(model).__name__,
         shifts=shifts,
         sees_ahead=sees_ahead,
-        takes_shifted=_takes_shifted(model, ids, others[0], loss),
+        takes_shifted=_takes_shifted(model, ids, other_rows[0], loss),
     )
 
 
@@ -139,9 +139,9 @@ def _loss_in(output: Any) -> torch.Tensor:
     return loss
 
 
-def _takes_shifted(model: nn.Module, ids: torch.Tensor, others: torch.Tensor, without: torch.Tensor) -> bool:
+def _takes_shifted(model: nn.Module, ids: torch.Tensor, other_rows: torch.Tensor, without: torch.Tensor) -> bool:
     try:
-        return _differ(without, _loss_in(model(input_ids=ids, labels=ids, shift_labels=others)))
+        return _differ(without, _loss_in(model(input_ids=ids, labels=ids, shift_labels=other_rows)))
     except TypeError:  # its forward has no such argument
         return False
 

@@ -50,13 +50,15 @@ def _no_model() -> ModelError:
 
 def check_seq_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
     """Raise a :class:`ModelError` if ``--seq-length`` is greater than the model's number of positions."""
-    asked, positions = config.model.seq_length, positions_of(model_config)
-    if asked is not None and positions is not None and asked > positions:
+    requested, positions = config.model.seq_length, positions_of(model_config)
+    if requested is not None and positions is not None and requested > positions:
         hint = f"use --seq-length {positions} or less"
         if config.model.model_type:
-            hint += f", or --max-position-embeddings {asked}"
+            hint += f", or --max-position-embeddings {requested}"
         raise ModelError(
-            f"sequences of {asked} tokens do not fit the model's {positions} positions", where="--seq-length", hint=hint
+            f"sequences of {requested} tokens do not fit the model's {positions} positions",
+            where="--seq-length",
+            hint=hint,
         )
 
 
@@ -226,11 +228,11 @@ def _check_pretrained_sizes(config: RunConfig, pretrained: PreTrainedConfig) -> 
     """Check that size flags agree with the pretrained model. They cannot change it."""
     sizes = {"model_type": "model_type", **SIZE_FLAGS}
     for flag, attribute in sizes.items():
-        asked, there = getattr(config.model, flag), getattr(pretrained, attribute, None)
+        requested, actual = getattr(config.model, flag), getattr(pretrained, attribute, None)
         if flag == "max_position_embeddings":
-            there = positions_of(pretrained)
-        if asked is not None and asked != there:
-            message = f"the pretrained model's {attribute} is {there}, not {asked}"
+            actual = positions_of(pretrained)
+        if requested is not None and requested != actual:
+            message = f"the pretrained model's {attribute} is {actual}, not {requested}"
             hint = f"leave out {spelling(flag)}, or leave out {_PRETRAINED} to start from scratch"
             raise ModelError(message, where=spelling(flag), hint=hint)
 
@@ -255,9 +257,9 @@ def _load_weights(
 ) -> PreTrainedModel:
     folder = Path(path)
     if folder.is_dir() and not any(file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
-        there = ", ".join(sorted(p.name for p in folder.iterdir())[:20])
+        names = ", ".join(sorted(p.name for p in folder.iterdir())[:20])
         raise ModelError(
-            f"there are no weights in {path}", where=_PRETRAINED, hint=f"it needs model.safetensors; it holds: {there}"
+            f"there are no weights in {path}", where=_PRETRAINED, hint=f"it needs model.safetensors; it holds: {names}"
         )
     reader, random_state = own_reader(folder), torch.get_rng_state()
     if reader and left_out:
@@ -286,10 +288,10 @@ def _load_weights(
             where=_PRETRAINED,
             hint="download the folder again",
         ) from error
-    for name, there, needed in sorted(info["mismatched_keys"]):
+    for name, names, needed in sorted(info["mismatched_keys"]):
         if name.partition(".")[0] in left_out:
             continue
-        message = f"the weight {name} is of shape {tuple(there)} in {path} and {tuple(needed)} in the model"
+        message = f"the weight {name} is of shape {tuple(names)} in {path} and {tuple(needed)} in the model"
         raise ModelError(
             message,
             where=_PRETRAINED,

@@ -51,7 +51,7 @@ def balanced_cut(
         costs = cost(stage, begin, end)
         return costs**2 if costs <= limit else math.inf
 
-    return _least(len(blocks), stages, square, lambda before, own: before + own)[1]
+    return _least(len(blocks), stages, square, lambda before, cost_of_last: before + cost_of_last)[1]
 
 
 def least_cost(blocks: int, stages: int, cost: Cost) -> float:

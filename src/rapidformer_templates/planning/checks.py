@@ -26,8 +26,8 @@ def needs_template(*names: str) -> Callable[[Request], list[Finding]]:
         )
 
     def check(request: Request) -> list[Finding]:
-        wanted = (request.active[name] for name in names if name in request.active)
-        return [one(request, switch) for switch in wanted if request.environment.template not in switch.templates]
+        active = (request.active[name] for name in names if name in request.active)
+        return [one(request, switch) for switch in active if request.environment.template not in switch.templates]
 
     return check
 

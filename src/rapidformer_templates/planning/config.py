@@ -195,10 +195,12 @@ def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
         group.add_argument(spelling(f.name), **keywords)
         for alias, value in meta.get("aliases", {}).items():
             same = spelling(f.name) + (f" {value}" if value else "")
-            known = (
+            offered = (
                 keywords if value is None else {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
             )
-            group.add_argument(f"--{alias}", **known | {"dest": alias.replace("-", "_"), "help": f"the same as {same}"})
+            group.add_argument(
+                f"--{alias}", **offered | {"dest": alias.replace("-", "_"), "help": f"the same as {same}"}
+            )
 
 
 def _by_field(values: Mapping[str, tuple[Any, str]], options: Iterable[type]) -> dict[str, tuple[Any, str]]:
@@ -208,7 +210,7 @@ def _by_field(values: Mapping[str, tuple[Any, str]], options: Iterable[type]) ->
         ConfigError: two spellings of one field have different values.
     """
     by_field = dict(values)
-    given: dict[str, str] = {name: spelling(name) for name in values}
+    flags: dict[str, str] = {name: spelling(name) for name in values}
     for f in itertools.chain.from_iterable(map(dataclasses.fields, options)):
         for alias, stands_for in f.metadata.get("aliases", {}).items():
             value, origin = by_field.pop(alias.replace("-", "_"), (None, ""))
@@ -217,9 +219,9 @@ def _by_field(values: Mapping[str, tuple[Any, str]], options: Iterable[type]) ->
             value = stands_for or value
             other = by_field.setdefault(f.name, (value, origin))[0]
             if str(other) != str(value):
-                message = f"{given[f.name]} and --{alias} are the same flag, but have different values"
+                message = f"{flags[f.name]} and --{alias} are the same flag, but have different values"
                 raise ConfigError(message, where=origin, hint=f"leave one of them out; {spelling(f.name)} is its name")
-            given.setdefault(f.name, f"--{alias}")
+            flags.setdefault(f.name, f"--{alias}")
     return by_field
 
 
@@ -235,11 +237,13 @@ def build_parser(
     for options in (*SECTIONS.values(), *switch_options):
         add_flags(parser, options)
     if user:
-        taken = [
+        reserved = [
             spelling(f.name) for f in dataclasses.fields(user) if spelling(f.name) in parser._option_string_actions
         ]
-        if taken:
-            raise ConfigError(f"{taken[0]} is a flag of the library", where=user.__name__, hint="rename your own flag")
+        if reserved:
+            raise ConfigError(
+                f"{reserved[0]} is a flag of the library", where=user.__name__, hint="rename your own flag"
+            )
         add_flags(parser, user)
     return parser
 
@@ -265,12 +269,12 @@ def parse(
         ConfigError: a flag or key is unknown, or a value has the wrong type or is out of range.
     """
     parser = build_parser(prog, switch_options.values(), user, description)
-    given, unknown = parser.parse_known_args(dashed(argv))
+    namespace, unknown = parser.parse_known_args(dashed(argv))
     if unknown:
         _refuse_unknown(unknown[0], parser)
     options = [*SECTIONS.values(), *switch_options.values(), *([user] if user else [])]
     script = _by_field(in_code or {}, options)
-    command_line = _by_field({name: (value, "command line") for name, value in vars(given).items()}, options)
+    command_line = _by_field({name: (value, "command line") for name, value in vars(namespace).items()}, options)
     path = command_line.get("config", script.get("config", (None, "")))[0]
     file = _by_field(_read_yaml(path, parser), options) if path else {}
     for name in file.keys() - settable_by_files(options):
@@ -288,9 +292,9 @@ def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     add_flags(parser, options)
-    given, rest = parser.parse_known_args(dashed(argv))
+    namespace, rest = parser.parse_known_args(dashed(argv))
     fields = {f.name: f for f in dataclasses.fields(options)}
-    words = _by_field({name: (value, "command line") for name, value in vars(given).items()}, [options])
+    words = _by_field({name: (value, "command line") for name, value in vars(namespace).items()}, [options])
     values = {name: _checked(fields[name], field_types(options)[name], *word) for name, word in words.items()}
     return options(**values), rest
 
@@ -344,9 +348,9 @@ def dashed(argv: Sequence[str]) -> list[str]:
 def _refuse_unknown(word: str, parser: argparse.ArgumentParser) -> NoReturn:
     if not word.startswith("-"):
         raise ConfigError(f"unexpected argument '{word}'", hint="rapidformer --help lists every flag")
-    known = [name for action in parser._actions for name in action.option_strings]
+    flags = [name for action in parser._actions for name in action.option_strings]
     flag = word.split("=")[0]
-    hint = flag_hint(flag, known) or "rapidformer --help lists every flag"
+    hint = flag_hint(flag, flags) or "rapidformer --help lists every flag"
     raise ConfigError(f"unknown flag {flag}", where="command line", hint=hint)
 
 
@@ -390,12 +394,12 @@ def to_yaml(config: RunConfig) -> str:
     """
     file = f"{Path(config.launch.config).name}:" if config.launch.config else "command line"
     settable = settable_by_files(config.kinds()) - {"config"}
-    given = {
+    values = {
         name.replace("_", "-"): _plain(value)
         for name, value in config.items()
         if name in settable and config.origin(name).startswith(("command line", file))
     }
-    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=1000) if given else ""
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000) if values else ""
 
 
 def _plain(value: Any) -> Any:
@@ -422,16 +426,18 @@ def _assemble(
 
     sections = {name: build(options) for name, options in SECTIONS.items()}
     switches = {name: build(options) for name, options in switch_options.items()}
-    own = build(user) if user else None
+    user_values = build(user) if user else None
     if remaining:
         name, (_, origin) = next(iter(remaining.items()))
-        known = [
+        accepted = [
             spelling(f.name)
             for options in (*SECTIONS.values(), *switch_options.values(), *([user] if user else []))
             for f in dataclasses.fields(options)
         ]
-        raise ConfigError(f"unknown flag '{name}'", where=origin, hint=flag_hint(name, known, as_code))
-    return RunConfig(**sections, switches=switches, user=own, origins={n: origin for n, (_, origin) in values.items()})
+        raise ConfigError(f"unknown flag '{name}'", where=origin, hint=flag_hint(name, accepted, as_code))
+    return RunConfig(
+        **sections, switches=switches, user=user_values, origins={n: origin for n, (_, origin) in values.items()}
+    )
 
 
 def _converted(kind: type, value: Any) -> Any:

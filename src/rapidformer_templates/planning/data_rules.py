@@ -59,12 +59,14 @@ def _asks_nothing_of_the_whole(request: Request) -> list[Finding]:
             message = f"{spelling(name)} has no effect on a stream: {why}"
             changes = (drop({name: off}), NOT_STREAMED)
             findings.append(Finding(message, request.asked("streaming", name), changes=changes))
-    given = [name for name, off in OF_EVALUATIONS.items() if request.config.get(name) not in (off, False)]
-    if request.config.training.task == "pretraining" and given:
-        without = drop({name: OF_EVALUATIONS[name] for name in given} | {"metric_for_best_mode": None})
-        flags = " and ".join(map(spelling, given))
+    evaluation_flags = [name for name, off in OF_EVALUATIONS.items() if request.config.get(name) not in (off, False)]
+    if request.config.training.task == "pretraining" and evaluation_flags:
+        without = drop({name: OF_EVALUATIONS[name] for name in evaluation_flags} | {"metric_for_best_mode": None})
+        flags = " and ".join(map(spelling, evaluation_flags))
         message = f"{flags} would do nothing: a streamed corpus has no validation and no test part"
-        findings.append(Finding(message, request.asked("streaming", *given), changes=(without, NOT_STREAMED)))
+        findings.append(
+            Finding(message, request.asked("streaming", *evaluation_flags), changes=(without, NOT_STREAMED))
+        )
     return findings
 
 
@@ -78,7 +80,7 @@ def _mixes_whole_sets(request: Request) -> list[Finding]:
         return []
     one = replace({"data_name": mixture[0][1]})
     off = {"streaming": False, "group_by_length": None, "precompute_reference": False}
-    found = [
+    flags = [
         Finding(
             f"{spelling(name)} cannot be combined with a mixture of data sets",
             request.asked("data_name", name),
@@ -89,8 +91,8 @@ def _mixes_whole_sets(request: Request) -> list[Finding]:
     ]
     if config.training.task == "question_answering":
         message = "--task question_answering takes one data set"
-        found.append(Finding(message, request.asked("data_name", "task"), changes=(one,)))
-    return found
+        flags.append(Finding(message, request.asked("data_name", "task"), changes=(one,)))
+    return flags
 
 
 DATA_RULES = (

@@ -184,8 +184,8 @@ def detect_accelerator() -> str | None:
         return None
     import torch
 
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
 
 
 def ask_torch_if_needed(device: str) -> None:
@@ -238,9 +238,9 @@ def kind_of(device: str) -> str:
         )
     if kind in DEVICES or kind == detect_accelerator():
         return kind
-    known = ("auto", *DEVICES)
-    near = f"did you mean {MAKERS_NAMES[kind]}?" if kind in MAKERS_NAMES else did_you_mean(kind, known)
-    hint = near or f"there are: {', '.join(known)}"
+    names = ("auto", *DEVICES)
+    near = f"did you mean {MAKERS_NAMES[kind]}?" if kind in MAKERS_NAMES else did_you_mean(kind, names)
+    hint = near or f"there are: {', '.join(names)}"
     raise ConfigError(f"'{device}' is not a kind of device that torch knows here", where="--device", hint=hint)
 
 

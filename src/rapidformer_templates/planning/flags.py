@@ -357,8 +357,8 @@ class TrainingFlags:
     @property
     def keeps_best(self) -> bool:
         """Whether the best checkpoint is kept. A metric for it, or early stopping, implies that."""
-        asked = self.metric_for_best is not None or self.early_stopping_patience is not None
-        return self.fine_tunes or asked if self.keep_best is None else self.keep_best
+        needs_best = self.metric_for_best is not None or self.early_stopping_patience is not None
+        return self.fine_tunes or needs_best if self.keep_best is None else self.keep_best
 
 
 SECTIONS: dict[str, type] = {

@@ -22,12 +22,12 @@ def _leave_out(*names: str) -> tuple[Change, ...]:
 
 
 def _epochs_or_iterations(request: Request) -> list[Finding]:
-    given = request.config.training
-    if given.epochs is not None and given.train_iters is not None:
-        asked = request.asked("epochs", "train_iters")
+    training = request.config.training
+    if training.epochs is not None and training.train_iters is not None:
+        flags = request.asked("epochs", "train_iters")
         message = "--epochs and --train-iters exclude each other"
-        return [Finding(message, asked, changes=_leave_out("epochs", "train_iters"))]
-    if request.training and given.epochs is None and given.train_iters is None:
+        return [Finding(message, flags, changes=_leave_out("epochs", "train_iters"))]
+    if request.training and training.epochs is None and training.train_iters is None:
         choices = (add({"epochs": 3}, "passes over the data"), add({"train_iters": 1000}, "optimizer steps"))
         return [Finding("neither --epochs nor --train-iters is given", changes=choices)]
     return []
@@ -83,11 +83,11 @@ def _learning_rate(request: Request) -> list[Finding]:
 
 
 def _one_warmup(request: Request) -> list[Finding]:
-    given = [name for name in WARMUPS if request.config.get(name) is not None]
-    if len(given) < 2:
+    flags = [name for name in WARMUPS if request.config.get(name) is not None]
+    if len(flags) < 2:
         return []
-    message = f"{' and '.join(map(spelling, given))} exclude each other"
-    return [Finding(message, request.asked(*given), changes=_leave_out(*given))]
+    message = f"{' and '.join(map(spelling, flags))} exclude each other"
+    return [Finding(message, request.asked(*flags), changes=_leave_out(*flags))]
 
 
 def _context(sizes: Sizes) -> str:
@@ -95,13 +95,13 @@ def _context(sizes: Sizes) -> str:
 
 
 def _data_size_is_so(request: Request) -> list[Finding]:
-    asked, sizes = request.config.launch.data_parallel_size, request.sizes
+    requested, sizes = request.config.launch.data_parallel_size, request.sizes
     divides = sizes.divides
-    if asked is None or asked * divides == sizes.world:
+    if requested is None or requested * divides == sizes.world:
         return []
     message = (
-        f"data-parallel size {asked} × tensor {sizes.tensor} × {_context(sizes)}pipeline {sizes.pipeline} "
-        f"are {asked * divides} workers, but there are {sizes.world}"
+        f"data-parallel size {requested} × tensor {sizes.tensor} × {_context(sizes)}pipeline {sizes.pipeline} "
+        f"are {requested * divides} workers, but there are {sizes.world}"
     )
     changes = (drop({"data_parallel_size": None}),)
     return [Finding(message, request.asked("data_parallel_size"), changes=changes)]
@@ -147,16 +147,16 @@ def _packs_samples(request: Request) -> list[Finding]:
 def _groups_packed_rows(request: Request) -> list[Finding]:
     if not (request.config.data.pack_sequences and request.config.data.group_by_length):
         return []
-    asked = request.asked("group_by_length", "pack_sequences")
+    flags = request.asked("group_by_length", "pack_sequences")
     changes = (drop({"group_by_length": None}), drop({"pack_sequences": False}))
-    return [Finding("--group-by-length has nothing to group in packed rows", asked, changes=changes)]
+    return [Finding("--group-by-length has nothing to group in packed rows", flags, changes=changes)]
 
 
 def _learns_answers(request: Request) -> list[Finding]:
-    asked, task = request.config.data.loss_on, request.config.training.task
-    if asked is None or task == "causal_lm":
+    loss_on, task = request.config.data.loss_on, request.config.training.task
+    if loss_on is None or task == "causal_lm":
         return []
-    message = f"--loss-on {asked} needs --task causal_lm, not {task or 'your own data'}"
+    message = f"--loss-on {loss_on} needs --task causal_lm, not {task or 'your own data'}"
     changes = (drop({"loss_on": None}), replace({"task": "causal_lm"}))
     return [Finding(message, request.asked("loss_on", "task"), changes=changes)]
 

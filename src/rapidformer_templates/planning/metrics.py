@@ -61,7 +61,7 @@ def direction_of(name: str) -> Direction | None:
     while words and words[-1] in QUALIFIERS:
         words.pop()
     ends = ["_".join(words[i:]) for i in range(len(words))]
-    found = next((end for end in ends if end in _KNOWN), None)
-    if found is None or (TURNED.intersection(words) and found != ends[0]):
+    ending = next((end for end in ends if end in _KNOWN), None)
+    if ending is None or (TURNED.intersection(words) and ending != ends[0]):
         return None
-    return _KNOWN[found]
+    return _KNOWN[ending]

@@ -185,8 +185,8 @@ def optimizer_options(request: Request) -> dict[str, Any]:
     training = request.config.training
     options: dict[str, Any] = {}
     if training.adam_beta1 is not None or training.adam_beta2 is not None:
-        given = zip((training.adam_beta1, training.adam_beta2), DEFAULT_BETAS, strict=True)
-        options["betas"] = tuple(default if beta is None else beta for beta, default in given)
+        betas = zip((training.adam_beta1, training.adam_beta2), DEFAULT_BETAS, strict=True)
+        options["betas"] = tuple(default if beta is None else beta for beta, default in betas)
     if training.adam_epsilon is not None:
         options["eps"] = training.adam_epsilon
     switch = ADAM_W_MODE.get(implementation(request))
@@ -215,19 +215,19 @@ def fallback_reason(request: Request) -> str | None:
 
 def refusal(request: Request, message: str, *switches: str) -> Finding:
     """Refuse the chosen optimizer and suggest the default, which runs everywhere."""
-    asked = (*request.asked("optimizer"), *request.asked_for(*switches))
-    return Finding(message, asked, switches=switches, changes=(replace({"optimizer": "apex_adam"}),))
+    flags = (*request.asked("optimizer"), *request.asked_for(*switches))
+    return Finding(message, flags, switches=switches, changes=(replace({"optimizer": "apex_adam"}),))
 
 
 def has_no_betas(request: Request) -> list[Finding]:
     """Refuse Adam's decays and epsilon for an optimizer that does not have them."""
     name = request.config.get("optimizer")
-    given = [field for field in ADAM_FLAGS if request.config.get(field) is not None]
-    if OPTIMIZERS[name].has_betas or not given:
+    fields = [field for field in ADAM_FLAGS if request.config.get(field) is not None]
+    if OPTIMIZERS[name].has_betas or not fields:
         return []
-    message = f"{name} has no {' and no '.join(map(spelling, given))}"
-    changes = (replace({"optimizer": "apex_adam"}), drop(dict.fromkeys(given)))
-    return [Finding(message, request.asked("optimizer", *given), changes=changes)]
+    message = f"{name} has no {' and no '.join(map(spelling, fields))}"
+    changes = (replace({"optimizer": "apex_adam"}), drop(dict.fromkeys(fields)))
+    return [Finding(message, request.asked("optimizer", *fields), changes=changes)]
 
 
 def betas_reach_one(request: Request) -> list[Finding]:

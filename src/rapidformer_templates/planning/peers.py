@@ -196,8 +196,8 @@ def as_code(flags: str) -> str:
 
 def _pairs(flags: str) -> list[tuple[str, str]]:
     """Return (field, value) of each flag."""
-    found = re.findall(r"--(\S+)(?: (?!--)(\S+))?", flags)
-    return [(name.replace("-", "_"), value) for name, value in found]
+    pairs = re.findall(r"--(\S+)(?: (?!--)(\S+))?", flags)
+    return [(name.replace("-", "_"), value) for name, value in pairs]
 
 
 def flag_hint(word: str, known: Iterable[str], spelled: Callable[[str], str] = as_flags) -> str | None:
@@ -209,9 +209,13 @@ def flag_hint(word: str, known: Iterable[str], spelled: Callable[[str], str] = a
         spelled: formats flags as the source of the name does.
     """
     name = word.lstrip("-").replace("-", "_").lower()
-    here = PEERS.get(name)
-    if here is not None:
-        return " ".join(part for part in (here.flags and f"did you mean {spelled(here.flags)}?", here.note) if part)
+    equivalent = PEERS.get(name)
+    if equivalent is not None:
+        return " ".join(
+            part
+            for part in (equivalent.flags and f"did you mean {spelled(equivalent.flags)}?", equivalent.note)
+            if part
+        )
     flags = {flag.lstrip("-").replace("-", "_"): flag for flag in known}
     near = alike(name, flags, cutoff=SIMILAR)
     return f"did you mean {spelled(flags[near[0]])}?" if near else None

@@ -75,22 +75,26 @@ class Registry:
         missing = {name: options() for name, options in self.options().items() if name not in config.switches}
         return dataclasses.replace(config, switches={**config.switches, **missing}) if missing else config
 
-    def adopt(self, config: RunConfig) -> RunConfig:
+    def merge_files(self, config: RunConfig) -> RunConfig:
         """Return the configuration with the values of the switches' own files. Flags keep their values.
 
         Raises:
             ConfigError: a file cannot be used.
         """
-        return reduce(lambda adopted, switch: switch.adopt(adopted) if switch.adopt else adopted, self.switches, config)
+        return reduce(
+            lambda merged, switch: switch.adopt(merged) if switch.adopt else merged,
+            self.switches,
+            config,
+        )
 
     def without(self, code: str) -> Registry:
         """Return this registry without one rule. The tests of rules compare with it."""
 
-        def others(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+        def without_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:
             return tuple(rule for rule in rules if rule.code != code)
 
-        switches = (dataclasses.replace(switch, rules=others(switch.rules)) for switch in self.switches)
-        return Registry(tuple(switches), others(self.rules))
+        switches = (dataclasses.replace(switch, rules=without_code(switch.rules)) for switch in self.switches)
+        return Registry(tuple(switches), without_code(self.rules))
 
 
 def _by_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:

@@ -37,8 +37,8 @@ def build_request(
     """Gather the facts. With ``model``, the model's ``config.json`` is not read again."""
     sizes = sizes_of(config, environment, switches)
     model = model or model_facts(config)
-    asked = (s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model))
-    return Request(config, environment, acting_together(asked, sizes), sizes, model, training)
+    active = (s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model))
+    return Request(config, environment, acting_together(active, sizes), sizes, model, training)
 
 
 def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Switch]) -> Sizes:
@@ -63,10 +63,10 @@ def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Swi
 
 def precision(config: RunConfig, environment: Environment) -> str:
     """Return the type of matrix products: ``fp32``, ``bf16`` or ``fp16``."""
-    asked: str | None = config.get("mixed_precision")
-    if asked == "auto":
+    requested: str | None = config.get("mixed_precision")
+    if requested == "auto":
         return "bf16" if environment.device == "cpu" else "fp16"
-    return asked or "fp32"
+    return requested or "fp32"
 
 
 def engine_owner(request: Request) -> Switch | None:
@@ -100,8 +100,8 @@ def model_facts(config: RunConfig) -> ModelFacts:
     facts: dict[str, Any] = {}
     for name, keys in CONFIG_KEYS.items():
         in_file = next((content[key] for key in keys if isinstance(content.get(key), int)), None)
-        asked = getattr(config.model, name, None)
-        facts[name] = in_file if asked is None else asked
+        value = getattr(config.model, name, None)
+        facts[name] = in_file if value is None else value
     return ModelFacts(model_type=kind if isinstance(kind, str) else None, **facts)
 
 

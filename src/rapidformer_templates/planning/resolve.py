@@ -59,7 +59,7 @@ def plan_of(request: Request, registry: Registry) -> Plan:
         switches=tuple(request.active),
         sizes=request.sizes,
         engine=_engine(request),
-        engine_options={name: value for given in options for name, value in given.items()},
+        engine_options={name: value for values in options for name, value in values.items()},
         device=request.environment.device,
         precision=precision(request.config, request.environment),
         optimizer=request.config.get("optimizer"),

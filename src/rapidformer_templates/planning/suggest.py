@@ -37,28 +37,28 @@ def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
     """
     frontier: list[tuple[float, int, Path]] = [(0.0, 0, ())]
     tie_breaker = itertools.count(1)
-    seen: set[frozenset[tuple[str, Any]]] = set()
-    found: list[Path] = []
+    visited: set[frozenset[tuple[str, Any]]] = set()
+    paths: list[Path] = []
     nearest_cost = 0.0
     for _ in range(MAX_LOOKS):
-        if not frontier or len(found) == limit:
+        if not frontier or len(paths) == limit:
             break
         cost, _, path = heapq.heappop(frontier)
-        if found and cost >= nearest_cost + REPLACE:
+        if paths and cost >= nearest_cost + REPLACE:
             break  # too far away to be helpful
         choices = _ways_out(apply(request, path, registry), registry)
         if choices is None:
-            if not any(_is_nearer(other, path) for other in found):
-                nearest_cost = nearest_cost if found else cost
-                found.append(path)
+            if not any(_is_nearer(other, path) for other in paths):
+                nearest_cost = nearest_cost if paths else cost
+                paths.append(path)
             continue
         for change in choices:
             longer = (*path, change)
             state = frozenset(_values(longer).items())
-            if not _overlap(path, change) and state not in seen:
-                seen.add(state)
+            if not _overlap(path, change) and state not in visited:
+                visited.add(state)
                 heapq.heappush(frontier, (cost + change.cost, next(tie_breaker), longer))
-    return found or [_take_out(request, registry)]
+    return paths or [_take_out(request, registry)]
 
 
 def apply(request: Request, changes: Iterable[Change], registry: Registry) -> Request:
@@ -79,9 +79,9 @@ def to_suggestion(path: Sequence[Change]) -> Suggestion:
     """Format the changes as text. Removed flags come last."""
     words = [change.describe for change in path]
     gone = " ".join(word.removeprefix(WITHOUT) for word in words if word.startswith(WITHOUT))
-    kept = [word for word in words if not word.startswith(WITHOUT)]
+    additions = [word for word in words if not word.startswith(WITHOUT)]
     notes = dict.fromkeys(change.note for change in path if change.note)
-    return Suggestion(" ".join([*kept, WITHOUT + gone] if gone else kept), "; ".join(notes))
+    return Suggestion(" ".join([*additions, WITHOUT + gone] if gone else additions), "; ".join(notes))
 
 
 def _ways_out(request: Request, registry: Registry) -> list[Change] | None:
@@ -132,9 +132,11 @@ def _values(path: Sequence[Change]) -> dict[str, Any]:
 
 def _is_nearer(changes: Sequence[Change], path: Sequence[Change]) -> bool:
     """Return whether ``path``, which costs at least as much, only extends ``changes`` or removes the same switches."""
-    mine, its = _values(changes), _values(path)
-    given_up, its_given_up = ({name for name, value in values.items() if not value} for values in (mine, its))
-    return mine.items() <= its.items() or bool(given_up and given_up == its_given_up)
+    new_values, path_values = _values(changes), _values(path)
+    given_up, its_given_up = (
+        {name for name, value in values.items() if not value} for values in (new_values, path_values)
+    )
+    return new_values.items() <= path_values.items() or bool(given_up and given_up == its_given_up)
 
 
 def _overlap(path: Sequence[Change], change: Change) -> bool:

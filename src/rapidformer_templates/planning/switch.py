@@ -374,7 +374,7 @@ class Switch:
 def acting_together(switches: Iterable[Switch], sizes: Sizes) -> dict[str, Switch]:
     """Return switches by name, each as it acts together with the others and with these sizes."""
     chosen = list(switches)
-    apart = any(switch.copies_differ for switch in chosen) and any(switch.divides_copies for switch in chosen)
-    if sizes.divides > 1 or apart:
+    are_separate = any(switch.copies_differ for switch in chosen) and any(switch.divides_copies for switch in chosen)
+    if sizes.divides > 1 or are_separate:
         chosen = [dataclasses.replace(s, **s.under_3d) if s.under_3d else s for s in chosen]
     return {switch.name: switch for switch in chosen}

@@ -94,19 +94,19 @@ def metrics_of(config: RunConfig, *, of_task: bool = True) -> tuple[str, ...]:
     task = config.training.task
     # A perplexity is meaningful if the loss is the log-likelihood of a token and nothing is added to it.
     likelihood = task in _LANGUAGE and not config.data.sentence_pairs
-    own = _own_metrics(config) if of_task else ()
-    return ("eval_loss", *(("perplexity",) if likelihood else ()), *own)
+    task_metrics = _task_metrics(config) if of_task else ()
+    return ("eval_loss", *(("perplexity",) if likelihood else ()), *task_metrics)
 
 
-def _own_metrics(config: RunConfig) -> tuple[str, ...]:
+def _task_metrics(config: RunConfig) -> tuple[str, ...]:
     """Return the task's metrics. If only the data decide the problem type of sequence classification, return all."""
     if config.training.task == "preference":
         return preference_metrics(is_unpaired=config.training.preference_loss == "kto")
     if config.training.task != "sequence_classification":
         return METRICS_OF.get(config.training.task or "", ())
     problem = config.data.problem_type
-    known = METRICS_OF_PROBLEM.values() if problem is None else (METRICS_OF_PROBLEM[problem],)
-    return tuple(dict.fromkeys(name for names in known for name in names))
+    groups = METRICS_OF_PROBLEM.values() if problem is None else (METRICS_OF_PROBLEM[problem],)
+    return tuple(dict.fromkeys(name for names in groups for name in names))
 
 
 def preference_metrics(*, is_unpaired: bool) -> tuple[str, ...]:

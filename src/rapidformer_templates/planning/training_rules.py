@@ -181,18 +181,18 @@ def _leaves_something(request: Request) -> list[Finding]:
 
 
 def _trackers_are_there(request: Request) -> list[Finding]:
-    asked, installed = request.config.training.report_to, request.environment.packages
+    requested, installed = request.config.training.report_to, request.environment.packages
     off = drop({"report_to": None, "run_name": None, "project_name": None})
-    if asked == "all" and not chosen_trackers(asked, installed):
+    if requested == "all" and not chosen_trackers(requested, installed):
         message = f"no tracker is installed: {TRACKERS_INSTALL['tensorboard']}"
         return [Finding(message, request.asked("report_to"), changes=(off,))]
-    missing = [name for name in chosen_trackers(asked, installed) if TRACKERS[name] not in installed]
-    there = ",".join(name for name in chosen_trackers(asked, installed) if name not in missing)
+    missing = [name for name in chosen_trackers(requested, installed) if TRACKERS[name] not in installed]
+    available = ",".join(name for name in chosen_trackers(requested, installed) if name not in missing)
     return [
         Finding(
             f"{name} is not installed: {TRACKERS_INSTALL[name]}",
             request.asked("report_to"),
-            changes=(replace({"report_to": TrackerNames(there)}) if there else off,),
+            changes=(replace({"report_to": TrackerNames(available)}) if available else off,),
         )
         for name in missing
     ]

@@ -45,5 +45,5 @@ def groups_of(sizes: Sizes, more: Sequence[Dimension] = ()) -> tuple[WorkerGroup
 def _of_rank_0(dimension: Dimension, sizes: Sizes) -> WorkerGroup:
     size, stride = dimension.size, dimension.stride
     firsts = [rank for rank in range(sizes.world) if rank // stride % size == 0]
-    reached = ({(first + i * stride) // sizes.local_world for i in range(size)} for first in firsts)
-    return WorkerGroup(dimension.name, dimension.exchanges, size, stride, nodes=max(map(len, reached)))
+    nodes = ({(first + i * stride) // sizes.local_world for i in range(size)} for first in firsts)
+    return WorkerGroup(dimension.name, dimension.exchanges, size, stride, nodes=max(map(len, nodes)))

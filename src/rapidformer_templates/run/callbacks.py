@@ -134,8 +134,8 @@ def load_callback_states(callbacks: Sequence[Callback], states: Mapping[str, Any
 
 def _named(callbacks: Sequence[Callback]) -> Iterator[tuple[str, Callback]]:
     """Yield callbacks with the names of their classes, numbered if a class occurs several times."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for callback in callbacks:
         name = type(callback).__qualname__
-        seen[name] += 1
-        yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), callback
+        counts[name] += 1
+        yield (name if counts[name] == 1 else f"{name}-{counts[name]}"), callback

@@ -77,7 +77,7 @@ def _completed(config: RunConfig, template: str) -> RunConfig:
     """Add the values from files that switches read, and the defaults of the template."""
     if config.launch.user_script:
         raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
-    return with_template_defaults(REGISTRY.adopt(config), template)
+    return with_template_defaults(REGISTRY.merge_files(config), template)
 
 
 def is_searched(config: RunConfig) -> bool:

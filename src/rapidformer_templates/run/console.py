@@ -159,8 +159,8 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
         for name, path in (("metrics", folder.metrics), ("curves", folder.curves), ("exported model", folder.export)):
             if path.exists():
                 table.add_row(name, str(path))
-    for name, told in summary["trackers"].items():
-        table.add_row(name, f"failed: {told['failed']}" if told["failed"] else told["where"])
+    for name, tracker in summary["trackers"].items():
+        table.add_row(name, f"failed: {tracker['failed']}" if tracker["failed"] else tracker["where"])
     console = Console(force_jupyter=False)  # plain text, even in a notebook
     with console.capture() as captured:
         console.print(table)

@@ -33,9 +33,9 @@ def locate_errors(step: Callable[[], int], hint: str = "") -> Iterator[None]:
     except torch.AcceleratorError as error:
         if is_out_of_memory(error):
             raise
-        told = (str(error).splitlines() or [type(error).__name__])[0]
+        message = (str(error).splitlines() or [type(error).__name__])[0]
         raise DeviceFailed(
-            f"after step {step()} the device failed: {told}",
+            f"after step {step()} the device failed: {message}",
             where=f"raised in {_line_of(error)}; devices report errors late, so it may be from an earlier step",
             hint="; ".join(filter(None, ["with --device cpu a wrong operation fails at its own line", hint])),
         ) from error

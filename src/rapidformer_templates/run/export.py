@@ -53,9 +53,9 @@ def export_model(engine: Engine, template: Template, folder: Path, workers: Work
 def describe_model(model: nn.Module, template: Template, folder: Path) -> None:
     """Write everything in an export except the weights, and the decisions of the data."""
     with new_folder(folder) as temporary:
-        own = _writer_of(model)
-        if own:
-            own.describe(model, temporary)
+        writer = _writer_of(model)
+        if writer:
+            writer.describe(model, temporary)
         elif isinstance(model, PreTrainedModel):
             config = _config_of(model)
             config.architectures = [class_of(model).__name__]
@@ -118,9 +118,9 @@ def _skeleton(described: Path) -> PreTrainedModel | None:
 
 
 def _write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    own = _writer_of(model)
-    if own:
-        own.write(model, weights, folder)
+    writer = _writer_of(model)
+    if writer:
+        writer.write(model, weights, folder)
     elif isinstance(model, PreTrainedModel):
         _save_transformers(model, weights, folder)
     else:

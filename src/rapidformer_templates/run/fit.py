@@ -44,7 +44,7 @@ from rapidformer_templates.run.profiler import WARMUP, Profile
 from rapidformer_templates.run.progress import Progress
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import precomputed_reference
-from rapidformer_templates.run.resume import report_changes, restore_run
+from rapidformer_templates.run.resume import restore_run, show_changes
 from rapidformer_templates.run.sample_order import build_order
 from rapidformer_templates.run.trackers import RunName
 from rapidformer_templates.run.tracking import Trackers
@@ -111,8 +111,8 @@ def _train_in_new_workers(template: Template, flags: Mapping[str, Any]) -> dict[
 
 def _can_resume(training: TrainingFlags) -> bool:
     """Whether this run has a checkpoint to resume from. A run that will be overwritten does not count."""
-    own = training.resume or not training.overwrite
-    return bool(own and training.save and candidates(RunFolder(training.save).checkpoints))
+    continues = training.resume or not training.overwrite
+    return bool(continues and training.save and candidates(RunFolder(training.save).checkpoints))
 
 
 def _check_template(template: Template) -> None:
@@ -225,7 +225,7 @@ def train(
 
     # 3. The training loop.
     if folder and template.config.training.resume:
-        report_changes(folder, template.plan.values, workers)
+        show_changes(folder, template.plan.values, workers)
     if folder and workers.is_main:
         folder.prepare(template.plan.to_json(), overwrite=template.config.training.overwrite)
         with writing(folder.model):

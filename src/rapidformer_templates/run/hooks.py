@@ -58,9 +58,9 @@ def checked_schedule(schedule: Any) -> Schedule:
         )
     factor = schedule(0)
     if not is_number(factor) or not math.isfinite(factor):
-        told = factor if is_number(factor) else kind_of(factor)
+        shown = factor if is_number(factor) else kind_of(factor)
         raise RapidformerError(
-            f"the schedule's share of the first step is {told}", where="build_scheduler(total_steps)", hint=hint
+            f"the schedule's share of the first step is {shown}", where="build_scheduler(total_steps)", hint=hint
         )
     function: Schedule = schedule
     return function

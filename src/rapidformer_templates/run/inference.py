@@ -182,8 +182,8 @@ def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
     task, part = template.task, part_of_samples(data)
     read_parts: list[DataPart] = []
     alone = {"data_name": None, "eval_data_name": None, "streaming": False, "evaluate_test": False}
-    known = {name: value for name, value in alone.items() if task.config.get(name) != value}
-    own_task = task.for_other_data(task.config.replace("evaluate()", **known) if known else task.config)
+    changed = {name: value for name, value in alone.items() if task.config.get(name) != value}
+    own_task = task.for_other_data(task.config.replace("evaluate()", **changed) if changed else task.config)
 
     def read_rows() -> LoadedDataset:
         read_parts.append(part)
@@ -207,14 +207,14 @@ def _part_of(template: Template, data: Any) -> str:
         DataError: the task needs the name for its metrics, and the data set is unknown.
     """
     parts = {**template.data.validation_sets(), TEST: template.data.test}
-    known = next((name for name, samples in parts.items() if samples is data), None)
-    if known is None and template.uses_task and type(template.task).begin_evaluation is not Task.begin_evaluation:
+    part_name = next((name for name, samples in parts.items() if samples is data), None)
+    if part_name is None and template.uses_task and type(template.task).begin_evaluation is not Task.begin_evaluation:
         raise DataError(
             "the metrics of these samples are unknown",
             where="evaluate()",
             hint="pass rows with the task's columns, or a part of the template's own data",
         )
-    return known or ""
+    return part_name or ""
 
 
 @contextmanager

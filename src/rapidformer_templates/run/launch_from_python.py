@@ -112,12 +112,12 @@ def _pickled(template: Template) -> bytes:
         ) from None
 
 
-def _culprit(value: Any, name: str, seen: set[int]) -> tuple[str, Any]:
+def _culprit(value: Any, name: str, visited: set[int]) -> tuple[str, Any]:
     """Return the path and value of the innermost part of a value that cannot be pickled."""
-    seen.add(id(value))
+    visited.add(id(value))
     for part_name, part in _parts(value, name):
-        if id(part) not in seen and not _can_pickle(part):
-            return _culprit(part, part_name, seen)
+        if id(part) not in visited and not _can_pickle(part):
+            return _culprit(part, part_name, visited)
     return name, value
 
 

@@ -176,7 +176,7 @@ class Loop:
                     self.intervals.due_by_clock() if self.workers.is_main else 0,
                 )
             if self.saver and self.saver.pending and not saving:
-                self._report_checkpoint(self.saver.proceed())
+                self._announce_checkpoint(self.saver.proceed())
 
             # 3. Forward, backward, clipping and update.
             # Receipts are recorded in the first step of this process. Later steps have no overhead.
@@ -269,7 +269,7 @@ class Loop:
             data_size=plan.sizes.data,
             accumulation=plan.sizes.accumulation,
         )
-        is_async = accelerator.computes_apart(self.workers.device)
+        is_async = accelerator.is_asynchronous(self.workers.device)
         workers = data.dataloader_num_workers if data.dataloader_num_workers is not None else (2 if is_async else 0)
         pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else is_async
         batches = load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
@@ -405,14 +405,14 @@ class Loop:
             problem = checkpoint_check.delete_older(path, self.keep_checkpoints, best, self.workers)
             if problem:
                 say(self.workers, problem, loud=True)
-        self._report_checkpoint(path)
+        self._announce_checkpoint(path)
 
     def _wait_for_save(self) -> None:
         if self.saver:
             with self.meter.paused():
-                self._report_checkpoint(self.saver.wait())
+                self._announce_checkpoint(self.saver.wait())
 
-    def _report_checkpoint(self, path: Path | None) -> None:
+    def _announce_checkpoint(self, path: Path | None) -> None:
         """Report a complete checkpoint."""
         if path:
             self.progress.saved(checkpoint.step_of(path), path)

@@ -55,7 +55,7 @@ class Meter:
         now = time.perf_counter()
         seconds = max(now - self._mark, 1e-9)
         # The host has just waited for the device. That time belongs to the last step.
-        if self._rates and accelerator.computes_apart(self.device):
+        if self._rates and accelerator.is_asynchronous(self.device):
             spent, samples, tokens = self._rates[-1]
             self._rates[-1] = (spent + now - self._last, samples, tokens)
             self._last = now
@@ -89,7 +89,7 @@ class Meter:
 
 def peak_memory_mb(device: torch.device) -> float:
     """Return the peak memory so far in MB (10^6 bytes): allocated on the accelerator, or resident."""
-    allocated = accelerator.peak_bytes(device) if accelerator.computes_apart(device) else None
+    allocated = accelerator.peak_bytes(device) if accelerator.is_asynchronous(device) else None
     if allocated is not None:
         return round(allocated / 1e6, 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -113,10 +113,10 @@ def explained(config: RunConfig, plan: Plan, rank: int, resolve: Callable[[RunCo
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
         step = next_step(config, plan, resolve)
         raise OutOfMemory(
-            f"worker {rank} is out of memory: {told}",
+            f"worker {rank} is out of memory: {message}",
             where=f"{' → '.join(plan.switches)} on {plan.sizes.world} workers",
             hint=f"the next step that saves memory: {step}" if step else "more workers, or a smaller model",
         ) from error

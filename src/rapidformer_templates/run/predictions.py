@@ -87,8 +87,8 @@ def predict_inputs(
             torch.manual_seed(
                 generation.seed + batch[0]
             )  # seeded per batch, so that it does not matter which worker draws
-            told = task.records(model, [inputs.rows[row] for row in batch], generation)
-            own_records |= dict(zip(batch, told, strict=True))
+            batch_records = task.records(model, [inputs.rows[row] for row in batch], generation)
+            own_records |= dict(zip(batch, batch_records, strict=True))
             advance(len(batch))
     records = {
         row: record

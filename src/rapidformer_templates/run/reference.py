@@ -109,10 +109,10 @@ class Precomputed:
         else:
             values = {name: self._computed(samples) for name, samples in self.parts.items()}
         if folder and (saved is None or saved.path != folder.path) and self.workers.is_main:
-            told = {"of": json.dumps(self.identity, sort_keys=True)}
+            metadata = {"of": json.dumps(self.identity, sort_keys=True)}
             temporary = folder.reference.with_name(folder.reference.name + ".tmp")
             with writing(folder.reference):
-                save_file({name: torch.tensor(rows) for name, rows in values.items()}, temporary, metadata=told)
+                save_file({name: torch.tensor(rows) for name, rows in values.items()}, temporary, metadata=metadata)
                 sync(temporary)
                 temporary.rename(folder.reference)
         task = self.template.task
@@ -153,9 +153,9 @@ class Precomputed:
         logps: list[tuple[int, list[float]]] = []
         with evaluating(self.engine):
             for microbatch in load(samples, self.template.data, requests, workers=0, pin_memory=False):
-                told = task.reference_of(self.engine.eval_batch, microbatch)
+                outputs = task.reference_of(self.engine.eval_batch, microbatch)
                 if self.workers.is_replica_leader and not microbatch.idle:
-                    logps += zip(microbatch.samples, told, strict=True)
+                    logps += zip(microbatch.samples, outputs, strict=True)
         everywhere = dict(entry for share in self.workers.gather(logps) for entry in share)
         return [everywhere[i] for i in range(len(samples))]
 
@@ -198,5 +198,5 @@ def identity_of_model(engine: Engine, workers: Workers) -> str:
     base = frozen_base_of(engine.model)
     weights = engine.full_weights() if base is None else None
     identity = identity_of({name: fingerprint(tensor) for name, tensor in weights.items()}) if weights else ""
-    told: str = workers.broadcast(base.identity if base else identity)
-    return told
+    shared: str = workers.broadcast(base.identity if base else identity)
+    return shared

@@ -78,7 +78,7 @@ NOT_COMPARED = {"template", "--resume", "--save", "--load", "--overwrite", "--co
 """Values that do not affect a resumed run."""
 
 
-def report_changes(folder: RunFolder, values: Mapping[str, Mapping[str, Any]], workers: Workers) -> None:
+def show_changes(folder: RunFolder, values: Mapping[str, Mapping[str, Any]], workers: Workers) -> None:
     """Report the flags whose values have changed since the run was last started.
 
     Args:

@@ -70,18 +70,18 @@ class SavedModel:
         Raises:
             ConfigError: the task of the model is unknown, or a value is invalid.
         """
-        kept = {name: value for name, value in self.values.items() if name in names}
-        kept["pretrained_model_name_or_path"] = (str(self.folder), "RUN")
+        run_values = {name: value for name, value in self.values.items() if name in names}
+        run_values["pretrained_model_name_or_path"] = (str(self.folder), "RUN")
         now = {name: (value, "command line") for name, value in given.items() if value is not None}
-        if "task" not in kept | now:
-            kept["task"] = (_task_of(self.folder), "the folder")
-        return REGISTRY.adopt(parse([], REGISTRY.options(), user=user, in_code={**kept, **now}))
+        if "task" not in run_values | now:
+            run_values["task"] = (_task_of(self.folder), "the folder")
+        return REGISTRY.merge_files(parse([], REGISTRY.options(), user=user, in_code={**run_values, **now}))
 
     def decisions(self, task: str | None) -> dict[str, Any]:
         """Return what the data of the run has decided. Empty if the model is used for another task."""
         is_of_task = self.values.get("task", (None, ""))[0] == task
-        told: dict[str, Any] = self.described().get("decisions", {}) if is_of_task else {}
-        return told
+        decisions: dict[str, Any] = self.described().get("decisions", {}) if is_of_task else {}
+        return decisions
 
     def described(self) -> dict[str, Any]:
         """Return the run's description of its task: ``hooks`` that its script overrides, ``decisions`` of its data."""
@@ -89,11 +89,11 @@ class SavedModel:
         if file is None or not file.is_file():
             return {}
         try:
-            told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            description: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             hint = "export the run again from a checkpoint: rapidformer export RUN --output FOLDER"
             raise ConfigError(f"it is not JSON: {error}", where=str(file), hint=hint) from error
-        return told
+        return description
 
 
 def find_saved(path: str | Path) -> SavedModel:
@@ -102,24 +102,24 @@ def find_saved(path: str | Path) -> SavedModel:
     Raises:
         ConfigError: the folder does not exist, or nothing was exported yet.
     """
-    given = Path(path)
-    if not given.is_dir():
-        raise ConfigError(f"{given} does not exist", where="RUN", hint="name the --save folder of a run, or a model")
-    if (given / "plan.json").is_file():
-        if not (given / "export").is_dir():
-            hint = f"rapidformer export {given} writes one from its newest checkpoint"
-            raise ConfigError(f"{given} holds no exported model", where="RUN", hint=hint)
-        return SavedModel(given / "export", given, values_of(given))
-    if (given / "manifest.json").is_file():
-        run, step = given.parent.parent, given.name.removeprefix("step-")
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} does not exist", where="RUN", hint="name the --save folder of a run, or a model")
+    if (folder / "plan.json").is_file():
+        if not (folder / "export").is_dir():
+            hint = f"rapidformer export {folder} writes one from its newest checkpoint"
+            raise ConfigError(f"{folder} holds no exported model", where="RUN", hint=hint)
+        return SavedModel(folder / "export", folder, values_of(folder))
+    if (folder / "manifest.json").is_file():
+        run, step = folder.parent.parent, folder.name.removeprefix("step-")
         hint = f"rapidformer export {run} --step {step} writes its model"
-        raise ConfigError(f"{given} is a checkpoint", where="RUN", hint=hint)
-    if not (given / "config.json").is_file():
+        raise ConfigError(f"{folder} is a checkpoint", where="RUN", hint=hint)
+    if not (folder / "config.json").is_file():
         hint = "name the --save folder of a run, or a transformers folder with config.json and its weights"
-        raise ConfigError(f"{given} is neither a run folder nor a model", where="RUN", hint=hint)
-    beside = given.resolve().parent
-    run_of = beside if (beside / "plan.json").is_file() else None  # RUN/export and RUN/merged also belong to the run
-    return SavedModel(given, run_of, values_of(run_of) if run_of else {})
+        raise ConfigError(f"{folder} is neither a run folder nor a model", where="RUN", hint=hint)
+    parent = folder.resolve().parent
+    run_of = parent if (parent / "plan.json").is_file() else None  # RUN/export and RUN/merged also belong to the run
+    return SavedModel(folder, run_of, values_of(run_of) if run_of else {})
 
 
 def values_of(run: Path) -> dict[str, tuple[Any, str]]:

@@ -112,10 +112,10 @@ def check_names(template: type) -> None:
     Raises:
         ConfigError: names the method and the hook.
     """
-    hooks, known = hooks_of(template), set(dir(_library_base(template)))
-    own = _own_classes(template)
-    defined = {name for kind in own for name in vars(kind)}
-    for kind in own:
+    hooks, library_names = hooks_of(template), set(dir(_library_base(template)))
+    own_classes = _own_classes(template)
+    defined = {name for kind in own_classes for name in vars(kind)}
+    for kind in own_classes:
         for name, value in vars(kind).items():
             if name == "predict":
                 raise ConfigError(
@@ -123,7 +123,7 @@ def check_names(template: type) -> None:
                     where=_file_and_line(kind, value),
                     hint="did you mean read_outputs(self, outputs, batch)?",
                 )
-            if name.startswith("_") or name in known or not (callable(value) or isinstance(value, _WRAPPED)):
+            if name.startswith("_") or name in library_names or not (callable(value) or isinstance(value, _WRAPPED)):
                 continue
             hook_name = _closest_hook(name, [*hooks, "Flags"], defined)
             if hook_name:
@@ -161,11 +161,11 @@ def unused_flags(template: type, config: RunConfig) -> tuple[str, ...]:
     There is no note for a flag that appears in the script's code, because the script reads it there.
     """
     base, hooks = _library_base(template), hooks_of(template)
-    own = [name for name in hooks if _overrides(getattr(template, name), getattr(base, name))]
-    acting = frozenset[str]().union(*(flags for name, flags in hooks.items() if name not in own))
-    named = frozenset(_names_in(template)) if own else frozenset()
+    overridden = [name for name in hooks if _overrides(getattr(template, name), getattr(base, name))]
+    acting = frozenset[str]().union(*(flags for name, flags in hooks.items() if name not in overridden))
+    named = frozenset(_names_in(template)) if overridden else frozenset()
     notes = []
-    for name in own:
+    for name in overridden:
         for flag in sorted(hooks[name] - acting - named):
             acting |= {flag}  # one note per flag
             if flag in config.origins and not _of_a_template(config, flag):

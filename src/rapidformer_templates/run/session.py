@@ -90,7 +90,7 @@ def open_session(
     """
     if not reads_flags:
         _check_flags(template, schedule)
-    if not accelerator.is_there(template.plan.device):
+    if not accelerator.is_available(template.plan.device):
         raise ConfigError(no_device(template.plan.device), where=template.config.origin("device"))
     count = template.config.launch.nproc_per_node or 1
     if launch.is_worker():

@@ -55,11 +55,11 @@ class Trackers:
             self.log(line)
 
     def _open_tracker(self, name: str, run_name: RunName, plan: Plan) -> None:
-        known = self._known.get(name, {})
-        identity = {key: value for key, value in known.items() if key != CONFIGURED}
+        saved = self._known.get(name, {})
+        identity = {key: value for key, value in saved.items() if key != CONFIGURED}
         self._open[name] = tracker = KINDS[name](self.folder.trackers, run_name, identity)
-        self._remember(name, {**tracker.identity, CONFIGURED: known.get(CONFIGURED, False)})
-        if not known.get(CONFIGURED):
+        self._remember(name, {**tracker.identity, CONFIGURED: saved.get(CONFIGURED, False)})
+        if not saved.get(CONFIGURED):
             tracker.configure(configuration(plan))
             self._remember(name, {**tracker.identity, CONFIGURED: True})
         self._is_logged[name] = tracker.logged()
@@ -136,8 +136,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Read the identities that an earlier process of this run stored."""
     if not path.exists():
         return {}
-    known: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    return known
+    identities: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return identities
 
 
 def configuration(plan: Plan) -> dict[str, str | int | float | bool]:

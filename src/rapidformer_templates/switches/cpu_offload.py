@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import PARTITIONING, excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS
+from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,

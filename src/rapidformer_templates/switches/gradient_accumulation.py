@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rapidformer_templates.data.finetuning.locating import training_samples
-from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import ADD, add, replace
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Change,
     Example,

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import needs_template
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizers import implementation, updates_in_chunks
 from rapidformer_templates.planning.request import precision, wide_weights
+from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,

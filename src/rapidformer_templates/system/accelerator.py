@@ -23,28 +23,28 @@ def device_of(kind: str, local_rank: int) -> torch.device:
     return HOST if kind == HOST.type else torch.device(kind, local_rank)
 
 
-def is_there(kind: str) -> bool:
+def is_available(kind: str) -> bool:
     """Return whether torch can compute on this kind of device on this machine."""
     if kind == HOST.type:
         return True
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found is not None and found.type == kind
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and device.type == kind
 
 
-def computes_apart(device: torch.device) -> bool:
+def is_asynchronous(device: torch.device) -> bool:
     """Return whether the device computes asynchronously to the host, that is, whether it is an accelerator."""
     return device.type != HOST.type
 
 
 def make_current(device: torch.device) -> None:
     """Make ``device`` the current device of this thread."""
-    if computes_apart(device):
+    if is_asynchronous(device):
         torch.accelerator.set_device_index(device.index or 0)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has completed its queued work."""
-    if computes_apart(device):
+    if is_asynchronous(device):
         torch.accelerator.synchronize(device)
 
 
@@ -82,27 +82,27 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 def current() -> torch.device | None:
     """Return the current accelerator of this thread, or None if there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def in_use() -> torch.device | None:
     """Return the same as :func:`current`, or None if this process has not used it yet. This never initializes it."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    is_open: Any = getattr(torch.get_device_module(found), "is_initialized", None) if found else None
-    return None if found is None or (is_open is not None and not is_open()) else current()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    is_open: Any = getattr(torch.get_device_module(device), "is_initialized", None) if device else None
+    return None if device is None or (is_open is not None and not is_open()) else current()
 
 
 def without_random_trace(tensors: Iterable[torch.Tensor]) -> Any:
     """Restore the random states of the host and of the accelerators of ``tensors`` after the context."""
-    devices = sorted({tensor.device for tensor in tensors if computes_apart(tensor.device)}, key=str)
+    devices = sorted({tensor.device for tensor in tensors if is_asynchronous(tensor.device)}, key=str)
     kind = devices[0].type if devices else "cuda"
     return torch.random.fork_rng(devices=devices, device_type=kind)
 
 
 def backend_of(device: torch.device) -> str:
     """Return the backend of collectives: gloo for host tensors, and for an accelerator also its own backend."""
-    if not computes_apart(device):
+    if not is_asynchronous(device):
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 

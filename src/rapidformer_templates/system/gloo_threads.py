@@ -13,7 +13,7 @@ LOOKS, BETWEEN, PATIENCE = 3, 0.002, 10.0
 
 
 @cache
-def let_go_at_exit() -> None:
+def wait_at_exit() -> None:
     """Wait before the interpreter exits until gloo's threads have released what they have exchanged.
 
     A thread releases a tensor some time after the collective has completed, and needs the interpreter's lock for that.

@@ -14,11 +14,11 @@ class HostCopy:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        apart = accelerator.computes_apart(tensor.device)
+        is_asynchronous = accelerator.is_asynchronous(tensor.device)
         # Without page-locked memory the copy would wait.
-        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=apart)
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=is_asynchronous)
         self._copy.copy_(tensor.detach(), non_blocking=True)
-        self._event = accelerator.recorded_event(tensor.device) if apart else None
+        self._event = accelerator.recorded_event(tensor.device) if is_asynchronous else None
 
     @property
     def has_arrived(self) -> bool:

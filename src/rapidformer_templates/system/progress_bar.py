@@ -17,12 +17,12 @@ class ProgressBar:
         name: name of the work.
         total: total steps or bytes.
         done: steps or bytes that are already done.
-        counted: show numbers instead of per cent.
+        show_count: show numbers instead of per cent.
         show: whether this process shows the bar.
     """
 
-    def __init__(self, name: str, total: int, done: int = 0, *, counted: bool = True, show: bool = True) -> None:
-        self._bar: Any = _bar(counted) if show and sys.stderr.isatty() else None
+    def __init__(self, name: str, total: int, done: int = 0, *, show_count: bool = True, show: bool = True) -> None:
+        self._bar: Any = _bar(show_count) if show and sys.stderr.isatty() else None
         self._pending = 0
         self._shown = time.perf_counter()
         if self._bar:
@@ -49,7 +49,7 @@ class ProgressBar:
             self._pending, self._shown = 0, now
 
 
-def _bar(counted: bool) -> Any:
+def _bar(show_count: bool) -> Any:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -64,7 +64,7 @@ def _bar(counted: bool) -> Any:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn() if counted else TaskProgressColumn(),
+        MofNCompleteColumn() if show_count else TaskProgressColumn(),
         TextColumn("{task.fields[text]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),

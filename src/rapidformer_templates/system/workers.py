@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from rapidformer_templates.errors import WorkerFailed
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.system import accelerator
-from rapidformer_templates.system.gloo_threads import let_go_at_exit
+from rapidformer_templates.system.gloo_threads import wait_at_exit
 from rapidformer_templates.system.processes import end_with_launcher
 
 # Newer names first: the older ones warn if both exist.
@@ -198,7 +198,7 @@ OPENED_AT_ONCE = ("cuda", "xpu")
 
 
 def _open_group(device: torch.device) -> None:
-    let_go_at_exit()
+    wait_at_exit()
     named = device if device.type in OPENED_AT_ONCE else None
     try:
         store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
@@ -232,6 +232,6 @@ def _close_group() -> None:
 def open_group_alone(device: torch.device) -> None:
     """Open a process group of one, for engines that need one. Does nothing if there is a group."""
     if not dist.is_initialized():
-        let_go_at_exit()
+        wait_at_exit()
         backend = accelerator.backend_of(device).rpartition(":")[2]
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)

@@ -13,8 +13,8 @@ from rapidformer_templates.commands.bench.cli import EVIDENCE, _command_first, m
 from rapidformer_templates.commands.bench.job_peers import PEERS
 from rapidformer_templates.commands.bench.measure import (
     MeasureRequest,
+    _absence_reason,
     _chosen,
-    _why_not,
     cpu_is_fast_at_bf16,
     facts_of,
     precision_of,
@@ -54,9 +54,9 @@ def test_layouts_keep_the_global_batch_whatever_divides_the_model(tmp_path: Path
     for name, solution in PARALLEL.solutions.items():
         job = request.job(name, None, tmp_path, 0)
         assert (job.global_batch, job.data) == (4, 4 // solution.divides)
-        assert _why_not(request, name) is None
+        assert _absence_reason(request, name) is None
     fewer = MeasureRequest(PARALLEL, "small", 2, "cpu", [], 1, 1)
-    assert _why_not(fewer, "tp 2, pp 2") == "one copy of the model needs 4 workers, but there are 2"
+    assert _absence_reason(fewer, "tp 2, pp 2") == "one copy of the model needs 4 workers, but there are 2"
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=lambda table: table.name)
@@ -70,8 +70,8 @@ def test_every_solution_can_be_asked_for(table: Table) -> None:
 
 def test_a_cpu_leaves_out_what_it_is_slow_at() -> None:
     request = MeasureRequest(UTILISATION, "tiny", 1, "cpu", [], 1, 1)
-    assert "--all" in str(_why_not(request, "rapidformer, compiled"))
-    assert _why_not(request, "rapidformer") is None
+    assert "--all" in str(_absence_reason(request, "rapidformer, compiled"))
+    assert _absence_reason(request, "rapidformer") is None
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_cpu_computes_in_bf16_where_it_has_instructions_for_it(
     monkeypatch.setattr(measure, "cpu_is_fast_at_bf16", cpu_is_fast_at_bf16.__wrapped__)
     solutions = UTILISATION.solutions["rapidformer"], PARTITIONING.solutions["fsdp"], PARTITIONING.solutions["mixed"]
     assert [precision_of(solution, "cpu") for solution in solutions] == kinds
-    refused = _why_not(MeasureRequest(PARTITIONING, "tiny", 2, "cpu", [], 1, 1), "mixed")
+    refused = _absence_reason(MeasureRequest(PARTITIONING, "tiny", 2, "cpu", [], 1, 1), "mixed")
     assert (refused is None) == instructions["avx512_bf16"]
 
 

@@ -12,8 +12,8 @@ import torch
 from rapidformer_templates.engines.recipe import default_optimizer, schedule
 from rapidformer_templates.errors import ConfigError, Refused
 from rapidformer_templates.planning.deepspeed_file.buckets import by_width, filled
-from rapidformer_templates.planning.deepspeed_file.file import adopt
-from rapidformer_templates.planning.deepspeed_file.keys import HANDED_ON, ONLY, OWN, REFUSED, SAID
+from rapidformer_templates.planning.deepspeed_file.file import merge_file
+from rapidformer_templates.planning.deepspeed_file.keys import NOTED, ONLY, OWN, PASSED_TO_DEEPSPEED, REFUSED
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.requests import CPU, GPUS, config_of, on
@@ -51,14 +51,14 @@ def file(tmp_path: Path) -> Any:
 
 
 def effective(flags: str) -> dict[str, Any]:
-    options = resolve(adopt(config_of(flags)), TWO).engine_options
+    options = resolve(merge_file(config_of(flags)), TWO).engine_options
     found: dict[str, Any] = options["deepspeed"]
     return found
 
 
 def refusals(flags: str) -> list[str]:
     with pytest.raises(Refused) as refused:
-        resolve(adopt(config_of(flags)), TWO)
+        resolve(merge_file(config_of(flags)), TWO)
     return [f"{found.rule}: {found.message}" for found in refused.value.diagnostics]
 
 
@@ -81,7 +81,7 @@ def test_auto_is_filled_from_the_flags(file: Any) -> None:
 def test_what_the_file_says_becomes_a_flag_with_the_file_as_its_origin(file: Any) -> None:
     content = {**AUTO, "gradient_clipping": 0.25, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2}
     content["optimizer"] = {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.2}}
-    plan = resolve(adopt(config_of(f"--deepspeed-config {file(content)}")), TWO)
+    plan = resolve(merge_file(config_of(f"--deepspeed-config {file(content)}")), TWO)
     assert {"zero-3", "cpu-offload", "mixed-precision", "deepspeed-config"} <= set(plan.switches)
     assert plan.precision == "bf16"
     values = {name: (given["value"], given["origin"]) for name, given in plan.values.items()}
@@ -163,7 +163,7 @@ BROKEN = [
 @pytest.mark.parametrize(("content", "message"), BROKEN, ids=lambda x: x if isinstance(x, str) else "")
 def test_a_file_that_cannot_be_used(content: Any, message: str, file: Any) -> None:
     with pytest.raises(ConfigError, match=message):
-        adopt(config_of(f"--deepspeed-config {file(content)}"))
+        merge_file(config_of(f"--deepspeed-config {file(content)}"))
 
 
 METRICS = "metrics go to metrics.jsonl; send them elsewhere in on_step_end and on_evaluate"
@@ -281,7 +281,7 @@ def test_below_the_keys_are_those_of_the_installed_deepspeed(content: Any, messa
 def test_a_refusal_names_the_line(file: Any) -> None:
     text = '{\n  // comments, and last commas, are read\n  "zero_optimization": {"stage": 2,},\n  "wandb": {"a": 1},\n}'
     with pytest.raises(Refused) as refused:
-        resolve(adopt(config_of(f"--deepspeed-config {file(text)}")), TWO)
+        resolve(merge_file(config_of(f"--deepspeed-config {file(text)}")), TWO)
     assert refused.value.diagnostics[0].asked[-1] == "wandb (ds.json:4)"
 
 
@@ -304,14 +304,14 @@ def test_every_key_that_deepspeed_asks_for_is_decided() -> None:
             return self
 
     config.DeepSpeedConfig(Asked(train_batch_size=1))
-    decided = OWN | HANDED_ON | SAID.keys() | REFUSED.keys() | ONLY.keys()
+    decided = OWN | PASSED_TO_DEEPSPEED | NOTED.keys() | REFUSED.keys() | ONLY.keys()
     assert "zero_optimization" in Asked.names
     assert Asked.names - decided == set()
 
 
 def test_the_optimizer_of_the_file_acts(file: Any) -> None:
     params = {"lr": 3e-5, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 3e-7}
-    plan = resolve(adopt(config_of(f"--deepspeed-config {file({**ZERO_2, 'optimizer': _adam(params)})}")), ON_CPU)
+    plan = resolve(merge_file(config_of(f"--deepspeed-config {file({**ZERO_2, 'optimizer': _adam(params)})}")), ON_CPU)
     assert plan.optimizer_options == {"betas": (0.8, 0.99), "eps": 1e-6}
     assert "ds.json: the optimizer has betas (0.8, 0.99), eps 1e-06" in plan.notes
     recipe = default_optimizer(plan, TrainingFlags(lr=3e-5, weight_decay=3e-7))
@@ -326,14 +326,14 @@ def _adam(params: dict[str, Any]) -> dict[str, Any]:
 
 def test_adam_without_w_decays_in_the_gradient(file: Any) -> None:
     content = {**ZERO_2, "optimizer": _adam({"adam_w_mode": False, "weight_decay": 0.1, "lr": 1.0})}
-    plan = resolve(adopt(config_of(f"--deepspeed-config {file(content)}")), ON_CPU)
+    plan = resolve(merge_file(config_of(f"--deepspeed-config {file(content)}")), ON_CPU)
     built = default_optimizer(plan, TrainingFlags(lr=1.0)).build(
         [("w", torch.nn.Parameter(torch.zeros(2, 2)))], {"w": {}}
     )
     assert plan.optimizer_implementation == "torch.optim.Adam (fused)"
     assert built.param_groups[0]["decoupled_weight_decay"] is False
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    plan = resolve(adopt(config_of(f"--deepspeed-config {file(content | offload)}")), ON_CPU)
+    plan = resolve(merge_file(config_of(f"--deepspeed-config {file(content | offload)}")), ON_CPU)
     assert plan.optimizer_options == {"adamw_mode": False}
 
 
@@ -345,7 +345,7 @@ def test_lamb_is_asked_for_by_the_file_and_refused_as_ever(file: Any) -> None:
 def test_the_schedule_of_the_file_is_the_runs(file: Any) -> None:
     params = {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 5, "warmup_type": "linear"}
     content = {**ZERO_2, "scheduler": {"type": "WarmupLR", "params": params}}
-    config = adopt(config_of(f"--deepspeed-config {file(content)}"))
+    config = merge_file(config_of(f"--deepspeed-config {file(content)}"))
     plan = resolve(config, TWO)
     assert plan.values["--lr"] == {"value": 3e-5, "origin": "ds.json:1"}
     assert plan.values["--lr-warmup-iters"] == {"value": 5, "origin": "ds.json:1"}
@@ -438,7 +438,7 @@ def test_a_section_that_is_switched_off_is_no_matter(file: Any) -> None:
 
 def test_no_such_file() -> None:
     with pytest.raises(ConfigError, match=r"the DeepSpeed file none\.json does not exist"):
-        adopt(config_of("--deepspeed-config none.json"))
+        merge_file(config_of("--deepspeed-config none.json"))
 
 
 def test_deepspeed_takes_what_it_is_told(file: Any) -> None:
@@ -459,4 +459,4 @@ def test_a_warmup_of_the_file_may_be_longer_than_the_run(file: Any) -> None:
     """The guide's own file has a warmup of 500 steps, and a short run with it is a trial."""
     params = {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}
     path = file({**ZERO_2, "scheduler": {"type": "WarmupLR", "params": params}})
-    resolve(adopt(config_of(f"--deepspeed-config {path} --train-iters 5")), TWO)
+    resolve(merge_file(config_of(f"--deepspeed-config {path} --train-iters 5")), TWO)

@@ -73,7 +73,7 @@ def fits(search: Search, layout: Layout) -> bool:
     if REGISTRY.refusals(build_request(config, search.environment, REGISTRY.switches)):
         return False
     try:
-        plan = resolve(REGISTRY.adopt(config), search.environment)
+        plan = resolve(REGISTRY.merge_files(config), search.environment)
         memory = predict(search.subject.shapes, layout, memory_options_of(plan, search.subject.shapes.width))
     except ModelError:
         return False

@@ -93,7 +93,7 @@ def test_a_cpu_is_refused_before_any_worker_starts() -> None:
     ],
 )
 def test_the_plan_says_what_goes_and_where_it_waits(flags: str, what: str) -> None:
-    plan = resolve(REGISTRY.adopt(config_of(f"--offload-activations {flags}")), GPUS)
+    plan = resolve(REGISTRY.merge_files(config_of(f"--offload-activations {flags}")), GPUS)
     (note,) = [note for note in plan.notes if note.startswith("offload-activations")]
     assert note.startswith(f"offload-activations: {what} to page-locked host memory while the next block computes")
     assert "it waits" in note

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.planning.deepspeed_file.file import adopt
+from rapidformer_templates.planning.deepspeed_file.file import merge_file
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.resolve import resolve
@@ -153,7 +153,7 @@ def test_auto_of_a_deepspeed_file_is_filled_from_the_flags(tmp_path: Path) -> No
         content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": params}}
         (tmp_path / "ds.json").write_text(json.dumps(content))
         asked = config_of(f"--deepspeed-config {tmp_path / 'ds.json'} {flags}")
-        return resolve(adopt(asked), on(CPU, packages={"deepspeed": "any"})).optimizer_options
+        return resolve(merge_file(asked), on(CPU, packages={"deepspeed": "any"})).optimizer_options
 
     auto = {"betas": "auto", "eps": "auto"}
     assert options(auto) == {}
@@ -165,5 +165,5 @@ def test_auto_of_a_deepspeed_file_is_filled_from_the_flags(tmp_path: Path) -> No
 def test_a_deepspeed_file_that_says_otherwise_is_refused(tmp_path: Path) -> None:
     content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}
     (tmp_path / "ds.json").write_text(json.dumps(content))
-    asked = adopt(config_of(f"--deepspeed-config {tmp_path / 'ds.json'} --adam-beta2 0.95"))
+    asked = merge_file(config_of(f"--deepspeed-config {tmp_path / 'ds.json'} --adam-beta2 0.95"))
     assert codes(asked, on(CPU, packages={"deepspeed": "any"})) == ["RF036"]

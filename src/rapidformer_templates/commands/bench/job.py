@@ -19,18 +19,18 @@ from rapidformer_templates.commands.bench.worker import (
     LR,
     SEED,
     WEIGHT_DECAY,
+    BenchConnection,
     BenchJob,
-    Line,
     PeerUnavailable,
     RandomTokens,
     build_model,
 )
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system import launch, program
-from rapidformer_templates.system.gloo_threads import let_go_at_exit
+from rapidformer_templates.system.gloo_threads import wait_at_exit
 
 
-def ours(job: BenchJob, line: Line) -> None:
+def run_this_library(job: BenchJob, line: BenchConnection) -> None:
     """Run a solution of this library with its flags, as a user would give them. The added hooks only measure."""
     from rapidformer_templates.data.types import Data
     from rapidformer_templates.trainer import Trainer
@@ -57,21 +57,21 @@ def ours(job: BenchJob, line: Line) -> None:
 
 def flags_of(job: BenchJob) -> list[str]:
     """Return the command line for a run of this library."""
-    own = list(TABLES[job.table].solutions[job.solution].flags)
-    if own[-1:] == ["--nvme-path"]:
-        own.append(job.nvme)
+    words = list(TABLES[job.table].solutions[job.solution].flags)
+    if words[-1:] == ["--nvme-path"]:
+        words.append(job.nvme)
     if job.precision != "fp32":
-        own += ["--mixed-precision", job.precision]
+        words += ["--mixed-precision", job.precision]
     flags = [
         *("--device", job.device, "--micro-batch-size", job.sizes.micro_batch),
         *("--global-batch-size", job.global_batch, "--train-iters", job.total_steps, "--log-interval", job.total_steps),
         *("--lr", LR, "--lr-decay-style", "constant", "--weight-decay", WEIGHT_DECAY),
-        *("--clip-grad", CLIP, "--optimizer", "adamw_torch_fused", "--seed", SEED, "--no-save", *own),
+        *("--clip-grad", CLIP, "--optimizer", "adamw_torch_fused", "--seed", SEED, "--no-save", *words),
     ]
     return [str(flag) for flag in flags]
 
 
-def as_asked(job: BenchJob, line: Line) -> None:
+def run_user_command(job: BenchJob, line: BenchConnection) -> None:
     """Run the user's training command with its model and data, for the number of steps that are measured.
 
     Its model FLOPs are counted for the shapes of the first batch.
@@ -104,8 +104,8 @@ def as_asked(job: BenchJob, line: Line) -> None:
             self.loss = result.loss
             line.step_ends()
 
-    own = ["--train-iters", str(job.total_steps), "--log-interval", str(job.total_steps), "--no-save"]
-    template = MeasuredScript([*job.words, *own])
+    flags = ["--train-iters", str(job.total_steps), "--log-interval", str(job.total_steps), "--no-save"]
+    template = MeasuredScript([*job.words, *flags])
     summary = template.fit()
     sizes = template.plan.sizes
     line.end(
@@ -119,11 +119,11 @@ def as_asked(job: BenchJob, line: Line) -> None:
     )
 
 
-def work(job: BenchJob) -> None:
+def run_job(job: BenchJob) -> None:
     """Run the job in one worker."""
-    line = Line(job)
+    line = BenchConnection(job)
     try:
-        (PEERS[job.peer] if job.peer else as_asked if job.table == RUN else ours)(job, line)
+        (PEERS[job.peer] if job.peer else run_user_command if job.table == RUN else run_this_library)(job, line)
     except PeerUnavailable as error:
         line.absent(error.message)
 
@@ -131,8 +131,8 @@ def work(job: BenchJob) -> None:
 def main() -> int:
     job = BenchJob(**json.loads(sys.argv[1]))
     if launch.is_worker():
-        let_go_at_exit()  # a peer may create the process group itself
-        launch.report_errors(lambda: work(job))
+        wait_at_exit()  # a peer may create the process group itself
+        launch.report_errors(lambda: run_job(job))
         return 0
     try:
         launch.run_workers(program.command(), job.workers)

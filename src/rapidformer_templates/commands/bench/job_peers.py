@@ -14,21 +14,21 @@ from rapidformer_templates.commands.bench.worker import (
     LR,
     SEED,
     WEIGHT_DECAY,
+    BenchConnection,
     BenchJob,
-    Line,
     PeerUnavailable,
     RandomTokens,
     build_model,
 )
 
 
-def accelerate_ddp(job: BenchJob, line: Line) -> None:
+def accelerate_ddp(job: BenchJob, line: BenchConnection) -> None:
     from accelerate import Accelerator
 
     _accelerate(job, line, Accelerator(**_options(job)))
 
 
-def accelerate_fsdp(job: BenchJob, line: Line) -> None:
+def accelerate_fsdp(job: BenchJob, line: BenchConnection) -> None:
     """Run accelerate's FSDP2, which shards each block separately.
 
     Raises:
@@ -47,7 +47,7 @@ def accelerate_fsdp(job: BenchJob, line: Line) -> None:
     _accelerate(job, line, accelerator)
 
 
-def accelerate_zero(job: BenchJob, line: Line, zero_stage: int) -> None:
+def accelerate_zero(job: BenchJob, line: BenchConnection, zero_stage: int) -> None:
     os.environ.setdefault("DS_ACCELERATOR", job.device)
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
@@ -73,7 +73,7 @@ def _options(job: BenchJob) -> dict[str, Any]:
     }
 
 
-def _accelerate(job: BenchJob, line: Line, accelerator: Any) -> None:
+def _accelerate(job: BenchJob, line: BenchConnection, accelerator: Any) -> None:
     import torch
 
     if accelerator.num_processes != job.workers:
@@ -102,7 +102,7 @@ def _accelerate(job: BenchJob, line: Line, accelerator: Any) -> None:
     accelerator.end_training()
 
 
-def torch_fully_shard(job: BenchJob, line: Line) -> None:
+def torch_fully_shard(job: BenchJob, line: BenchConnection) -> None:
     """Run a plain loop around torch's ``fully_shard``, as in its tutorial.
 
     Raises:
@@ -142,7 +142,7 @@ def torch_fully_shard(job: BenchJob, line: Line) -> None:
         line.end(float(loss) / workers.world, None)
 
 
-def plain_pytorch(job: BenchJob, line: Line, *, compiled: bool = False) -> None:
+def plain_pytorch(job: BenchJob, line: BenchConnection, *, compiled: bool = False) -> None:
     """Run a hand-written loop for one device, which follows all of torch's tuning guide.
 
     Raises:
@@ -158,12 +158,12 @@ def plain_pytorch(job: BenchJob, line: Line, *, compiled: bool = False) -> None:
     optimizer = _adamw(model)
     forward = torch.compile(model) if compiled else model
     line.training_starts()
-    narrow = torch.autocast(job.device, dtype=torch.bfloat16, enabled=job.precision == "bf16")
+    autocast = torch.autocast(job.device, dtype=torch.bfloat16, enabled=job.precision == "bf16")
     for parts in _steps(job, 0):
         loss = torch.zeros((), device=job.device)
         for batch in parts:
             moved = {name: tensor.to(job.device, non_blocking=True) for name, tensor in batch.items()}
-            with narrow:
+            with autocast:
                 part = forward(**moved).loss / len(parts)
             part.backward()
             loss += part.detach()
@@ -174,7 +174,7 @@ def plain_pytorch(job: BenchJob, line: Line, *, compiled: bool = False) -> None:
     line.end(float(loss), None)
 
 
-def transformers_trainer(job: BenchJob, line: Line, *, compiled: bool = False) -> None:
+def transformers_trainer(job: BenchJob, line: BenchConnection, *, compiled: bool = False) -> None:
     """Run transformers' Trainer with its best options: a 16-bit type, a fused optimizer, prefetching loaders.
 
     Raises:
@@ -263,13 +263,13 @@ def _loader(job: BenchJob, rank: int | None = None) -> Any:
     tokens = RandomTokens(job)
     order = SampleOrder(len(tokens), job.global_batch, SEED, by_epochs=False)
     samples = [sample for step in range(job.total_steps) for sample in order.step(step)[0].tolist()]
-    mine = samples if rank is None else samples[rank :: job.workers]
+    own_samples = samples if rank is None else samples[rank :: job.workers]
     # On a GPU, two processes draw the samples into pinned memory, as in this library.
     ahead: dict[str, Any] = {} if job.device == "cpu" else {"num_workers": 2, "pin_memory": True}
-    return DataLoader(Subset(tokens, mine), batch_size=job.sizes.micro_batch, **ahead)  # type: ignore[arg-type]
+    return DataLoader(Subset(tokens, own_samples), batch_size=job.sizes.micro_batch, **ahead)  # type: ignore[arg-type]
 
 
-PEERS: dict[str, Callable[[BenchJob, Line], None]] = {
+PEERS: dict[str, Callable[[BenchJob, BenchConnection], None]] = {
     "accelerate DDP": accelerate_ddp,
     "accelerate FSDP": accelerate_fsdp,
     "torch fully_shard": torch_fully_shard,

@@ -115,7 +115,7 @@ def measure(request: MeasureRequest, advance: Advance = lambda text: None) -> Re
     report = Report(request.table, request.scale, request.workers, device, facts_of(sizes))
     report.precision = {name: precision_of(solution, device) for name, solution in solutions.items()}
     for name in request.chosen:
-        why = _why_not(request, name)
+        why = _absence_reason(request, name)
         if why:
             report.absent[name] = why
     able = [name for name in request.chosen if name not in report.absent]
@@ -133,7 +133,7 @@ def measure(request: MeasureRequest, advance: Advance = lambda text: None) -> Re
     for repeat in range(request.repeats):
         for name in (name for name in able if name not in report.absent):
             with tempfile.TemporaryDirectory(prefix="rf-", dir=request.disk) as folder:
-                for jobs in _heats(request, report, name, Path(folder)):
+                for jobs in _groups_of_jobs(request, report, name, Path(folder)):
                     _add(report, jobs, repeat)
             advance(f"{name}, repeat {repeat + 1}")
     _check_losses(report)
@@ -165,7 +165,7 @@ def _matrix_product(device: str, precision: str) -> Callable[[], float]:
     return MatrixProduct(device, precision).rate
 
 
-def _why_not(request: MeasureRequest, name: str) -> str | None:
+def _absence_reason(request: MeasureRequest, name: str) -> str | None:
     solution, device = request.table.solutions[name], request.device
     sizes = request.table.scales[request.scale]
     if solution.package and importlib.util.find_spec(solution.package) is None:
@@ -194,7 +194,7 @@ def _build_parts(solutions: list[Solution], device: str) -> None:
         deepspeed_parts.build(sorted(needed), device)
 
 
-def _heats(request: MeasureRequest, report: Report, name: str, folder: Path) -> Iterator[list[BenchJob]]:
+def _groups_of_jobs(request: MeasureRequest, report: Report, name: str, folder: Path) -> Iterator[list[BenchJob]]:
     """Yield groups of jobs that run at the same time and take turns.
 
     On a CPU, a solution and its peers form a group. On a GPU each runs alone, because memory is scarce.
@@ -283,16 +283,16 @@ def _chosen(text: str | None, of: Table) -> list[str]:
         return list(of.solutions)
     longest_first = "|".join(sorted(map(re.escape, of.solutions), key=len, reverse=True))
     named = re.compile(rf"\s*({longest_first})\s*(?:,|$)")
-    asked, at = set[str](), 0
+    names, at = set[str](), 0
     while at < len(text):
-        if (found := named.match(text, at)) is None:
+        if (match := named.match(text, at)) is None:
             unknown = text[at:].partition(",")[0].strip()
             raise ConfigError(
                 f"there is no solution {unknown}", where="--solutions", hint=f"there are: {'; '.join(of.solutions)}"
             )
-        asked.add(found[1])
-        at = found.end()
-    return [name for name in of.solutions if name in asked]
+        names.add(match[1])
+        at = match.end()
+    return [name for name in of.solutions if name in names]
 
 
 def _device(options: argparse.Namespace, scale: BenchScale, workers: int) -> str:
@@ -308,7 +308,7 @@ def _device(options: argparse.Namespace, scale: BenchScale, workers: int) -> str
 
         from rapidformer_templates.system import accelerator
 
-        count = torch.accelerator.device_count() if accelerator.is_there(kind) else 0
+        count = torch.accelerator.device_count() if accelerator.is_available(kind) else 0
     gpus = count if kind == "cuda" else 0
     needed = scale.cuda_workers
     if needed and (gpus < needed or workers != needed):

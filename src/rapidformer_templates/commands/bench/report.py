@@ -74,7 +74,7 @@ class Report:
         """Return the highest ``before_mb`` or ``setup_mb`` of all workers and repeats. See :class:`Run`."""
         return max(float(worker[when]) for run in self.runs[name] for worker in run.figures)
 
-    def held(self, name: str) -> list[StateBytes]:
+    def state_bytes(self, name: str) -> list[StateBytes]:
         """Return the bytes that each worker holds, according to the receipts of the first run."""
         ranks = self.runs[name][0].figures[0]["held"]
         kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
@@ -126,7 +126,7 @@ class Report:
             "loss": [run.figures[0]["loss"] for run in self.runs[name]],
         }
         if name in self.expected:
-            row["held"] = [vars(held) for held in self.held(name)]
-            row["expected"] = [vars(held) for held in self.expected[name]]
+            row["held"] = [vars(state) for state in self.state_bytes(name)]
+            row["expected"] = [vars(state) for state in self.expected[name]]
             row["bucket_bytes"] = self.bucket_bytes(name)
         return row

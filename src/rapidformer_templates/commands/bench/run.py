@@ -32,10 +32,10 @@ def main(options: argparse.Namespace) -> int:
         RapidformerError: the flags are refused, or the run failed.
     """
     words = list(options.words)
-    taken = [word for word in words if word.partition("=")[0].replace("_", "-") in REFUSED]
-    if taken:
+    refused = [word for word in words if word.partition("=")[0].replace("_", "-") in REFUSED]
+    if refused:
         raise RapidformerError(
-            f"{taken[0]} is not a flag of a measured run",
+            f"{refused[0]} is not a flag of a measured run",
             where="bench run",
             hint="see --turns and --steps-a-turn",
         )
@@ -97,18 +97,18 @@ def _result(run: Run, machines: int) -> dict[str, Any]:
 
 
 def _table(result: dict[str, Any], words: list[str]) -> Table:
-    made = Table(title=f"rapidformer {' '.join(words)}", title_justify="left")
+    grid = Table(title=f"rapidformer {' '.join(words)}", title_justify="left")
     for heading in ("samples/s", "peak MB per worker", "utilisation", "parameters", "loss of the last step"):
-        made.add_column(heading, justify="right")
+        grid.add_column(heading, justify="right")
     share = result["utilisation"]
-    made.add_row(
+    grid.add_row(
         f"{result['samples_per_second']:.2f} ± {result['samples_per_second_sd']:.2f}",
         f"{result['peak_mb']:,.0f}",
         "not known" if share is None else f"{share:.3f}",
         f"{result['parameters']:,}",
         f"{result['loss']:.4f}",
     )
-    return made
+    return grid
 
 
 def _draw(axes: Axes, run: Run, result: dict[str, Any]) -> None:

@@ -44,18 +44,18 @@ def table(report: Report) -> Any:
 
 
 def _table(title: str, first: str, *headings: str) -> Table:
-    made = Table(title=title, title_justify="left")
-    made.add_column(first)
+    grid = Table(title=title, title_justify="left")
+    grid.add_column(first)
     for heading in headings:
-        made.add_column(heading, justify="right")
-    return made
+        grid.add_column(heading, justify="right")
+    return grid
 
 
 def _solutions(report: Report) -> Table:
     scale = report.of.scales[report.scale]
     shape = f"{scale.layers} layers, hidden {scale.hidden}, {report.count:,} parameters, {scale.length} tokens"
     batches = f"micro batch {scale.micro_batch}, global batch {report.global_batch}"
-    made = _table(
+    grid = _table(
         f"{scale.kind.upper()}, {shape}, {batches}, {report.workers} × {report.device}",
         "solution",
         "samples/s",
@@ -70,13 +70,13 @@ def _solutions(report: Report) -> Table:
         published = solution.published
         reference = (published, "") if isinstance(published, str) else (f"{published[0]:.2f}", f"{published[1]:,}")
         if name in report.runs:
-            made.add_row(name, *_figures(report, name), *reference)
+            grid.add_row(name, *_figures(report, name), *reference)
         elif name in report.absent:
-            made.add_row(name, "N/A", "", "", "", "", *reference)
+            grid.add_row(name, "N/A", "", "", "", "", *reference)
     for name in report.runs:
         if name not in report.of.solutions:
-            made.add_row(name, *_figures(report, name), "", "")
-    return made
+            grid.add_row(name, *_figures(report, name), "", "")
+    return grid
 
 
 def _figures(report: Report, name: str) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def _figures(report: Report, name: str) -> tuple[str, ...]:
 
 
 def _bytes(report: Report) -> Table:
-    made = _table(
+    grid = _table(
         "bytes per parameter that a worker holds: parameters / gradients / optimizer state",
         "solution",
         "rank 0",
@@ -102,42 +102,46 @@ def _bytes(report: Report) -> Table:
     )
     for name in report.expected:
         if name in report.runs:
-            held, expected = report.held(name), report.expected[name]
-            made.add_row(
+            state, expected = report.state_bytes(name), report.expected[name]
+            grid.add_row(
                 name,
-                _shares(held[0], report.count),
-                _shares(_most(held), report.count),
+                _shares(state[0], report.count),
+                _shares(_most(state), report.count),
                 _shares(_most(expected), report.count),
-                f"{deviation(held, expected):.2%}",
+                f"{deviation(state, expected):.2%}",
                 f"{report.bucket_bytes(name) / 1e6:.0f}",
             )
-    return made
+    return grid
 
 
-def _most(held: list[StateBytes]) -> StateBytes:
+def _most(states: list[StateBytes]) -> StateBytes:
     """Return the highest value of each kind over all workers."""
-    return StateBytes(max(h.parameters for h in held), max(h.gradients for h in held), max(h.optimizer for h in held))
+    return StateBytes(
+        max(h.parameters for h in states), max(h.gradients for h in states), max(h.optimizer for h in states)
+    )
 
 
-def _shares(held: StateBytes, count: int) -> str:
-    return " / ".join(f"{share:.2f}" for share in held.per_parameter(count))
+def _shares(state: StateBytes, count: int) -> str:
+    return " / ".join(f"{share:.2f}" for share in state.per_parameter(count))
 
 
-def deviation(held: list[StateBytes], expected: list[StateBytes]) -> float:
+def deviation(measured: list[StateBytes], expected: list[StateBytes]) -> float:
     """Return the largest relative difference from the expected bytes, over all workers and kinds."""
     kinds = ("parameters", "gradients", "optimizer")
     pairs = [
-        (getattr(one, kind), getattr(other, kind)) for one, other in zip(held, expected, strict=True) for kind in kinds
+        (getattr(one, kind), getattr(other, kind))
+        for one, other in zip(measured, expected, strict=True)
+        for kind in kinds
     ]
     return max(abs(a - b) / max(b, 1) for a, b in pairs)
 
 
 def _peers(report: Report) -> Table:
-    made = _table("samples/s over a peer's, median of paired steps, mean ± sd over repeats", "peer", "ours", "ratio")
+    grid = _table("samples/s over a peer's, median of paired steps, mean ± sd over repeats", "peer", "ours", "ratio")
     for name, peer in _compared(report):
         ratios = report.ratios(name, peer)
-        made.add_row(peer, name, f"{statistics.mean(ratios):.2f} ± {spread(ratios):.2f}")
-    return made
+        grid.add_row(peer, name, f"{statistics.mean(ratios):.2f} ± {spread(ratios):.2f}")
+    return grid
 
 
 def _compared(report: Report) -> list[tuple[str, str]]:
@@ -168,7 +172,7 @@ def notes(report: Report) -> list[str]:
         if name in report.runs and name in report.expected:
             lines.append(f"{name}: {why}")
     for name in report.runs:
-        if name in report.expected and (far := deviation(report.held(name), report.expected[name])) > ALLOWED:
+        if name in report.expected and (far := deviation(report.state_bytes(name), report.expected[name])) > ALLOWED:
             lines.append(f"{name}: holds {far:.1%} more or less than its formula says")
     if report.device == "cpu":
         lines.append("peak MB is resident memory, the interpreter and its libraries included ('without model')")

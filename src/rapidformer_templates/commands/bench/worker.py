@@ -77,7 +77,7 @@ class PeerUnavailable(RapidformerError):
     """The peer does not offer this here. The table reports it as a fact, not as a failure."""
 
 
-class Line:
+class BenchConnection:
     """A worker's connection to the benchmark. It also measures the time of each turn.
 
     The time begins when the benchmark starts the turn, and ends with the turn's last step.
@@ -92,7 +92,7 @@ class Line:
         self._connection = Client(job.address)
         self._connection.send({"rank": int(os.environ["RANK"]), "pid": os.getpid()})
         self._mark = 0.0
-        self._left = job.total_steps
+        self._steps_left = job.total_steps
         self.before_mb = self.setup_mb = 0.0
 
     def before_model(self) -> None:
@@ -106,22 +106,22 @@ class Line:
         self._wait()
 
     def step_ends(self) -> None:
-        self._left -= 1
-        if self._left % self._job.steps:
+        self._steps_left -= 1
+        if self._steps_left % self._job.steps:
             return
         if self._job.device != "cpu":
             import torch
 
             torch.accelerator.synchronize()
         self._connection.send({"seconds": (time.perf_counter() - self._mark) / self._job.steps})
-        if self._left:
+        if self._steps_left:
             self._wait()
 
     def end(self, loss: float, receipts: dict[str, Any] | None, **more: Any) -> None:
         """Report the loss of the last step, the receipts of this library's run, and other figures."""
         memory = {"peak_mb": peak_mb(self._job.device), "before_mb": self.before_mb, "setup_mb": self.setup_mb}
-        held = (receipts or {}).get("held_bytes_by_rank")
-        self._connection.send({"figures": {"loss": loss, **memory, "held": held, **more}})
+        bytes_by_rank = (receipts or {}).get("held_bytes_by_rank")
+        self._connection.send({"figures": {"loss": loss, **memory, "held": bytes_by_rank, **more}})
 
     def absent(self, why: str) -> None:
         self._connection.send({"absent": why})

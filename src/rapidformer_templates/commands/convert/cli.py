@@ -16,7 +16,7 @@ from rapidformer_templates.commands.convert.megatron import arguments_of_script,
 from rapidformer_templates.commands.convert.result import Options, Result, as_yaml, remarks
 from rapidformer_templates.commands.convert.source import Value, mapping_of, read_text
 from rapidformer_templates.commands.convert.trl import convert_arguments
-from rapidformer_templates.commands.words import Parser
+from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
 from rapidformer_templates.planning.config import dashed
 from rapidformer_templates.planning.device_kinds import DEVICE_KINDS

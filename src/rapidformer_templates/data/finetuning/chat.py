@@ -69,12 +69,12 @@ class Columns:
         return {"kind": self.kind, **dict(zip(FLAGS, self.names, strict=False)), **extra}
 
 
-def known_columns(flags: DataFlags, known: Mapping[str, Any]) -> Columns | None:
+def known_columns(flags: DataFlags, saved: Mapping[str, Any]) -> Columns | None:
     """Restore columns from :meth:`Columns.to_state`. Returns None if there are none or the flags name other columns."""
-    if "kind" not in known or any(getattr(flags, flag) not in (None, known.get(flag)) for flag in FLAGS):
+    if "kind" not in saved or any(getattr(flags, flag) not in (None, saved.get(flag)) for flag in FLAGS):
         return None
-    extra = (known["input_column"], known["system_column"]) if known["kind"] == "instruction" else ()
-    return Columns(known["kind"], tuple(known[flag] for flag in FLAGS if flag in known), extra)
+    extra = (saved["input_column"], saved["system_column"]) if saved["kind"] == "instruction" else ()
+    return Columns(saved["kind"], tuple(saved[flag] for flag in FLAGS if flag in saved), extra)
 
 
 def find_columns(part: DataPart, flags: DataFlags) -> Columns:
@@ -116,22 +116,22 @@ def prompt_and_answer_columns(part: DataPart, prompt: str, answer: str | None) -
     return Columns("instruction", (prompt, answer) if answer else (prompt,), extra)
 
 
-def find_prompt_columns(part: DataPart, flags: DataFlags, known: Mapping[str, Any]) -> Columns:
+def find_prompt_columns(part: DataPart, flags: DataFlags, saved: Mapping[str, Any]) -> Columns:
     """Return the columns of texts to continue or answer, like :func:`find_columns` but without answers.
 
     The columns of the training part come first. If they are missing, any text column can be used.
 
     Args:
-        known: columns of the training part.
+        saved: columns of the training part.
 
     Raises:
         DataError: there is no such column.
     """
-    trained, columns = known_columns(flags, known), part.table.column_names
+    trained, columns = known_columns(flags, saved), part.table.column_names
     if trained is not None and trained.names[0] in columns:
         return replace(trained, names=trained.names[:1])
-    if flags.text_column is None and known.get("text_column") in columns:
-        flags = replace(flags, text_column=known["text_column"])
+    if flags.text_column is None and saved.get("text_column") in columns:
+        flags = replace(flags, text_column=saved["text_column"])
     name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *PROMPTS, *TEXT_COLUMNS))
     if name in PROMPTS:
         return prompt_and_answer_columns(part, name, None)
@@ -314,8 +314,8 @@ def _refuse_ignored_fields(message: Message, what: str) -> None:
 
 
 def _roles_hint(role: str) -> str:
-    known: Sequence[str] = (*ROLES, *OLDER_ROLES)
-    near = alike(role.lower(), known)
+    roles: Sequence[str] = (*ROLES, *OLDER_ROLES)
+    near = alike(role.lower(), roles)
     guess = f"did you mean {OLDER_ROLES.get(near[0], near[0])}? " if near else ""
     return f"{guess}roles are {', '.join(ROLES)}"
 

@@ -243,7 +243,7 @@ class PreferenceCollate:
 
     For pairs, the chosen answers come first and then the rejected ones, in one tensor (2 × samples, tokens), so that
     one forward is enough. For answers with labels the two rows stay separate (``input_ids``, ``kl_input_ids``).
-    ``counted`` is 1 for each sample. Other fields have one number per sample.
+    ``show_count`` is 1 for each sample. Other fields have one number per sample.
     """
 
     def __init__(self, pad_token_id: int) -> None:

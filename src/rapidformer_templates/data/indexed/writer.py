@@ -84,7 +84,7 @@ class IndexedWriter:
         self.prefix = prefix_of(prefix)
         self.vocabulary = vocabulary
         self.dtype = np.dtype(dtype)
-        self.codes = {known: code for code, known in TYPES.items()}
+        self.codes = {kind: code for code, kind in TYPES.items()}
         if self.dtype not in self.codes:
             raise DataError(f"the format has no tokens of type {self.dtype}", where=self.prefix, hint="use int32")
         existing = _existing_file(self.prefix)

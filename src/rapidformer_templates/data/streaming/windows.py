@@ -62,9 +62,9 @@ class WindowsOfDocuments:
             part = [(row.number, row.row or {}) for row in group]
             if self._encoder is None:
                 self._encoder = self._fastest(EncodingJob(path, part, 0, check=True))
-            done = self._encoder(EncodingJob(path, part, 0, check=False))
-            skipped += done.skipped
-            yield from np.split(done.columns[0].tokens, np.cumsum(done.columns[0].lengths)[:-1])
+            encoded = self._encoder(EncodingJob(path, part, 0, check=False))
+            skipped += encoded.skipped
+            yield from np.split(encoded.columns[0].tokens, np.cumsum(encoded.columns[0].lengths)[:-1])
 
     def _fastest(self, first: EncodingJob) -> Encoder:
         """Return the tokenizer with a cache of pieces if it equals the plain one, also on the first rows."""

@@ -193,8 +193,10 @@ class Task(ABC):
             self.skipped += task.skipped
             self.notes += [f"{name}: {note}" for note in task.notes]
         labels = [getattr(task, "labels", None) for task in others]
-        if any(known != labels[0] for known in labels):
-            shown = "; ".join(f"{name}: {', '.join(known or ())}" for name, known in zip(names, labels, strict=True))
+        if any(other_labels != labels[0] for other_labels in labels):
+            shown = "; ".join(
+                f"{name}: {', '.join(other_labels or ())}" for name, other_labels in zip(names, labels, strict=True)
+            )
             hint = "give them the same labels; a model's own labels (its config.json) serve for all"
             raise DataError(f"the sets of the mixture have different labels ({shown})", where="--data-name", hint=hint)
         if labels[0] is not None:

@@ -115,16 +115,16 @@ class _Preferences(Task):
         assert self._sums is not None
         self._sums[4] += ((chosen > rejected) * counts).sum()
 
-    def _record_rewards(self, rewards: torch.Tensor, is_good: torch.Tensor, counted: torch.Tensor) -> None:
+    def _record_rewards(self, rewards: torch.Tensor, is_good: torch.Tensor, counts_of: torch.Tensor) -> None:
         """Record the rewards of a batch for the metrics of this step or of the evaluation."""
         rewards = rewards.detach()
         if not torch.is_grad_enabled():
             self._rewards = list(zip(rewards.tolist(), is_good.tolist(), strict=True))
             return
-        sums = [(rewards * counted * of).sum() for of in (is_good, ~is_good)]
-        counts = [(counted * of).sum() for of in (is_good, ~is_good)]
-        told = torch.stack([sums[0], counts[0], sums[1], counts[1], torch.zeros_like(sums[0])]).double()
-        self._sums = told if self._sums is None else self._sums + told
+        sums = [(rewards * counts_of * of).sum() for of in (is_good, ~is_good)]
+        counts = [(counts_of * of).sum() for of in (is_good, ~is_good)]
+        totals = torch.stack([sums[0], counts[0], sums[1], counts[1], torch.zeros_like(sums[0])]).double()
+        self._sums = totals if self._sums is None else self._sums + totals
 
     def measured(self, workers: Workers) -> dict[str, torch.Tensor]:
         sums = torch.zeros(5, dtype=torch.float64, device=workers.device)

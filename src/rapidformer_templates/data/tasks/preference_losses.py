@@ -68,8 +68,8 @@ def dpo(chosen: Answers, rejected: Answers, beta: float) -> torch.Tensor:
 
 def ipo(chosen: Answers, rejected: Answers, beta: float) -> torch.Tensor:
     """Azar et al., 2023, equation 17, with log-probabilities per token. ``beta`` is their tau."""
-    apart = chosen.ratios / chosen.lengths - rejected.ratios / rejected.lengths
-    return (apart - 1 / (2 * beta)) ** 2
+    margin = chosen.ratios / chosen.lengths - rejected.ratios / rejected.lengths
+    return (margin - 1 / (2 * beta)) ** 2
 
 
 def simpo(chosen: Answers, rejected: Answers, beta: float, gamma: float) -> torch.Tensor:

@@ -91,8 +91,8 @@ class CachedPieces:
         self.cache: dict[str, list[int]] = {}
         self.weight = 0
         tokenizer = reference.tokenizer
-        own = sorted(set(range(tokenizer.get_vocab_size())) - set(tokenizer.get_added_tokens_decoder()))
-        tokens = tokenizer.decode_batch([[token] for token in own])
+        vocabulary = sorted(set(range(tokenizer.get_vocab_size())) - set(tokenizer.get_added_tokens_decoder()))
+        tokens = tokenizer.decode_batch([[token] for token in vocabulary])
         self.doubtful = [text for text in tokens if len(PIECE.findall(text)) > 2]  # the last piece is always empty
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -105,7 +105,7 @@ def preprocess(
         WorkerFailed: a worker was killed.
     """
     began = time.perf_counter()
-    run = _Run(files, prefix, workers, chunk_size, check_all, overwrite)
+    run = _Preprocessing(files, prefix, workers, chunk_size, check_all, overwrite)
     notes: list[str] = []
     for way in _ways(backend):
         try:
@@ -137,7 +137,7 @@ def _ways(backend: Backend) -> tuple[EncodingMethod, ...]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Preprocessing:
     """One pass over the corpus. The fields are arguments of :func:`preprocess`."""
 
     files: Sequence[Path]
@@ -149,8 +149,10 @@ class _Run:
 
     def __call__(self, recipe: EncodingRecipe) -> PreprocessResult:
         level = "sentence" if recipe.sentences else "document"
-        made = PreprocessResult(recipe.dtype, recipe.way, {key: f"{self.prefix}_{key}_{level}" for key in recipe.keys})
-        made.empty = dict.fromkeys(recipe.keys, 0)
+        result = PreprocessResult(
+            recipe.dtype, recipe.way, {key: f"{self.prefix}_{key}_{level}" for key in recipe.keys}
+        )
+        result.empty = dict.fromkeys(recipe.keys, 0)
         size, began = sum(file.stat().st_size for file in self.files), time.perf_counter()
         with ExitStack() as stack:
             writers = [
@@ -159,33 +161,33 @@ class _Run:
                         prefix, np.dtype(recipe.dtype), overwrite=self.overwrite, vocabulary=recipe.vocabulary
                     )
                 )
-                for prefix in made.prefix.values()
+                for prefix in result.prefix.values()
             ]
             skipped = stack.enter_context(_SkippedFile(self.prefix))
-            progress = stack.enter_context(ProgressBar("preprocessing", size, counted=False))
+            progress = stack.enter_context(ProgressBar("preprocessing", size, show_count=False))
             jobs = split_files(
                 self.files, recipe.keys, self.chunk_size, unit=recipe.text_unit, check_all=self.check_all
             )
-            for job, done in encoded(jobs, recipe, self.workers):
-                for writer, key, column in zip(writers, recipe.keys, done.columns, strict=True):
+            for job, block in encoded(jobs, recipe, self.workers):
+                for writer, key, column in zip(writers, recipe.keys, block.columns, strict=True):
                     writer.add(column.tokens, column.lengths, column.sequences)
-                    made.empty[key] += column.empty
-                skipped.add(done.skipped)
-                made.compared += done.compared
+                    result.empty[key] += column.empty
+                skipped.add(block.skipped)
+                result.compared += block.compared
                 progress.advance(job.bytes, partial(_speed, writers, began))
-            self._refuse_empty(made, writers, skipped)
+            self._refuse_empty(result, writers, skipped)
             for key, writer in zip(recipe.keys, writers, strict=True):
                 writer.seal()
-                made.documents[key], made.tokens[key] = writer.documents, writer.tokens
-        made.skipped, made.examples = skipped.count, skipped.examples
-        made.skipped_file = skipped.path if skipped.count else None
-        return made
+                result.documents[key], result.tokens[key] = writer.documents, writer.tokens
+        result.skipped, result.examples = skipped.count, skipped.examples
+        result.skipped_file = skipped.path if skipped.count else None
+        return result
 
-    def _refuse_empty(self, made: PreprocessResult, writers: Sequence[IndexedWriter], skipped: _SkippedFile) -> None:
-        for (key, prefix), writer in zip(made.prefix.items(), writers, strict=True):
+    def _refuse_empty(self, result: PreprocessResult, writers: Sequence[IndexedWriter], skipped: _SkippedFile) -> None:
+        for (key, prefix), writer in zip(result.prefix.items(), writers, strict=True):
             if not writer.documents:
-                left = f"{made.empty[key]} were empty, {skipped.count} lines were bad"
-                hint = f"check the files; {left}"
+                reasons = f"{result.empty[key]} were empty, {skipped.count} lines were bad"
+                hint = f"check the files; {reasons}"
                 raise DataError(f"there is no document with text for the key '{key}'", where=prefix, hint=hint)
 
 

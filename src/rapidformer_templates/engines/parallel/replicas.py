@@ -141,7 +141,7 @@ class ShardedGradients:
         self._sums: dict[Bucket, torch.Tensor] = {}  # this rank's share of the summed gradients
         self._reduced_gradients: dict[UpdateShard, torch.Tensor] = {}  # the summed gradients of units
         self._fp32_accumulated: dict[int, torch.Tensor] = {}  # gradients of 16-bit parameters accumulated so far
-        self._reached = [False] * len(trained)
+        self._used = [False] * len(trained)
         self._exchanging = False  # whether the current backward exchanges gradients
         self._ready: set[int] = set()
         self._sent_gradients: set[int] = set()
@@ -248,19 +248,19 @@ class ShardedGradients:
                         self._start(bucket)
                 self._finish()
             self._sum_tied()
-            reached = self._reached_anywhere()
+            used = self._used_anywhere()
         else:
-            reached = [self._gradient(index) is not None for index in range(len(self.trained))]
-        self._reduced_gradients = dict(self._gradients_of_units(reached))
+            used = [self._gradient(index) is not None for index in range(len(self.trained))]
+        self._reduced_gradients = dict(self._gradients_of_units(used))
 
-    def _gradients_of_units(self, reached: Sequence[bool]) -> Iterator[tuple[UpdateShard, torch.Tensor]]:
+    def _gradients_of_units(self, used: Sequence[bool]) -> Iterator[tuple[UpdateShard, torch.Tensor]]:
         for index, unit in self._unsharded.items():
-            if reached[index]:
+            if used[index]:
                 yield unit, self._summed(index)
-        used = {id(entry) for entry, flag in zip(self.trained, reached, strict=True) if flag}
+        used_parameters = {id(entry) for entry, flag in zip(self.trained, used, strict=True) if flag}
         for bucket, runs in self._runs.items():
             for unit, offset in runs:
-                if id(unit.of) in used:
+                if id(unit.of) in used_parameters:
                     yield unit, self._sums[bucket][offset : offset + unit.values.numel()].view(unit.values.shape)
 
     def _start(self, bucket: Bucket) -> None:
@@ -288,7 +288,7 @@ class ShardedGradients:
         for (index, start, count), offset in bucket.with_offsets():
             gradient = self._gradient(index)
             if gradient is not None:
-                self._reached[index] = True
+                self._used[index] = True
                 flat[offset : offset + count] = gradient.reshape(-1)[start : start + count]
                 self._sent_gradients.add(index)
                 if bucket in self._runs and start + count == gradient.numel():
@@ -339,12 +339,12 @@ class ShardedGradients:
             if bucket not in self._runs:
                 self._unpack(bucket)
 
-    def _reached_anywhere(self) -> list[bool]:
+    def _used_anywhere(self) -> list[bool]:
         """For each parameter, whether the loss of any replica, or of any stage that has it, used it."""
         # An exchanged gradient is a sum by now. It is zero if no loss used the parameter.
         local_use = [
             sent if index in self._exchanged else self._gradient(index) is not None
-            for index, sent in enumerate(self._reached)
+            for index, sent in enumerate(self._used)
         ]
         flags = torch.tensor(local_use, dtype=torch.float32)  # known on the host, so no device wait
         if self.replicas > 1:
@@ -463,7 +463,7 @@ class ShardedGradients:
         self._sent_buckets.clear()
         self._sends = self._sends_in_backward = 0
         self._wait_seconds = 0.0
-        self._reached = [False] * len(self.trained)
+        self._used = [False] * len(self.trained)
         for unit in self.units:
             unit.values.grad = None
         for entry in self.trained:

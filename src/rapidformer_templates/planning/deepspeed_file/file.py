@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.buckets import by_width
 from rapidformer_templates.planning.deepspeed_file.json import DeepSpeedFile, parse
-from rapidformer_templates.planning.deepspeed_file.keys import HANDED_ON, OPTIMIZERS, are_betas, is_epsilon, look_up
+from rapidformer_templates.planning.deepspeed_file.keys import (
+    OPTIMIZERS,
+    PASSED_TO_DEEPSPEED,
+    are_betas,
+    is_epsilon,
+    look_up,
+)
 from rapidformer_templates.planning.deepspeed_file.schedules import AUTO, FLAGS, PARAMETERS
 
 if TYPE_CHECKING:
@@ -115,11 +121,11 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[FlagValue]:
     Raises:
         ConfigError: a value does not have its flag's type, or is out of range.
     """
-    content, said = file.content, []
+    content, values = file.content, []
 
     def add(name: str, path: str, value: Any, shown: Any = None) -> None:
         checked = config.checked(name, value, f"{file.where(path)}, {path}")
-        said.append(FlagValue(name, path, checked, str(look_up(content, path) if shown is None else shown)))
+        values.append(FlagValue(name, path, checked, str(look_up(content, path) if shown is None else shown)))
 
     for entry in ENTRIES:
         value = look_up(content, entry.path)
@@ -141,7 +147,7 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[FlagValue]:
         add("optimizer", "optimizer.type", OPTIMIZERS[kind.lower()])
     for name, value, shown in _of_schedule(content):
         add(FLAGS[name], f"scheduler.params.{name}", _whole(value) if FLAGS[name] != "lr" else value, shown)
-    return said
+    return values
 
 
 def _disks(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -174,16 +180,16 @@ def _of_adam(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 def _of_schedule(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield (parameter, value, value as messages show it) of the schedule's parameters that are flags."""
     kind = look_up(content, "scheduler.type")
-    given = look_up(content, "scheduler.params")
-    given = given if isinstance(given, Mapping) else {}
+    parameters = look_up(content, "scheduler.params")
+    parameters = parameters if isinstance(parameters, Mapping) else {}
     for name, default in PARAMETERS.get(kind, {}).items():
-        if name in FLAGS and name in given and given[name] not in (AUTO, None):
-            yield name, given[name], str(given[name])
-        elif name in FLAGS and name not in given and default is not None:
+        if name in FLAGS and name in parameters and parameters[name] not in (AUTO, None):
+            yield name, parameters[name], str(parameters[name])
+        elif name in FLAGS and name not in parameters and default is not None:
             yield name, default, f"{default} (DeepSpeed's default)"
 
 
-def adopt(config: RunConfig) -> RunConfig:
+def merge_file(config: RunConfig) -> RunConfig:
     """Return the configuration with the values that are only in the file, with the file as their origin.
 
     Raises:
@@ -193,40 +199,40 @@ def adopt(config: RunConfig) -> RunConfig:
     if text is None:
         return config
     file, has_zero_stage = read(text), bool(_zero_stages(config))
-    for said in as_flags(file, config):
-        if said.field in config.origins or said.value is None or _agree(said, config.get(said.field)):
+    for flag in as_flags(file, config):
+        if flag.field in config.origins or flag.value is None or _matches(flag, config.get(flag.field)):
             continue
-        if not (has_zero_stage and said.field in ZERO):  # the file has the same stage, or it is a contradiction
-            config = config.replace(file.where(said.path), **{said.field: said.value})
+        if not (has_zero_stage and flag.field in ZERO):  # the file has the same stage, or it is a contradiction
+            config = config.replace(file.where(flag.path), **{flag.field: flag.value})
     return config
 
 
-def _agree(said: FlagValue, value: Any) -> bool:
+def _matches(flag: FlagValue, value: Any) -> bool:
     """Return whether a flag's value matches the file. All implementations of Adam match each other."""
-    return said.value == value or (said.field == "optimizer" and "adam" in said.value and "adam" in value)
+    return flag.value == value or (flag.field == "optimizer" and "adam" in flag.value and "adam" in value)
 
 
 def contradictions(request: Request) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield (message, fields of the flags) for each value of the file that contradicts the flags."""
-    file = read_for(request)
-    for said in as_flags(file, request.config):
-        name, flag_value = said.field, request.config.get(said.field)
+    file = file_of(request)
+    for flag in as_flags(file, request.config):
+        name, flag_value = flag.field, request.config.get(flag.field)
         if name in ZERO:
             for other in _zero_stages(request.config):
                 if other != name:
-                    yield f"{file.name} has {said.path} = {said.shown}, {_flag_values(request, other)}", (other,)
+                    yield f"{file.name} has {flag.path} = {flag.shown}, {_flag_values(request, other)}", (other,)
             continue
         if name == "global_batch_size" and flag_value is None:
             continue
         if name == "mixed_precision" and flag_value == AUTO:
             continue
-        if not _agree(said, flag_value):
-            yield f"{file.name} has {said.path} = {said.shown}, {_flag_values(request, name)}", (name,)
+        if not _matches(flag, flag_value):
+            yield f"{file.name} has {flag.path} = {flag.shown}, {_flag_values(request, name)}", (name,)
     steps = look_up(file.content, "gradient_accumulation_steps")
     if steps is not None and steps != request.sizes.accumulation:
         batches = ("global_batch_size", "micro_batch_size")
-        ours = request.sizes.accumulation
-        yield f"{file.name} has gradient_accumulation_steps = {steps}, the batch sizes make {ours}", batches
+        accumulation = request.sizes.accumulation
+        yield f"{file.name} has gradient_accumulation_steps = {steps}, the batch sizes make {accumulation}", batches
 
 
 def _zero_stages(config: RunConfig) -> list[str]:
@@ -240,12 +246,12 @@ def _flag_values(request: Request, name: str) -> str:
     return f"{spelling(name)} {word or f'is {value}'} ({request.config.origin(name)})"
 
 
-def read_for(request: Request) -> DeepSpeedFile:
+def file_of(request: Request) -> DeepSpeedFile:
     """Return the file of a request, or an empty one if there is none."""
     text = request.config.get("deepspeed_config")
     # adopt() has already checked that the file exists. A plan of switches alone has no file.
-    given = text is not None and (text.lstrip().startswith("{") or Path(text).is_file())
-    return read(text) if given else DeepSpeedFile(str(text), {})
+    has_file = text is not None and (text.lstrip().startswith("{") or Path(text).is_file())
+    return read(text) if has_file else DeepSpeedFile(str(text), {})
 
 
 def effective(request: Request, precision: str) -> dict[str, Any]:
@@ -254,10 +260,10 @@ def effective(request: Request, precision: str) -> dict[str, Any]:
     Args:
         precision: ``fp32``, ``bf16`` or ``fp16``.
     """
-    said = read_for(request).content
-    content = {name: section for name, section in said.items() if name in HANDED_ON}
+    file_content = file_of(request).content
+    content = {name: section for name, section in file_content.items() if name in PASSED_TO_DEEPSPEED}
     merged = _merged(content, from_flags(request, precision))
-    steps = said.get("steps_per_print")
+    steps = file_content.get("steps_per_print")
     if isinstance(steps, int) and any(content.get(name) for name in LOUD):
         merged["steps_per_print"] = steps  # the interval at which DeepSpeed prints
     return merged
@@ -318,7 +324,7 @@ def _zero(request: Request) -> dict[str, Any]:
 
 
 def _zero_of(request: Request) -> Mapping[str, Any]:
-    section = read_for(request).content.get("zero_optimization")
+    section = file_of(request).content.get("zero_optimization")
     return section if isinstance(section, Mapping) else {}
 
 
@@ -350,9 +356,9 @@ def _largest_share(request: Request) -> int:
     return -(-largest // workers) + 2**20  # plus padding for alignment
 
 
-def _merged(content: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(content: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two configurations. The file's values replace ours, except ``"auto"``."""
-    result: dict[str, Any] = copy.deepcopy(dict(ours))
+    result: dict[str, Any] = copy.deepcopy(dict(defaults))
     for name, value in content.items():
         if isinstance(value, dict):
             result[name] = _merged(value, result.get(name) or {})

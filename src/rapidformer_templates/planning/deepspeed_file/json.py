@@ -70,8 +70,8 @@ def parse(text: str) -> DeepSpeedFile:
 
 def _plain(text: str) -> str:
     """Remove comments and trailing commas from the text. Line numbers do not change."""
-    text = LENIENT.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
-    return LAST_COMMA.sub(lambda found: found[1] or "", text)
+    text = LENIENT.sub(lambda match: match[1] or "\n" * match[0].count("\n"), text)
+    return LAST_COMMA.sub(lambda match: match[1] or "", text)
 
 
 def _keys(text: str) -> Iterator[tuple[str, int]]:

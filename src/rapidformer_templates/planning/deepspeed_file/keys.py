@@ -25,7 +25,7 @@ OWN = frozenset(
 )
 """Keys that are flags, or that the library implements itself in the same way."""
 
-HANDED_ON = frozenset(
+PASSED_TO_DEEPSPEED = frozenset(
     {
         "fp16",
         "bf16",
@@ -41,7 +41,7 @@ HANDED_ON = frozenset(
 )
 """Keys that are passed to DeepSpeed and have their usual effect."""
 
-SAID = {
+NOTED = {
     "steps_per_print": "progress is shown and logged by --log-interval",
     "zero_allow_untested_optimizer": "RF025 checks which optimizers may update shards",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "the export holds the whole weights without it",
@@ -153,7 +153,7 @@ def asks_nothing(value: Any) -> bool:
 def unknown(file: DeepSpeedFile) -> Iterator[Problem]:
     """Yield keys that neither DeepSpeed nor the library knows, and keys that DeepSpeed has deprecated."""
     schema = known_keys()
-    top = OWN | HANDED_ON | REFUSED.keys() | SAID.keys() | {path for path in ONLY if "." not in path}
+    top = OWN | PASSED_TO_DEEPSPEED | REFUSED.keys() | NOTED.keys() | {path for path in ONLY if "." not in path}
     for key, value in file.content.items():
         if key not in top:
             yield key, _no_such_key(key, top)
@@ -161,8 +161,10 @@ def unknown(file: DeepSpeedFile) -> Iterator[Problem]:
             yield from _unknown_in(value, key, schema[key])
     yield from _unknown_words(file.content, "optimizer", OPTIMIZER_OPTIONS, ("type", "params", "legacy_fusion"))
     kind = _type_of(file.content, "scheduler")
-    known = {*PARAMETERS[kind], "last_batch_iteration"} if kind in PARAMETERS else None  # others are refused as idle
-    yield from _unknown_words(file.content, "scheduler", known, ("type", "params"))
+    parameters = (
+        {*PARAMETERS[kind], "last_batch_iteration"} if kind in PARAMETERS else None
+    )  # others are refused as idle
+    yield from _unknown_words(file.content, "scheduler", parameters, ("type", "params"))
 
 
 def _unknown_in(section: Any, path: str, keys: Keys) -> Iterator[Problem]:
@@ -171,36 +173,36 @@ def _unknown_in(section: Any, path: str, keys: Keys) -> Iterator[Problem]:
             yield path, f"{path} must be a section, not {section!r}"
         return
     for key, value in section.items():
-        here = f"{path}.{key}"
+        key_path = f"{path}.{key}"
         if key not in keys.names:
-            yield here, _no_such_key(here, [f"{path}.{name}" for name in keys.names])
+            yield key_path, _no_such_key(key_path, [f"{path}.{name}" for name in keys.names])
         elif key in keys.replaced and not asks_nothing(value):
-            yield here, f"{here} is deprecated in DeepSpeed: write {path}.{keys.replaced[key]}"
+            yield key_path, f"{key_path} is deprecated in DeepSpeed: write {path}.{keys.replaced[key]}"
         elif (inner := keys.names[key]) is not None:
-            yield from _unknown_in(value, here, inner)
+            yield from _unknown_in(value, key_path, inner)
 
 
 def _unknown_words(
-    content: Mapping[str, Any], section: str, known: Collection[str] | None, around: tuple[str, ...]
+    content: Mapping[str, Any], section: str, parameters: Collection[str] | None, around: tuple[str, ...]
 ) -> Iterator[Problem]:
     """Yield the unknown keys of a section with a type and parameters."""
-    given = content.get(section)
-    if given is None:
+    section_value = content.get(section)
+    if section_value is None:
         return
-    if not isinstance(given, Mapping) or not isinstance(given.get("params", {}), Mapping):
+    if not isinstance(section_value, Mapping) or not isinstance(section_value.get("params", {}), Mapping):
         yield section, f"{section} must be a section with a type and params"
         return
-    for key in given:
+    for key in section_value:
         if key not in around:
             yield f"{section}.{key}", _no_such_key(f"{section}.{key}", [f"{section}.{name}" for name in around])
-    for key in given.get("params", {}):
-        if known is not None and key not in known:
+    for key in section_value.get("params", {}):
+        if parameters is not None and key not in parameters:
             path = f"{section}.params"
-            yield f"{path}.{key}", _no_such_key(f"{path}.{key}", [f"{path}.{name}" for name in known])
+            yield f"{path}.{key}", _no_such_key(f"{path}.{key}", [f"{path}.{name}" for name in parameters])
 
 
-def _no_such_key(path: str, known: Iterable[str]) -> str:
-    hint = did_you_mean(path, sorted(known), cutoff=0.75)
+def _no_such_key(path: str, keys: Iterable[str]) -> str:
+    hint = did_you_mean(path, sorted(keys), cutoff=0.75)
     return f"no such key: {path}" + (f"; {hint}" if hint else "")
 
 
@@ -212,9 +214,9 @@ def idle(file: DeepSpeedFile) -> Iterator[Problem]:
             what = "a section " if isinstance(content[key], Mapping) else ""
             yield key, f"{file.name} has {what}{key}: {hint}"
     for path, (value, why) in ONLY.items():
-        given = look_up(content, path)
-        if given is not None and given != value:
-            yield path, f"{path} = {_json(given)} is not possible: {why}"
+        setting = look_up(content, path)
+        if setting is not None and setting != value:
+            yield path, f"{path} = {_json(setting)} is not possible: {why}"
     zero_stage, dtype = look_up(content, "zero_optimization.stage"), look_up(content, "communication_data_type")
     if zero_stage is not None and zero_stage not in (0, 1, 2, 3):
         yield "zero_optimization.stage", f"zero_optimization.stage = {_json(zero_stage)}: the stages are 0, 1, 2 and 3"
@@ -231,13 +233,13 @@ def idle(file: DeepSpeedFile) -> Iterator[Problem]:
 def _idle_optimizer(content: Mapping[str, Any]) -> Iterator[Problem]:
     kind = _type_of(content, "optimizer") or "AdamW"  # the guide's default
     if kind.lower() not in OPTIMIZERS:
-        known = "Adam, AdamW, Lamb, Muon, Adafactor"
-        yield "optimizer.type", f"optimizer.type = {kind} is not among the optimizers of --optimizer: {known}"
+        names = "Adam, AdamW, Lamb, Muon, Adafactor"
+        yield "optimizer.type", f"optimizer.type = {kind} is not among the optimizers of --optimizer: {names}"
         return
     for name, (value, why) in ONLY_OPTIONS.items():
-        given = look_up(content, f"optimizer.params.{name}")
-        if given is not None and given != value:
-            yield f"optimizer.params.{name}", f"optimizer.params.{name} = {_json(given)} is not possible: {why}"
+        setting = look_up(content, f"optimizer.params.{name}")
+        if setting is not None and setting != value:
+            yield f"optimizer.params.{name}", f"optimizer.params.{name} = {_json(setting)} is not possible: {why}"
     if look_up(content, "optimizer.params.adam_w_mode") is False and kind.lower() != "adam":
         yield "optimizer.params.adam_w_mode", f"optimizer.params.adam_w_mode = false needs the type Adam, not {kind}"
     betas, eps = (look_up(content, f"optimizer.params.{name}") for name in ("betas", "eps"))
@@ -256,15 +258,15 @@ def _idle_scheduler(content: Mapping[str, Any]) -> Iterator[Problem]:
         yield "scheduler.type", f"scheduler.type = {kind or 'none'} is not a schedule of DeepSpeed; {means}"
         return
     params, path = content["scheduler"].get("params"), "scheduler.params"
-    given = params if isinstance(params, Mapping) else {}
-    for name, value in given.items():
+    parameters = params if isinstance(params, Mapping) else {}
+    for name, value in parameters.items():
         problem = _wrong(name, value)
         if name in (*PARAMETERS[kind], "last_batch_iteration") and value not in (None, AUTO) and problem:
             yield f"{path}.{name}", f"{path}.{name} = {_json(value)}: {problem}"
     for name in NEEDED.get(kind, ()):
-        if name not in given:
+        if name not in parameters:
             yield "scheduler", f"{path}.{name} is missing, which {kind} needs"
-    if kind == "OneCycle" and given.get("cycle_momentum", True) is not False:
+    if kind == "OneCycle" and parameters.get("cycle_momentum", True) is not False:
         why = "the optimizer sets the betas; DeepSpeed would move them with the learning rate"
         yield f"{path}.cycle_momentum", f"{path}.cycle_momentum must be false: {why}"
 
@@ -284,8 +286,8 @@ def _wrong(name: str, value: Any) -> str | None:
 
 
 def _type_of(content: Mapping[str, Any], section: str) -> str:
-    given = content.get(section)
-    return str(given.get("type") or "") if isinstance(given, Mapping) else ""
+    section_value = content.get(section)
+    return str(section_value.get("type") or "") if isinstance(section_value, Mapping) else ""
 
 
 def _offloads(zero: Mapping[str, Any], section: str) -> bool:
@@ -324,8 +326,8 @@ def look_up(content: Mapping[str, Any], path: str) -> Any:
 def leaves(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, value) of every value inside sections."""
     for key, value in content.items():
-        here = f"{path}.{key}" if path else key
+        key_path = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):
-            yield from leaves(value, here)
+            yield from leaves(value, key_path)
         else:
-            yield here, value
+            yield key_path, value

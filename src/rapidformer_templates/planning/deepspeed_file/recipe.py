@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.deepspeed_file.file import ENTRIES, LOUD, effective, from_flags, read_for
+from rapidformer_templates.planning.deepspeed_file.file import ENTRIES, LOUD, effective, file_of, from_flags
 from rapidformer_templates.planning.deepspeed_file.json import DeepSpeedFile
-from rapidformer_templates.planning.deepspeed_file.keys import OWN, SAID, asks_nothing, leaves, look_up
+from rapidformer_templates.planning.deepspeed_file.keys import NOTED, OWN, asks_nothing, leaves, look_up
 from rapidformer_templates.planning.deepspeed_file.schedules import AUTO, FLAGS, PARAMETERS
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
 
@@ -29,20 +29,20 @@ FLAGS_OF_SECTIONS = {
 
 def file_options(request: Request) -> dict[str, Any]:
     """Return the options of the file's optimizer other than learning rate and weight decay."""
-    params = look_up(read_for(request).content, "optimizer.params")
-    given = params if isinstance(params, Mapping) else {}
-    options = {name: given[name] for name in ("betas", "eps") if given.get(name, AUTO) not in (AUTO, None)}
+    params = look_up(file_of(request).content, "optimizer.params")
+    parameters = params if isinstance(params, Mapping) else {}
+    options = {name: parameters[name] for name in ("betas", "eps") if parameters.get(name, AUTO) not in (AUTO, None)}
     return options | ({"betas": tuple(options["betas"])} if "betas" in options else {})
 
 
 def decays_in_the_gradient(request: Request) -> bool:
     """Return whether a file requests Adam with the weight decay in the gradient (L2), not decoupled."""
-    return look_up(read_for(request).content, "optimizer.params.adam_w_mode") is False
+    return look_up(file_of(request).content, "optimizer.params.adam_w_mode") is False
 
 
 def schedule(request: Request) -> dict[str, Any] | None:
     """Return the type and parameters of a file's schedule."""
-    section = read_for(request).content.get("scheduler")
+    section = file_of(request).content.get("scheduler")
     if not isinstance(section, Mapping) or section.get("type") not in PARAMETERS:
         return None
     return {"type": section["type"], "params": dict(section.get("params") or {})}
@@ -50,20 +50,20 @@ def schedule(request: Request) -> dict[str, Any] | None:
 
 def notes(request: Request) -> Iterator[str]:
     """Yield the plan's notes about a file."""
-    file = read_for(request)
+    file = file_of(request)
     yield from _moved(file)
-    for path, why in SAID.items():
+    for path, why in NOTED.items():
         value = look_up(file.content, path)
         if value is not None and not asks_nothing(value) and not (path == "steps_per_print" and _prints(file)):
             yield f"{file.name}: {path} {_shown(value)}: {why}"
     if options := file_options(request):
-        given = ", ".join(f"{name} {_shown(value)}" for name, value in options.items())
-        yield f"{file.name}: the optimizer has {given}"
+        listed = ", ".join(f"{name} {_shown(value)}" for name, value in options.items())
+        yield f"{file.name}: the optimizer has {listed}"
     if look_up(file.content, "optimizer.params.weight_decay"):
         yield f"{file.name}: optimizer.params.weight_decay does not apply to biases and norms, as elsewhere"
-    if asked := schedule(request):
-        given = ", ".join(f"{name} {_shown(value)}" for name, value in asked["params"].items())
-        yield f"{file.name}: the learning rate follows DeepSpeed's {asked['type']} ({given})"
+    if scheduler := schedule(request):
+        listed = ", ".join(f"{name} {_shown(value)}" for name, value in scheduler["params"].items())
+        yield f"{file.name}: the learning rate follows DeepSpeed's {scheduler['type']} ({listed})"
     if "aio" in file.content and "nvme-offload" not in request.active:
         yield f"{file.name}: aio acts with offload to NVMe only"
     yield from _filled(request, file)
@@ -77,10 +77,10 @@ def _moved(file: DeepSpeedFile) -> Iterator[str]:
 def _filled(request: Request, file: DeepSpeedFile) -> Iterator[str]:
     """Yield a note about ``"auto"`` values of the file that no flag shows."""
     precision = "fp32"  # it does not matter here
-    ours = dict(leaves(from_flags(request, precision)))
-    told = dict(leaves(effective(request, precision)))
-    auto = [path for path, value in leaves(file.content) if value == AUTO and path in told and path in ours]
-    shown = [f"{path} {told[path]}" for path in auto if path.startswith("zero_optimization.")]
+    defaults = dict(leaves(from_flags(request, precision)))
+    filled = dict(leaves(effective(request, precision)))
+    auto = [path for path, value in leaves(file.content) if value == AUTO and path in filled and path in defaults]
+    shown = [f"{path} {filled[path]}" for path in auto if path.startswith("zero_optimization.")]
     if shown:
         yield f"{file.name}: auto values are filled in: {', '.join(shown)}"
 
@@ -95,18 +95,18 @@ def _shown(value: Any) -> str:
 
 def two_schedules(request: Request) -> Iterator[tuple[str, str]]:
     """Yield (message, field) of each flag that has no effect with a file's schedule."""
-    file, asked = read_for(request), schedule(request)
-    if asked is None:
+    file, scheduler = file_of(request), schedule(request)
+    if scheduler is None:
         return
-    params = {**PARAMETERS[asked["type"]], **asked["params"]}
+    params = {**PARAMETERS[scheduler["type"]], **scheduler["params"]}
     used = {FLAGS[name] for name in params if name in FLAGS}
-    if asked["params"].get("warmup_num_steps") == AUTO:
+    if scheduler["params"].get("warmup_num_steps") == AUTO:
         used |= {"lr_warmup_fraction", "lr_warmup_samples"}
     for field in OF_SCHEDULES:
         origin = request.config.origins.get(field)
         if origin is not None and field not in used and not origin.startswith(file.name):
             yield (
-                f"{file.name} has the schedule {asked['type']}, with which {spelling(field)} would do nothing",
+                f"{file.name} has the schedule {scheduler['type']}, with which {spelling(field)} would do nothing",
                 field,
             )
 
@@ -115,9 +115,9 @@ def for_deepspeed_alone(request: Request) -> list[str]:
     """Return the keys that request something from DeepSpeed itself, which no flag does."""
     return [
         path
-        for path, value in leaves(read_for(request).content)
+        for path, value in leaves(file_of(request).content)
         if not asks_nothing(value)
         and path.partition(".")[0] not in OWN
         and path not in FLAGS_OF_SECTIONS
-        and path not in SAID
+        and path not in NOTED
     ]

@@ -70,19 +70,19 @@ Rate = Callable[[int], float]
 """Returns the learning rate of an iteration."""
 
 
-def rates(kind: str, given: Mapping[str, Any], *, lr: float, warmup: int, total: int) -> Rate:
+def rates(kind: str, parameters: Mapping[str, Any], *, lr: float, warmup: int, total: int) -> Rate:
     """Return a function that maps an update, counted from 0, to its learning rate.
 
     Args:
         kind: a name of :data:`PARAMETERS`.
-        given: the parameters. Missing ones have DeepSpeed's defaults.
+        parameters: the parameters. Missing ones have DeepSpeed's defaults.
         lr: the peak if it is ``"auto"`` or left to the optimizer.
         warmup, total: the numbers of steps that replace ``"auto"``.
     """
     automatic = {"warmup_max_lr": lr, "warmup_num_steps": max(1, warmup), "total_num_steps": total, "cycle_max_lr": lr}
     p = dict(PARAMETERS[kind])
-    p |= {name: value for name, value in given.items() if value != AUTO}
-    p |= {name: automatic[name] for name, value in given.items() if value == AUTO and name in automatic}
+    p |= {name: value for name, value in parameters.items() if value != AUTO}
+    p |= {name: automatic[name] for name, value in parameters.items() if value == AUTO and name in automatic}
     if kind == "WarmupLR" and p["warmup_max_lr"] is None:
         p["warmup_max_lr"] = lr
     at = {

@@ -49,10 +49,10 @@ def known_keys() -> Mapping[str, Keys]:
 
     Empty without DeepSpeed, or with unknown sources.
     """
-    found = importlib.util.find_spec("deepspeed")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or not spec.submodule_search_locations:
         return {}
-    root = Path(found.submodule_search_locations[0])
+    root = Path(spec.submodule_search_locations[0])
     try:
         trees = {source: ast.parse((root / source).read_text(encoding="utf-8")) for source in SOURCES}
         aio = re.findall(r'^AIO_\w+ = "(\w+)"', (root / AIO).read_text(encoding="utf-8"), re.MULTILINE)

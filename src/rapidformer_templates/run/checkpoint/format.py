@@ -180,23 +180,23 @@ class Attempt:
             results.append(body())
         except Exception as error:  # the other ranks wait for the outcome
             failure = error
-        self.agree(failure)
+        self.raise_failures(failure)
         return results[0]
 
-    def agree(self, failure: Exception | None) -> None:
+    def raise_failures(self, failure: Exception | None) -> None:
         """Abort on all ranks if one of them has failed.
 
         Raises:
             CheckpointError, Exception: see :meth:`run_together`.
         """
-        told = [t for t in self.workers.gather(_describe_failure(failure)) if t is not None]
-        if not told:
+        failures = [t for t in self.workers.gather(_describe_failure(failure)) if t is not None]
+        if not failures:
             return
         if self.workers.is_main:
             shutil.rmtree(self.folder, ignore_errors=True)
         if failure is not None and not isinstance(failure, FAILURES):
             raise failure
-        what, to_do = min(told, key=lambda t: t[1] is not None)
+        what, to_do = min(failures, key=lambda t: t[1] is not None)
         if to_do is None:
             raise RuntimeError(f"another worker failed in a save:\n{what}")
         earlier = next((path.name for path in candidates(self.root)), None)

@@ -95,7 +95,7 @@ def copy_whole(
     """
     header, by_itemsize, size = _lay_out(tensors, metadata)
     if memory is None or len(memory) < size:
-        memory = host_memory(size, pinned=any(accelerator.computes_apart(tensor.device) for tensor in by_itemsize))
+        memory = host_memory(size, pinned=any(accelerator.is_asynchronous(tensor.device) for tensor in by_itemsize))
     # Not torch's threads: they wait for each other after each tensor, for a long time if other jobs use the cores.
     with ThreadPoolExecutor(min(torch.get_num_threads(), COPIERS)) as pool:
         deque(pool.map(_copy_together, _batches(memory, [_tensor_of(header), *map(_bytes_of, by_itemsize)])), maxlen=0)

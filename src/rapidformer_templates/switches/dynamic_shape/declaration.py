@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.checks import needs_template
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,

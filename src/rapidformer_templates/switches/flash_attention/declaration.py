@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import REPLACE
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
+from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Change,
     Example,

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rapidformer_templates.planning.acted import all_of, check_even_shards, divides_parameters, shown
 from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import PARTITIONING, idle_alone
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
+from rapidformer_templates.planning.shard_checks import check_even_shards, divides_parameters, first_finding, shown
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -91,7 +91,7 @@ def _options(request: Request) -> Mapping[str, Any]:
     return {name: request.config.get(name) for name in _given(request)}
 
 
-_SHARES = all_of(
+_SHARES = first_finding(
     check_even_shards(among=shares, updated_elements="optimizer state", gradient_elements="gradients"),
     divides_parameters,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.trained_parameters import TrainedAndFrozen, merge_reports
+from rapidformer_templates.engines.trained_parameters import TrainedAndFrozen, merge_by_name
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.switches.lora.matrices import MatrixAdapter
 from rapidformer_templates.switches.lora.quantized import is_quantized
@@ -20,7 +20,7 @@ class TrainedBesideFrozen(TrainedAndFrozen):
             canonical_name(name): (isinstance(layer, MatrixAdapter), is_quantized(layer))
             for name, layer in adapted_layers(engine.model)
         }
-        layers = merge_reports(engine, mine).values()
+        layers = merge_by_name(engine, mine).values()
         return super().after_step(engine) | {
             "adapted_layers": len(layers),
             "adapted_routers": sum(is_router for is_router, _ in layers),

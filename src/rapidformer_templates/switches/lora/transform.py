@@ -31,8 +31,8 @@ from rapidformer_templates.models.adapters import (
     set_frozen_base,
 )
 from rapidformer_templates.models.blocks import canonical_name, shape_of
+from rapidformer_templates.models.placeholders import AbsentModule, SkippedBlock
 from rapidformer_templates.models.placement import placement_of, whole
-from rapidformer_templates.models.stand_ins import AbsentModule, SkippedBlock
 from rapidformer_templates.switches.lora import matrices
 from rapidformer_templates.switches.lora.exported import ADAPTER, CONFIG
 from rapidformer_templates.switches.lora.quantized import QuantizedLinear, quantize_stack

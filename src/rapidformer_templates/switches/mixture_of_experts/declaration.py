@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rapidformer_templates.models.facts import CONVERTED, OWN_EXPERTS
+from rapidformer_templates.models.expert_architectures import CONVERTED, OWN_EXPERTS
 from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes, idle_alone
 from rapidformer_templates.planning.config import spelling

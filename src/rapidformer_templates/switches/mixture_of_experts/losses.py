@@ -201,7 +201,7 @@ class BalanceLosses:
         for layer, seen in self._unreached.items() if self._counts else ():
             self.note(seen, layer)
 
-    def seen(self) -> Any:
+    def recorded(self) -> Any:
         return self._mask, self._shape, self._unreached
 
     def recall(self, seen: Any) -> None:

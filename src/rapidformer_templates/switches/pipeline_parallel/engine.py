@@ -167,7 +167,7 @@ class _Step:
 
         output = engine._passage.run(stage // engine.workers.pipeline, hidden, body)
         if engine._auxiliary:
-            self._seen[stage, number] = engine._auxiliary.seen()
+            self._seen[stage, number] = engine._auxiliary.recorded()
         if stage == engine.last_stage:
             self.total += output.detach()
             self._losses[number] = output

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.models.placeholders import SkippedBlock, replaced
 from rapidformer_templates.models.placement import placement_of
-from rapidformer_templates.models.stand_ins import SkippedBlock, replaced
 from rapidformer_templates.switches.pipeline_parallel.tracing import hidden_of, not_called, twice, with_hidden
 
 

@@ -13,8 +13,8 @@ from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.pieces import named_tensors
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
+from rapidformer_templates.models.placeholders import AbsentModule, OutputShape, SkippedBlock, put
 from rapidformer_templates.models.placement import Placement, set_placement
-from rapidformer_templates.models.stand_ins import AbsentModule, OutputShape, SkippedBlock, put
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.pipeline_parallel.tracing import AFTER, BEFORE, WITHIN, holders, trace
 

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import adapter_parts, plain_name, trained_whole
-from rapidformer_templates.models.stand_ins import AbsentModule
+from rapidformer_templates.models.placeholders import AbsentModule
 from rapidformer_templates.models.vocabulary_loss import LossHead
 from rapidformer_templates.switches.tensor_parallel.styles import (
     COLUMN,

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rapidformer_templates.planning.acted import all_of, check_even_shards, divides_parameters
 from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, needs_template
 from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
 from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, MOST
 from rapidformer_templates.planning.deepspeed_file.schedules import AUTO
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
+from rapidformer_templates.planning.shard_checks import check_even_shards, divides_parameters, first_finding
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -166,7 +166,7 @@ def _gradients(measured: Measured) -> str | None:
     return shares(measured)
 
 
-_ACTED = {1: _STATES, 2: all_of(_STATES, _gradients), 3: all_of(_STATES, _gradients, _partitioned)}
+_ACTED = {1: _STATES, 2: first_finding(_STATES, _gradients), 3: first_finding(_STATES, _gradients, _partitioned)}
 
 
 def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -> Switch:

@@ -75,16 +75,16 @@ def _agrees(request: Request) -> list[Finding]:
 
 
 def _are_known(request: Request) -> list[Finding]:
-    return _findings(request, deepspeed_keys.unknown(deepspeed_file.read_for(request)))
+    return _findings(request, deepspeed_keys.unknown(deepspeed_file.file_of(request)))
 
 
 def _act(request: Request) -> list[Finding]:
-    return _findings(request, deepspeed_keys.idle(deepspeed_file.read_for(request)))
+    return _findings(request, deepspeed_keys.idle(deepspeed_file.file_of(request)))
 
 
 def _findings(request: Request, problems: Iterable[deepspeed_keys.Problem]) -> list[Finding]:
     """Return one finding per problem, with the line of the file that it is about."""
-    file = deepspeed_file.read_for(request)
+    file = deepspeed_file.file_of(request)
     asked = request.asked_for("deepspeed-config")
     return [
         Finding(message, (*asked, f"{path} ({file.where(path)})"), switches=("deepspeed-config",))
@@ -156,7 +156,7 @@ DEEPSPEED_CONFIG = Switch(
     on={"deepspeed_config": "ds.json"},
     predicts=Prediction({"activations": "a bucket of the file's size"}, _what_no_flag_knows),
     templates=("Trainer",),
-    adopt=deepspeed_file.adopt,
+    adopt=deepspeed_file.merge_file,
     needs_package=DEEPSPEED["needs_package"],
     install=DEEPSPEED["install"],
     notes=_notes,

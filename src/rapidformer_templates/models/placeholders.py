@@ -32,21 +32,21 @@ class OutputShape:
         """Derive the rule from an observed call."""
         if not (args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor)):
             return cls()
-        given, made = tuple(args[0].shape), tuple(output.shape)
-        if args[0].is_floating_point() and given == made:
-            return cls("same", made[-1] if made else 0, output.dtype)
-        if args[0].is_floating_point() and given[:-1] == made[:-1]:
-            return cls("last", made[-1], output.dtype)
-        if given == made[:-1]:
-            return cls("appended", made[-1], output.dtype)
+        input_shape, output_shape = tuple(args[0].shape), tuple(output.shape)
+        if args[0].is_floating_point() and input_shape == output_shape:
+            return cls("same", output_shape[-1] if output_shape else 0, output.dtype)
+        if args[0].is_floating_point() and input_shape[:-1] == output_shape[:-1]:
+            return cls("last", output_shape[-1], output.dtype)
+        if input_shape == output_shape[:-1]:
+            return cls("appended", output_shape[-1], output.dtype)
         return cls()
 
-    def output(self, given: torch.Tensor) -> torch.Tensor:
+    def output(self, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the shape of the module's output. Its values do not matter."""
         if self.kind == "same":
-            return given
-        shape = given.shape if self.kind == "appended" else given.shape[:-1]
-        return given.new_zeros((*shape, self.width), dtype=self.dtype)
+            return like
+        shape = like.shape if self.kind == "appended" else like.shape[:-1]
+        return like.new_zeros((*shape, self.width), dtype=self.dtype)
 
 
 class AbsentAttribute(ModelError, AttributeError):
@@ -78,9 +78,9 @@ class AbsentModule(Placeholder):
         super().__init__()
         self._absent = absent
 
-    def forward(self, given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self._absent is not None, "a module after the blocks runs on the last stage alone"
-        return self._absent.output(given)
+        return self._absent.output(x)
 
 
 class SkippedBlock(Placeholder):

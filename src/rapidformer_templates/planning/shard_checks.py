@@ -39,13 +39,13 @@ def check_even_shards(
 
 def _check_even(measured: Measured, shares: int, name: str, what: str, twice: int) -> str | None:
     """Check one measurement. ``twice`` is the number of elements that several workers may hold at the same time."""
-    copies, held, whole = measured.plan.sizes.copies, measured.all(name), sum(measured.all("trained_elements"))
+    copies, numbers, whole = measured.plan.sizes.copies, measured.all(name), sum(measured.all("trained_elements"))
     # Even shares add up to one whole copy. A sum more than halfway from there to whole copies on all workers cannot
     # come from rounding.
     expected = min(whole / shares + twice, whole)
-    if shares == 1 or (held and sum(held) <= (expected + whole) / 2 + PADDING * len(held)):
+    if shares == 1 or (numbers and sum(numbers) <= (expected + whole) / 2 + PADDING * len(numbers)):
         return None
-    counts = ", ".join(f"{count:,}" for count in held) or "nothing"
+    counts = ", ".join(f"{count:,}" for count in numbers) or "nothing"
     return (
         f"{shares} shares of the {what}, {whole // copies:,} elements in all, were expected; the workers have {counts}"
     )
@@ -58,7 +58,7 @@ def divides_parameters(measured: Measured) -> str | None:
     return "parameters sharded over the workers were expected; every worker has whole parameters"
 
 
-def all_of(*checks: Callable[[Measured], str | None]) -> Callable[[Measured], str | None]:
+def first_finding(*checks: Callable[[Measured], str | None]) -> Callable[[Measured], str | None]:
     """Combine checks: return the first finding."""
 
     def acted(measured: Measured) -> str | None:

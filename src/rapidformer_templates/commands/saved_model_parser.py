@@ -52,8 +52,8 @@ def words_of_saved(parser: argparse.ArgumentParser, argv: Sequence[str] | None) 
     Raises:
         ConfigError: the command does not accept a word.
     """
-    given = vars(parser.parse_args(dashed(sys.argv[1:] if argv is None else argv)))
-    return given.pop("run"), given
+    values = vars(parser.parse_args(dashed(sys.argv[1:] if argv is None else argv)))
+    return values.pop("run"), values
 
 
 def in_workers(count: int | None, port: int | None, check: Callable[[], object], body: Callable[[], int]) -> int:
