@@ -14,7 +14,7 @@ import torch
 from rapidformer_templates.planning.registry import Registry
 from rapidformer_templates.planning.switch import Request, Rule
 from rapidformer_templates.switches.offload_activations.host import Wait
-from rapidformer_templates.switches.offload_activations.offloader import LEAST_BYTES
+from rapidformer_templates.switches.offload_activations.offloader import MIN_BYTES
 
 ROOM = "rapidformer_templates.switches.offload_activations"
 
@@ -56,7 +56,7 @@ class StandInHost:
 
 
 @contextmanager
-def taken_for_a_gpu(least_bytes: int = LEAST_BYTES) -> Iterator[None]:
+def taken_for_a_gpu(least_bytes: int = MIN_BYTES) -> Iterator[None]:
     """Let runs on a CPU offload to simulated hosts."""
     consulted = Registry.consulted
 
@@ -66,5 +66,5 @@ def taken_for_a_gpu(least_bytes: int = LEAST_BYTES) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Registry, "consulted", without_the_device))
         stack.enter_context(mock.patch(f"{ROOM}.transform.PinnedMemory", StandInHost))
-        stack.enter_context(mock.patch(f"{ROOM}.offloader.LEAST_BYTES", least_bytes))
+        stack.enter_context(mock.patch(f"{ROOM}.offloader.MIN_BYTES", least_bytes))
         yield

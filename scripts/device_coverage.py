@@ -28,7 +28,7 @@ FOLDER = "RAPIDFORMER_DEVICE_COVERAGE"
 CALLS = ("accelerator.", "torch.accelerator.", "torch.Stream", "torch.Event")
 METHODS = ("record_stream", "wait_stream", "wait_event", "pin_memory")
 HOST = ("== 'cpu'", "== HOST.type")
-APART = ("!= 'cpu'", "computes_apart(", "is_apart")
+APART = ("!= 'cpu'", "is_asynchronous(", "is_apart")
 
 
 def _calls_a_device(node: ast.AST) -> bool:

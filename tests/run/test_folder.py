@@ -252,9 +252,9 @@ def test_a_loader_process_does_not_keep_the_lock(tmp_path: Path) -> None:
 def test_the_lock_lasts_as_long_as_any_worker(tmp_path: Path) -> None:
     """The first worker may have been killed while the others are still writing."""
     first, other = RunLock(tmp_path), RunLock(tmp_path)
-    word = first.acquire()
-    first.share()
-    assert other.join(word, write=True)
+    token = first.acquire()
+    first.allow_sharing()
+    assert other.acquire_shared(token, write=True)
     first.release(remove=False)
     with pytest.raises(ConfigError, match="another run writes into"):
         run_lock.try_folder(tmp_path)

@@ -48,7 +48,7 @@ def body():
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
         if how == "hangs":
             threading.Lock().acquire() and threading.Event().wait()
-        while not stop.asked:
+        while not stop.is_requested:
             time.sleep(0.01)
         print("saving", file=sys.stderr, flush=True)
         (folder / f"saved-{rank}").touch()

@@ -59,7 +59,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
     """Capture the output of workers that start as in a new program, without the calls of earlier tests."""
     end_pool()
-    monkeypatch.setattr(calls, "_monitor", [])
+    monkeypatch.setattr(calls, "_outcomes", [])
     return capfd
 
 
@@ -178,7 +178,7 @@ def test_second_run_does_not_overwrite_the_first(
 
 
 def _failure(exit_status: int, told: dict[str, Any] | None = None) -> Failure:
-    return Failure(rank=0, status=exit_status, seen=100.0, told=told or {})
+    return Failure(rank=0, status=exit_status, noticed=100.0, report=told or {})
 
 
 def test_workers_ended_for_another_ones_error_do_not_hide_it() -> None:

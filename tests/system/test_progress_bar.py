@@ -29,7 +29,7 @@ def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 def test_all_that_was_done_is_shown(monkeypatch: pytest.MonkeyPatch, counted: bool, shown: str) -> None:
     terminal = terminal_of(monkeypatch)
     asked: list[int] = []
-    with ProgressBar("training", 4, done=1, counted=counted) as bar:
+    with ProgressBar("training", 4, done=1, show_count=counted) as bar:
         for number in range(2):
             bar.advance(1, lambda number=number: str(asked.append(number)))  # type: ignore[misc]
     assert asked == []  # the steps took less time than a refresh

@@ -86,7 +86,7 @@ def depth_of(name: str, depths: Mapping[str, int]) -> int:
     for beginning, depth in depths.items():
         if beginning.endswith(".") and name.startswith(beginning):
             return depth
-    layers = {known.rpartition(".")[0]: depth for known, depth in depths.items()}
+    layers = {layer_name.rpartition(".")[0]: depth for layer_name, depth in depths.items()}
     parts = name.split(".")
     outer = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
     return next((layers[layer] for layer in outer if layer in layers), 0)

@@ -43,12 +43,12 @@ class FrozenFlags:
 OFF = {"freeze": None, "train_only": None}
 
 
-def _asked(request: Request) -> list[str]:
+def _flags_given(request: Request) -> list[str]:
     return [name for name in OFF if request.config.get(name) is not None]
 
 
 def _one_of_two(request: Request) -> list[Finding]:
-    if len(_asked(request)) < 2:
+    if len(_flags_given(request)) < 2:
         return []
     changes = tuple(drop({name: None}) for name in OFF)
     return [Finding("--freeze and --train-only exclude each other", request.asked(*OFF), changes=changes)]
@@ -56,7 +56,7 @@ def _one_of_two(request: Request) -> list[Finding]:
 
 def _regular(request: Request) -> list[Finding]:
     findings = []
-    for name in _asked(request):
+    for name in _flags_given(request):
         try:
             re.compile(request.config.get(name))
         except re.error as error:
@@ -88,11 +88,11 @@ def freeze(model: nn.Module, building: Building) -> nn.Module:
     whole_name = placement_of(model).whole_name
     named = {whole_name(canonical_name(name)): parameter for name, parameter in model.named_parameters()}
     everywhere = sorted(set().union(*building.workers.gather(list(named))))  # a pipeline stage has only some of them
-    found = {name for name in everywhere if expression.search(name)}
+    matching = {name for name in everywhere if expression.search(name)}
     hint = f"names begin with {', '.join(sorted({name.partition('.')[0] for name in everywhere}))}"
-    if not found:
+    if not matching:
         raise ModelError(f"no parameter's name contains {expression.pattern}", where=spelling(field), hint=hint)
-    frozen = found if field == "freeze" else set(everywhere) - found
+    frozen = matching if field == "freeze" else set(everywhere) - matching
     if frozen == set(everywhere):
         raise ModelError("no parameter is left to train", where=spelling(field), hint=hint)
     for name in frozen & named.keys():

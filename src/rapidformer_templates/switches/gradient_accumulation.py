@@ -63,10 +63,10 @@ def _only_by_iterations(request: Request) -> list[Finding]:
 
 
 def _acted(measured: Measured) -> str | None:
-    wanted, seen = measured.plan.sizes.accumulation, measured.all("micro_steps")
-    if seen and set(seen) == {wanted}:
+    expected, actual = measured.plan.sizes.accumulation, measured.all("micro_steps")
+    if actual and set(actual) == {expected}:
         return None
-    return f"{wanted} micro batches per step were expected; the workers had {shown(seen)}"
+    return f"{expected} micro batches per step were expected; the workers had {shown(actual)}"
 
 
 SWITCHES = (

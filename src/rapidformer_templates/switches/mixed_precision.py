@@ -52,8 +52,8 @@ class MixedPrecisionFlags:
 
 def _notes(request: Request) -> Sequence[str]:
     chosen, why = precision(request.config, request.environment), wide_weights(request)
-    kept = f"the parameters are not converted to 16-bit weights with fp32 masters ({why})"
-    notes = [kept if why else f"weights are {chosen}, with fp32 masters next to the optimizer's state"]
+    note = f"the parameters are not converted to 16-bit weights with fp32 masters ({why})"
+    notes = [note if why else f"weights are {chosen}, with fp32 masters next to the optimizer's state"]
     if not why and request.config.get("grad_accum_dtype") != "fp32" and not updates_in_chunks(implementation(request)):
         together = f"{implementation(request)} needs all gradients at once, so all of them are copied to fp32"
         notes.append(f"{together}; --optimizer adamw_torch_fused takes them bucket by bucket")
@@ -75,15 +75,15 @@ OF_GRADIENTS = ("grad_accum_dtype", "grad_reduce_dtype")
 
 def _gradients_of_wide_weights(request: Request) -> list[Finding]:
     """Refuse gradient types if the weights are not 16-bit weights with masters."""
-    given = [name for name in OF_GRADIENTS if request.config.get(name) != "fp32"]
+    flags = [name for name in OF_GRADIENTS if request.config.get(name) != "fp32"]
     why = wide_weights(request)
-    if not given or not why:
+    if not flags or not why:
         return []
     return [
         Finding(
             f"gradients have the type of the parameters here, which are not 16-bit weights with masters ({why})",
-            request.asked(*given),
-            changes=tuple(replace({name: "fp32"}) for name in given),
+            request.asked(*flags),
+            changes=tuple(replace({name: "fp32"}) for name in flags),
         )
     ]
 
@@ -103,9 +103,9 @@ def _bf16_before_ampere(request: Request) -> list[Finding]:
 
 
 def _acted(measured: Measured) -> str | None:
-    wanted = {"bf16": "bfloat16", "fp16": "float16"}[measured.plan.precision]
-    seen = sorted({kind for kinds in measured.all("activation_dtypes") for kind in kinds})
-    return None if wanted in seen else f"activations in {wanted} were expected; modules return {shown(seen)}"
+    expected = {"bf16": "bfloat16", "fp16": "float16"}[measured.plan.precision]
+    actual = sorted({kind for kinds in measured.all("activation_dtypes") for kind in kinds})
+    return None if expected in actual else f"activations in {expected} were expected; modules return {shown(actual)}"
 
 
 SWITCHES = (

@@ -124,7 +124,7 @@ def test_pieces_are_the_text_and_give_the_same_tokens(folder: str, request: pyte
     for start in range(0, len(texts), 100):
         part = texts[start : start + 100]
         assert compare(pieces, whole, part, "") == sum(whole(part)[1])
-        assert len(pieces.known) < 1500
+        assert len(pieces.cache) < 1500
 
 
 @pytest.mark.slow

@@ -238,7 +238,7 @@ def test_a_failure_without_words_fails_the_other_ranks_too(tmp_path: Path, monke
     attempt = checkpoint.Attempt(tmp_path, 1, {}, {}, alone())
     monkeypatch.setattr(Workers, "gather", lambda self, value: [checkpoint._describe_failure(MemoryError()), value])
     with pytest.raises(CheckpointError, match="there is not enough memory"):
-        attempt.together(lambda: None)
+        attempt.run_together(lambda: None)
 
 
 def test_a_save_in_the_background_keeps_the_moment_of_its_start(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ ONE = "--micro-batch-size 8"
 
 
 def _train(workers: Any, name: str, flags: str, is_tried: bool = True) -> parity.Trained:
-    with nullcontext() if is_tried else mock.patch.object(transform.Trial, "check"):
+    with nullcontext() if is_tried else mock.patch.object(transform.DivisionTrial, "check"):
         return train(workers, name, "causal", f"{ONE} {flags}", pads=is_tried)
 
 

@@ -18,7 +18,7 @@ def test_products_and_gradients(dtype: torch.dtype, tail: int) -> None:
     inputs = torch.randn(sum(COUNTS) + tail, 16, dtype=dtype, requires_grad=True)
     matrices = torch.randn(4, 16, 24, dtype=dtype, requires_grad=True)
     upstream = torch.randn(len(inputs), 24, dtype=dtype)
-    result = grouped_product(inputs, matrices, torch.tensor(COUNTS), all_taken=tail == 0)
+    result = grouped_product(inputs, matrices, torch.tensor(COUNTS), all_routed=tail == 0)
     got = [result, *torch.autograd.grad(result, [inputs, matrices], upstream)]
     parts = [part @ matrix for part, matrix in zip(inputs.split([*COUNTS, tail]), matrices, strict=False)]
     expected = torch.cat([*parts, inputs.new_zeros(tail, 24)])

@@ -27,7 +27,7 @@ BLOCKS = 4
 
 @pytest.fixture(autouse=True)
 def _small_storages_go() -> Iterator[None]:
-    with mock.patch(f"{ROOM}.offloader.LEAST_BYTES", 1024):
+    with mock.patch(f"{ROOM}.offloader.MIN_BYTES", 1024):
         yield
 
 
@@ -84,10 +84,10 @@ def test_same_bits_and_what_was_sent_is_not_here(name: str, recompute: str, prec
         assert torch.equal(moved["gradients"][parameter], gradient), parameter
     counts = moved["counts"]
     assert counts.sent > 0
-    assert counts.sent == 2 * counts.most_away
-    assert moved["kept"] == plain["kept"] - counts.most_away
+    assert counts.sent == 2 * counts.most_offloaded
+    assert moved["kept"] == plain["kept"] - counts.most_offloaded
     assert moved["peak"] < plain["peak"]
-    assert counts.late == counts.away == 0
+    assert counts.late == counts.offloaded == 0
 
 
 # Blocks with known bytes.
@@ -168,7 +168,7 @@ def test_an_input_that_somebody_holds_stays() -> None:
     blocks, offloader, memory = _chain(_half)
     _through(blocks, _input().requires_grad_()).backward()
     assert [size for what, size in memory.journal if what == "send"] == [UNIT] * (BLOCKS - 2)
-    assert offloader.counts.away == 0
+    assert offloader.counts.offloaded == 0
 
 
 def _gradients(blocks: nn.ModuleList) -> list[torch.Tensor]:
@@ -196,8 +196,8 @@ def test_micro_batches_in_flight_come_back_in_the_order_of_a_pipeline() -> None:
     for found, wanted in zip(_pipelined(blocks, inputs), _pipelined(plain, inputs), strict=True):
         assert torch.equal(found, wanted)
     counts = offloader.counts
-    assert counts.away == 0
-    assert counts.most_away == 3 * BLOCKS * UNIT  # the outputs of three in flight, whose inputs are held
+    assert counts.offloaded == 0
+    assert counts.most_offloaded == 3 * BLOCKS * UNIT  # the outputs of three in flight, whose inputs are held
     assert counts.late == 2 * UNIT  # the output and the input of the first block whose backward runs
 
 
@@ -209,9 +209,9 @@ def test_forwards_without_a_backward_leave_nothing() -> None:
         _through(blocks, _input())
     assert memory.journal == []
     loss = _through(blocks, _input())
-    assert offloader.counts.away > 0
+    assert offloader.counts.offloaded > 0
     del loss
-    assert offloader.counts.away == 0
+    assert offloader.counts.offloaded == 0
     _through(blocks, _input()).backward()
     wanted = _gradients(blocks)
     stop = blocks[1].inner.weight.register_hook(_fail)  # while something is on its way back to block 0
@@ -222,7 +222,7 @@ def test_forwards_without_a_backward_leave_nothing() -> None:
     for _ in range(2):  # autograd drops its remaining work when the next backward begins
         _through(blocks, _input()).backward()
         assert all(torch.equal(found, gradient) for found, gradient in zip(_gradients(blocks), wanted, strict=True))
-    assert offloader.counts.away == 0
+    assert offloader.counts.offloaded == 0
     done = [what for what, _ in memory.journal]
     assert done.count("fetch") == done.count("back")  # including tensors that nobody used
 

@@ -97,9 +97,9 @@ def _build_all(workers: Any) -> dict[str, Any]:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     from rapidformer_templates.switches.zero.construction import partitioned_construction
-    from rapidformer_templates.switches.zero.engine import _join
+    from rapidformer_templates.switches.zero.engine import _init_communication
 
-    _join(workers, loud=False)
+    _init_communication(workers, loud=False)
     found: dict[str, Any] = {}
     for kind in KINDS:
         torch.manual_seed(3 + 100 * workers.rank)  # only the random numbers of the first worker count

@@ -67,9 +67,9 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, Any]:
         )
     if os.environ.get("RANK", "0") == "0":
         print("\n".join([*reasons(result, hardware), *not_predicted(result)]), file=sys.stderr, flush=True)
-    given = config.origins.keys() - ({"pipeline_stages"} if _balances_memory(config) else set())
-    found = result.layouts[0].layout.values_that_act(given)
-    return found if "pipeline_stages" in given else {"pipeline_stages": None, **found}
+    user_fields = config.origins.keys() - ({"pipeline_stages"} if _balances_memory(config) else set())
+    values = result.layouts[0].layout.values_that_act(user_fields)
+    return values if "pipeline_stages" in user_fields else {"pipeline_stages": None, **values}
 
 
 def plan_command(config: RunConfig, environment: Environment, *, as_json: bool) -> int:

@@ -34,23 +34,23 @@ def _bounds_the_search(request: Request) -> list[Finding]:
     if bound is None:
         return []
     if not request.config.get("auto_strategy"):
-        asked = request.asked("max_global_batch_size")
+        flags = request.asked("max_global_batch_size")
         message = "--max-global-batch-size has no effect without --auto-strategy"
-        return [Finding(message, asked, switches=("auto-strategy",), changes=(add({"auto_strategy": True}),))]
+        return [Finding(message, flags, switches=("auto-strategy",), changes=(add({"auto_strategy": True}),))]
     if exact is not None and request.config.origin("global_batch_size") != "auto-strategy":
-        asked = request.asked("max_global_batch_size", "global_batch_size")
+        flags = request.asked("max_global_batch_size", "global_batch_size")
         message = "--global-batch-size and --max-global-batch-size exclude each other"
-        return [Finding(message, asked, switches=("auto-strategy",))]
+        return [Finding(message, flags, switches=("auto-strategy",))]
     return []
 
 
 def _acted(measured: Measured) -> str | None:
     sizes, origins = measured.plan.sizes, [value["origin"] for value in measured.plan.values.values()]
-    wanted, trained = [sizes.pipeline, sizes.data, sizes.tensor], measured["layout"]
-    wanted += [sizes.context] if sizes.context > 1 else []
-    if "auto-strategy" in origins and trained == wanted:
+    planned, trained = [sizes.pipeline, sizes.data, sizes.tensor], measured["layout"]
+    planned += [sizes.context] if sizes.context > 1 else []
+    if "auto-strategy" in origins and trained == planned:
         return None
-    return f"workers divided by the search into pipeline × data × tensor {wanted} were expected; they are {trained}"
+    return f"workers divided by the search into pipeline × data × tensor {planned} were expected; they are {trained}"
 
 
 SWITCHES = (

@@ -235,17 +235,17 @@ class Search:
     def _recomputed(self) -> list[str]:
         if "checkpoint_activations" not in self.config.origins:
             return list(RECOMPUTED)
-        asked = self.config.get("recompute_granularity") or "full"
-        return [asked if self.config.get("checkpoint_activations") else "none"]
+        granularity = self.config.get("recompute_granularity") or "full"
+        return [granularity if self.config.get("checkpoint_activations") else "none"]
 
     def _allowed(self, name: str, values: list[T]) -> list[T]:
         """Return the values of a field: only the user's, if there is one."""
         return [self.config.get(name)] if name in self.config.origins else values
 
     def _partitionings(self, replicas: int) -> list[str]:
-        asked = [name for name, flag in PARTITIONINGS.items() if flag and self.config.get(flag)]
-        if asked:
-            return asked
+        names = [name for name, flag in PARTITIONINGS.items() if flag and self.config.get(flag)]
+        if names:
+            return names
         return list(PARTITIONINGS) if replicas > 1 else ["none"]
 
     def _shard_sizes(self, partitioning: str, data: int) -> list[int | None]:
@@ -298,15 +298,15 @@ class Search:
             yield replace(family, micro_batch=micro, accumulation=max(1, most // (micro * family.data)))
 
     def _greatest_batch(self, family: Layout) -> int:
-        asked: int | None = self.config.data.global_batch_size or self.config.get("max_global_batch_size")
-        return asked or family.data * LARGEST_MICRO_BATCH
+        limit: int | None = self.config.data.global_batch_size or self.config.get("max_global_batch_size")
+        return limit or family.data * LARGEST_MICRO_BATCH
 
     def _undivided(self, layout: Layout) -> str | None:
-        asked, most = self.config.data.global_batch_size, self._greatest_batch(layout)
+        batch, most = self.config.data.global_batch_size, self._greatest_batch(layout)
         step = layout.micro_batch * layout.data
-        if asked and asked % step:
+        if batch and batch % step:
             return (
-                f"RF030: global batch {asked} is not divisible by micro batch {layout.micro_batch} × data {layout.data}"
+                f"RF030: global batch {batch} is not divisible by micro batch {layout.micro_batch} × data {layout.data}"
             )
         if step > most:
             return f"{layout.data} replicas need a global batch of at least {step}, at most {most} is allowed"

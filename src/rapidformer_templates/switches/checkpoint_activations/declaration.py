@@ -72,15 +72,15 @@ def _one_piece(request: Request) -> list[Finding]:
     if graph not in request.active or request.config.get("recompute_granularity") != "selective":
         return []
     message = "ONNX Runtime runs a block as one piece, so nothing inside it can be kept"
-    asked = (*request.asked("recompute_granularity"), *request.asked_for(graph))
-    return [Finding(message, asked, switches=(graph,), changes=(replace({"recompute_granularity": "full"}),))]
+    flags = (*request.asked("recompute_granularity"), *request.asked_for(graph))
+    return [Finding(message, flags, switches=(graph,), changes=(replace({"recompute_granularity": "full"}),))]
 
 
 def _acted(measured: Measured) -> str | None:
-    kept, without = sum(measured.all("saved_tensor_bytes")), sum(measured.all("saved_tensor_bytes_without"))
-    if kept < without:
+    saved, without = sum(measured.all("saved_tensor_bytes")), sum(measured.all("saved_tensor_bytes_without"))
+    if saved < without:
         return None
-    return f"fewer bytes kept for the backward than the {without:,} without it were expected; there are {kept:,}"
+    return f"fewer bytes kept for the backward than the {without:,} without it were expected; there are {saved:,}"
 
 
 SWITCHES = (

@@ -23,15 +23,15 @@ class SavedTensors(Receipt):
 
     def before_step(self, probe: Probe) -> dict[str, int]:
         model = probe.engine.model
-        with _kept_products(model) as products:
-            with_it = _kept_by_forward(probe, products)
+        with _saved_products(model) as products:
+            with_it = _saved_by_forward(probe, products)
         checkpointed = list(_checkpointed(model))
         for forward in checkpointed:
             forward.enabled = False
         try:
             # Not compiled: compiling a graph only to measure it costs more than the measurement is worth.
             with torch.compiler.set_stance("force_eager"):
-                without = _kept_by_forward(probe, {})
+                without = _saved_by_forward(probe, {})
         finally:
             for forward in checkpointed:
                 forward.enabled = True
@@ -40,8 +40,8 @@ class SavedTensors(Receipt):
 
 def _checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
     """Yield the checkpointed forwards of the blocks."""
-    found = (checkpointed_forward(block) for block in find_blocks(model).values())
-    return (forward for forward in found if forward is not None)
+    forwards = (checkpointed_forward(block) for block in find_blocks(model).values())
+    return (forward for forward in forwards if forward is not None)
 
 
 WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -63,13 +63,13 @@ class _Products(TorchDispatchMode):
     torch stores them separately from autograd's saved tensors.
 
     Attributes:
-        kept: each product with its checksum.
+        products: each product with its checksum.
     """
 
     def __init__(self, storages: Storages) -> None:
         super().__init__()
         self._storages = storages
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.products: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @staticmethod
     def _checksum(product: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ class _Products(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in PRODUCTS:
             _note(result, self._storages)
-            self.kept.append((result.detach(), self._checksum(result.detach())))
+            self.products.append((result.detach(), self._checksum(result.detach())))
         return result
 
     def check(self, block: str) -> None:
@@ -92,7 +92,7 @@ class _Products(TorchDispatchMode):
         Raises:
             ModelError: a product saved for the backward is not what was computed.
         """
-        for product, before in self.kept:
+        for product, before in self.products:
             if not torch.equal(self._checksum(product), before):
                 raise ModelError(
                     f"a product that is kept for the backward is overwritten in {block}",
@@ -112,7 +112,7 @@ def _noting(forward: Callable[..., Any], storages: Storages) -> Callable[..., An
 
 
 @contextmanager
-def _kept_products(model: nn.Module) -> Iterator[Storages]:
+def _saved_products(model: nn.Module) -> Iterator[Storages]:
     """Yield the products that blocks save in a forward. Autograd saves those of compiled blocks."""
     storages: Storages = {}
     compiled = "compile_records" in vars(model)
@@ -126,8 +126,8 @@ def _kept_products(model: nn.Module) -> Iterator[Storages]:
             checkpointed.forward = forward
 
 
-def _kept_by_forward(probe: Probe, kept: Storages) -> int:
-    """Bytes that a forward leaves for its backward, including those that it has added to ``kept``."""
+def _saved_by_forward(probe: Probe, storages: Storages) -> int:
+    """Bytes that a forward leaves for its backward, including those that it has added to ``products``."""
     # References keep the ids reserved: ZeRO-3 frees empty weights in the forward, and their ids with them.
     weights: Storages = {}
     for parameter in probe.engine.model.parameters():
@@ -135,8 +135,8 @@ def _kept_by_forward(probe: Probe, kept: Storages) -> int:
 
     def pack(tensor: torch.Tensor) -> None:
         """Count a tensor without keeping it. This graph never runs a backward, so its memory is not needed."""
-        _note(tensor, kept)
+        _note(tensor, storages)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
         probe.forward()
-    return sum(size for identity, (_, size) in kept.items() if identity not in weights)
+    return sum(size for identity, (_, size) in storages.items() if identity not in weights)

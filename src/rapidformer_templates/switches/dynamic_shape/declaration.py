@@ -90,21 +90,21 @@ def _one_length(request: Request) -> list[Finding]:
     findings = []
     if request.config.training.task not in TASKS:
         message = f"dynamic-shape cannot be combined with task {request.config.training.task}"
-        asked = (*request.asked("task"), *request.asked_for("dynamic-shape"))
-        findings.append(Finding(message, asked, switches=("dynamic-shape",)))
+        flags = (*request.asked("task"), *request.asked_for("dynamic-shape"))
+        findings.append(Finding(message, flags, switches=("dynamic-shape",)))
     for name, (off, reason) in OWN_BATCHES.items():
         if request.config.get(name) != off:
-            asked = (*request.asked(name), *request.asked_for("dynamic-shape"))
+            flags = (*request.asked(name), *request.asked_for("dynamic-shape"))
             changes = (drop({name: off}), replace({"data_iterator": "static"}))
-            findings.append(Finding(f"dynamic-shape {reason}", asked, changes=changes))
+            findings.append(Finding(f"dynamic-shape {reason}", flags, changes=changes))
     return findings
 
 
 def _acted(measured: Measured) -> str | None:
-    chosen, seen = measured["chosen_shapes"], measured["batch_shapes"] or []
-    if chosen and seen and all(shape in chosen for shape in seen):
+    chosen, used = measured["chosen_shapes"], measured["batch_shapes"] or []
+    if chosen and used and all(shape in chosen for shape in used):
         return None
-    return f"batches of the shapes {shown(chosen)} were expected; there were {shown(seen)}"
+    return f"batches of the shapes {shown(chosen)} were expected; there were {shown(used)}"
 
 
 SWITCHES = (

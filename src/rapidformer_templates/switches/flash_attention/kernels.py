@@ -94,10 +94,10 @@ def attention_mask(
     if packs and not (special or allow_is_causal_skip or allow_is_bidirectional_skip or q_offset or kv_offset):
         # Documents are packed if each token sees the one before it or begins a document, and none sees the next.
         rows = torch.arange(batch_size, device=device)[:, None]
-        here = torch.arange(q_length, device=device)[None]
+        positions = torch.arange(q_length, device=device)[None]
         sees = partial(mask_function, rows, 0)
-        if q_length > 1 and not sees(here[:, :-1], here[:, 1:]).any():
-            return borders_of(sees(here, (here - 1).clamp(min=0)).expand(batch_size, -1).clone())
+        if q_length > 1 and not sees(positions[:, :-1], positions[:, 1:]).any():
+            return borders_of(sees(positions, (positions - 1).clamp(min=0)).expand(batch_size, -1).clone())
     return sdpa_mask(
         batch_size,
         q_length,
@@ -210,7 +210,7 @@ def _check_call(
         return
     if dropout:
         raise _refusal(type(module).__name__, "the flash kernel of a CPU has no dropout", "--dropout 0, or ")
-    if any(given is not None and given.requires_grad for given in (mask, position_bias)):
+    if any(tensor is not None and tensor.requires_grad for tensor in (mask, position_bias)):
         raise _refusal(type(module).__name__, "the flash kernel of a CPU cannot train a bias of the scores")
 
 

@@ -52,20 +52,20 @@ class FsdpOptionsFlags:
 OFF = {declared.name: declared.default for declared in dataclasses.fields(FsdpOptionsFlags)}
 
 
-def _given(request: Request) -> dict[str, Any]:
+def _changed_options(request: Request) -> dict[str, Any]:
     """Return the options that differ from their defaults, with their default values."""
     return {name: off for name, off in OFF.items() if request.config.get(name) != off}
 
 
 def _only_with_fsdp(request: Request) -> list[Finding]:
-    given = _given(request)
+    options = _changed_options(request)
     if "fsdp" in request.active:
         return _reduces_in_range(request)
-    words = " and ".join(spelling(name) for name in given)
+    words = " and ".join(spelling(name) for name in options)
     return [
         Finding(
             f"{words} has no effect without --fsdp-memory-optimization",
-            request.asked(*given),
+            request.asked(*options),
             switches=("fsdp-options",),
             changes=(add({"fsdp_memory_optimization": True}),),
         )
@@ -74,21 +74,21 @@ def _only_with_fsdp(request: Request) -> list[Finding]:
 
 def _reduces_in_range(request: Request) -> list[Finding]:
     """Check the type of gradient sums. 16-bit sums need 16-bit products, and fp16 sums need the loss scale of fp16."""
-    wanted, computed = request.config.get("fsdp_reduce_dtype"), precision(request.config, request.environment)
-    if wanted is None or (computed != "fp32" and (computed, wanted) != ("bf16", "fp16")):
+    reduce_dtype, computed = request.config.get("fsdp_reduce_dtype"), precision(request.config, request.environment)
+    if reduce_dtype is None or (computed != "fp32" and (computed, reduce_dtype) != ("bf16", "fp16")):
         return []
     if computed == "fp32":
         message = "--fsdp-reduce-dtype has no effect without --mixed-precision"
-        mend = add({"mixed_precision": "fp16" if wanted == "fp16" else "bf16"})
+        mend = add({"mixed_precision": "fp16" if reduce_dtype == "fp16" else "bf16"})
     else:
         message = "--fsdp-reduce-dtype fp16 needs the loss scale of --mixed-precision fp16"
         mend = replace({"fsdp_reduce_dtype": "bf16"}, "has the range of fp32")
-    asked = request.asked("fsdp_reduce_dtype", "mixed_precision")
-    return [Finding(message, asked, changes=(mend, drop({"fsdp_reduce_dtype": None})))]
+    flags = request.asked("fsdp_reduce_dtype", "mixed_precision")
+    return [Finding(message, flags, changes=(mend, drop({"fsdp_reduce_dtype": None})))]
 
 
 def _options(request: Request) -> Mapping[str, Any]:
-    return {name: request.config.get(name) for name in _given(request)}
+    return {name: request.config.get(name) for name in _changed_options(request)}
 
 
 _SHARES = first_finding(
@@ -98,9 +98,9 @@ _SHARES = first_finding(
 
 
 def _options_acted(measured: Measured) -> str | None:
-    asked, summed = measured.config.get("fsdp_reduce_dtype"), measured["gradients_summed_in"]
-    if asked is not None and summed != [asked]:
-        return f"gradients summed in {asked} were expected; they are summed in {shown(summed)}"
+    requested, summed = measured.config.get("fsdp_reduce_dtype"), measured["gradients_summed_in"]
+    if requested is not None and summed != [requested]:
+        return f"gradients summed in {requested} were expected; they are summed in {shown(summed)}"
     whole = measured["whole_in_backward"]
     if measured.config.get("fsdp_reshard_after_forward") or measured.plan.sizes.copies == 1 or whole == 1:
         return None

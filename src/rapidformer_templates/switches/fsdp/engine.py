@@ -55,14 +55,14 @@ class FSDPEngine(SingleEngine):
 
     def _shard(self, model: nn.Module) -> None:
         # None reshards everything except the root, whose parameters the backward needs first.
-        self._divide(model, None if self.reshards else False)
+        self._apply_fully_shard(model, None if self.reshards else False)
 
     def frozen(self, model: nn.Module) -> nn.Module:
         model = accelerator.move(model, self.workers.device).requires_grad_(False).eval()
-        self._divide(model, True)  # without a backward, the root's parameters are not needed again
+        self._apply_fully_shard(model, True)  # without a backward, the root's parameters are not needed again
         return model
 
-    def _divide(self, model: nn.Module, reshard: bool | None) -> None:
+    def _apply_fully_shard(self, model: nn.Module, reshard: bool | None) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             if self.workers.world > 1 and not isinstance(tensor, DTensor):  # DTensors are already synchronized
                 dist.broadcast(tensor.detach(), src=0)
@@ -71,17 +71,17 @@ class FSDPEngine(SingleEngine):
             # Parameters are gathered in the compute type. Gradients are summed in fp32, unless the user chooses another
             # type.
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
-        for stack in _divided_already(model):
+        for stack in _modules_with_dtensors(model):
             self._shard_expert_stacks(stack, policy, reshard)
         blocks = list(find_blocks(model).values())
-        for unit in (*_of_several(blocks), *blocks):
+        for unit in (*_shared_modules(blocks), *blocks):
             fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(model, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
 
     def _shard_expert_stacks(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
         """Shard this worker's experts over the workers of its group that have the same experts."""
         mesh = self._mesh_of_experts
-        over = mesh[(COPIES, SHARDS) if mesh.size(0) > 1 else SHARDS]
+        shard_mesh = mesh[(COPIES, SHARDS) if mesh.size(0) > 1 else SHARDS]
         for name, parameter in list(stack.named_parameters(recurse=False)):
             share = DTensor.from_local(
                 local_part(parameter).detach(),
@@ -95,7 +95,7 @@ class FSDPEngine(SingleEngine):
         shards = mesh[SHARDS].size()
         fully_shard(
             stack,
-            mesh=over,
+            mesh=shard_mesh,
             mp_policy=policy,
             reshard_after_forward=reshard,
             shard_placement_fn=lambda parameter: Shard(widthwise(parameter.shape, shards)),
@@ -129,7 +129,9 @@ class FSDPEngine(SingleEngine):
             trained[name] = [names[id(p.sharded_param)] for g in groups for p in g.fsdp_params if _is_trained(p)]
             for group in groups:
                 self._reduce_all_of(group)
-        self._route = ForwardSequenceCheck(units, trained, self.workers, "FSDP") if self.workers.world > 1 else None
+        self._sequence_check = (
+            ForwardSequenceCheck(units, trained, self.workers, "FSDP") if self.workers.world > 1 else None
+        )
         return self.model
 
     def _reduce_all_of(self, group: Any) -> None:
@@ -143,10 +145,10 @@ class FSDPEngine(SingleEngine):
                 for parameter in trained:
                     unsharded = parameter.unsharded_param
                     if parameter.unsharded_accumulated_grad is not None:
-                        self._reached.add(id(parameter.sharded_param))
+                        self._used.add(id(parameter.sharded_param))
                         continue
                     if unsharded.grad is not None:
-                        self._reached.add(id(parameter.sharded_param))
+                        self._used.add(id(parameter.sharded_param))
                     else:
                         unsharded.grad = torch.zeros_like(unsharded)
                     if accumulated:  # in the same type as the others
@@ -156,32 +158,32 @@ class FSDPEngine(SingleEngine):
         group.post_backward = reduce_all
 
     def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
-        self._reached: set[int] = set()
+        self._used: set[int] = set()
         return super()._schedule(microbatches, weight)
 
     def _unused_here(self) -> Sequence[int]:
-        return [index for index, p in enumerate(self._parameters) if id(p) not in self._reached]
+        return [index for index, p in enumerate(self._parameters) if id(p) not in self._used]
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
         if not self.reshards:
             # Parameters stay whole from the first micro batch to the last: without resharding there is memory for them.
             self._callable.set_reshard_after_backward(last)  # type: ignore[operator]
-        return self._route.checked() if self._route else nullcontext()
+        return self._sequence_check.checked() if self._sequence_check else nullcontext()
 
     def _backward(self, loss: torch.Tensor) -> None:
         if not self.receipts:
-            held = bytes_by_kind({"parameters": list(self.model.parameters())})
-            self.receipts["parameter_bytes_in_backward"] = held["parameters"]
+            sizes = bytes_by_kind({"parameters": list(self.model.parameters())})
+            self.receipts["parameter_bytes_in_backward"] = sizes["parameters"]
             self.receipts["whole_in_backward"] = self._unsharded_fraction()
-            self.receipts["gradients_summed_in"] = self._summed_in()
-        if self._route:
-            self._route.forward_done()
+            self.receipts["gradients_summed_in"] = self._reduce_type_names()
+        if self._sequence_check:
+            self._sequence_check.forward_done()
         super()._backward(loss)
 
     def _reduce(self) -> None:
         for parameter in self._parameters:
-            if parameter.grad is not None and _lies_in(parameter, EXPERTS):
+            if parameter.grad is not None and _is_placed_along(parameter, EXPERTS):
                 # These gradients are sums over the workers that sent tokens, averaged over the workers that have the
                 # expert.
                 local_part(parameter.grad).div_(self._experts_over)
@@ -202,16 +204,16 @@ class FSDPEngine(SingleEngine):
 
     def _unsharded_fraction(self) -> float:
         """Return the fraction of the parameters' elements that are whole on this rank."""
-        sizes = [(p.numel(), _lies_in(p, SHARDS)) for p in self.model.parameters()]
+        sizes = [(p.numel(), _is_placed_along(p, SHARDS)) for p in self.model.parameters()]
         return sum(count for count, divided in sizes if not divided) / sum(count for count, _ in sizes)
 
-    def _summed_in(self) -> list[str]:
+    def _reduce_type_names(self) -> list[str]:
         """Return the types in which FSDP sums gradients over the workers."""
         units = (module for module in self.model.modules() if isinstance(module, FSDPModule))
         groups = [group for unit in units for group in _groups(unit)]
         # None means no cast: gradients are summed in their own type, which is the compute type.
         types = {group._reduce_dtype or self.compute_type or group._orig_dtype for group in groups}
-        return [name for name, known in REDUCE_TYPES.items() if known in types]
+        return [name for name, dtype in REDUCE_TYPES.items() if dtype in types]
 
     def _reshard(self) -> None:
         """Free whole parameters that are left from a forward without a backward, such as an evaluation."""
@@ -247,7 +249,7 @@ def _groups(unit: FSDPModule) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _of_several(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+def _shared_modules(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the largest modules that several blocks share, such as one attention layer. Each becomes a unit."""
     owners = Counter(module for block in blocks for module in block.modules() if module is not block)
     shared = [module for module, count in owners.items() if count > 1 and any(True for _ in module.parameters())]
@@ -255,12 +257,12 @@ def _of_several(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for module in shared if module not in inner]
 
 
-def _divided_already(model: nn.Module) -> list[nn.Module]:
+def _modules_with_dtensors(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose parameters are already divided."""
     return [m for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))]
 
 
-def _lies_in(parameter: nn.Parameter, dimension: str) -> bool:
+def _is_placed_along(parameter: nn.Parameter, dimension: str) -> bool:
     """Return whether a parameter is placed on a mesh with this dimension."""
     return isinstance(parameter, DTensor) and dimension in (parameter.device_mesh.mesh_dim_names or ())
 

@@ -86,11 +86,11 @@ def _options(request: Request) -> Mapping[str, Any]:
 def _acted(measured: Measured) -> str | None:
     """Check that there are as many copies of each parameter as planned, and that they are equal bit for bit."""
     size, data = shares(measured), measured.plan.sizes.copies
-    held, whole = sum(measured.all("updated_elements")), sum(measured.all("trained_elements")) // data
+    updated, whole = sum(measured.all("updated_elements")), sum(measured.all("trained_elements")) // data
     over, experts = measured.plan.engine_options.get("experts_over", 1), measured["divided_over_experts"] or 0
     of_experts = data // over // shards_of_experts(data, size, over)
-    if not held or held != (whole - experts) * (data // size) + experts * of_experts:
-        copies = f"the workers have {held:,} elements together, {whole:,} of the model are trained"
+    if not updated or updated != (whole - experts) * (data // size) + experts * of_experts:
+        copies = f"the workers have {updated:,} elements together, {whole:,} of the model are trained"
         return f"{data // size} copies of shares for {size} workers were expected; {copies}"
     if measured["copies_equal"] is not True:
         return f"{data // size} equal copies were expected; after an update they differ"

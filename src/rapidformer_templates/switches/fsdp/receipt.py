@@ -33,10 +33,10 @@ class ShardCopies(Receipt):
 def _copies_of(parameter: DTensor) -> list[list[int]]:
     """Return the ranks that have each part of a parameter."""
     mesh, placements = parameter.device_mesh.mesh, parameter.placements
-    apart = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    dividing = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     together = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
-    count = math.prod(mesh.shape[dim] for dim in apart)
-    parts: list[list[int]] = mesh.permute(*apart, *together).reshape(count, -1).tolist()
+    count = math.prod(mesh.shape[dim] for dim in dividing)
+    parts: list[list[int]] = mesh.permute(*dividing, *together).reshape(count, -1).tolist()
     return parts
 
 

@@ -40,8 +40,8 @@ def _scores_words(request: Request) -> list[Finding]:
     if task is None or task in TASKS:
         return []
     message = f"--task {task} has no loss over the vocabulary to fuse"
-    asked = request.asked("fused_linear_cross_entropy", "task")
-    return [Finding(message, asked, switches=("fused-linear-cross-entropy",))]
+    flags = request.asked("fused_linear_cross_entropy", "task")
+    return [Finding(message, flags, switches=("fused-linear-cross-entropy",))]
 
 
 def _acted(measured: Measured) -> str | None:

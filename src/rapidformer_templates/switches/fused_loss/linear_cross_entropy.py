@@ -132,13 +132,13 @@ class _Gradients:
     """Gradients by hidden states, weight and bias, if they are needed, summed over the chunks."""
 
     def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: tuple[bool, ...]
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: tuple[bool, ...]
     ) -> None:
         self.types = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         wide = torch.promote_types(weight.dtype, torch.float32)
-        self.hidden = torch.zeros_like(hidden) if wanted[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
-        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+        self.hidden = torch.zeros_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
 
     def add(self, slope: torch.Tensor, rows: Any, part: torch.Tensor, weight: torch.Tensor) -> None:
         """Add a chunk. ``slope`` (rows, vocabulary) is the gradient by its logits, ``part`` its input."""

@@ -54,10 +54,10 @@ class LogitsInMemory(Receipt):
         if head is None:
             return {}
         # Not compiled: code that meets this mode under the compiler is never compiled again.
-        with torch.compiler.set_stance("force_eager"), WidestRows() as seen:
+        with torch.compiler.set_stance("force_eager"), WidestRows() as widest:
             probe.forward()
         return {
-            "logits_rows": max(seen.rows[width] for width in (head.out_features, head.columns)),
+            "logits_rows": max(widest.rows[width] for width in (head.out_features, head.columns)),
             "logits_rows_without": head.rows,
             "fused_loss_kernel": sorted(head.used),
         }

@@ -78,20 +78,20 @@ def _pretrained(request: Request) -> list[Finding]:
 
 def _matrices(request: Request) -> list[str]:
     """Return the names in --lora-target-modules that belong to stacks of experts and so cannot be layers."""
-    asked = str(request.config.get("lora_target_modules")).split(",")
-    return [name for name in map(str.strip, asked) if {"experts", "gate_up_proj"} & set(name.split("."))]
+    names = str(request.config.get("lora_target_modules")).split(",")
+    return [name for name in map(str.strip, names) if {"experts", "gate_up_proj"} & set(name.split("."))]
 
 
 def _beside_matrices(request: Request) -> list[Finding]:
     named, config = _matrices(request), request.config
     plain: dict[str, Any] = {"lora_dropout": 0.0, "lora_variant": "lora"}
-    given = [name for name in plain if config.get(name) not in (plain[name], "rslora")]
-    if not named or not given:
+    flags = [name for name in plain if config.get(name) not in (plain[name], "rslora")]
+    if not named or not flags:
         return []
-    words = " and ".join(map(spelling, given))
+    words = " and ".join(map(spelling, flags))
     message = f"peft has no adapters with {words} together with matrices that are not layers: {', '.join(named)}"
-    changes = (drop({name: plain[name] for name in given}), replace({"lora_target_modules": "all-linear"}))
-    return [Finding(message, request.asked("lora_target_modules", *given), changes=changes)]
+    changes = (drop({name: plain[name] for name in flags}), replace({"lora_target_modules": "all-linear"}))
+    return [Finding(message, request.asked("lora_target_modules", *flags), changes=changes)]
 
 
 def _not_beside(

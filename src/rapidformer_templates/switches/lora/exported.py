@@ -141,12 +141,12 @@ def check_base(base: nn.Module, folder: Path, named: str) -> None:
         ModelError: a weight differs.
     """
     expected = _fingerprints_in(folder)
-    here = ((name, parameter) for name, parameter in base.named_parameters() if name in expected)
-    others = [name for name, parameter in here if fp32_fingerprint(parameter) != expected[name]]
-    if others:
+    compared = ((name, parameter) for name, parameter in base.named_parameters() if name in expected)
+    differing = [name for name, parameter in compared if fp32_fingerprint(parameter) != expected[name]]
+    if differing:
         raise ModelError(
-            f"{len(others)} of {len(expected)} weights in {named} are not those with which the adapters in {folder} "
-            f"were trained, such as {others[0]}",
+            f"{len(differing)} of {len(expected)} weights in {named} are not those with which the adapters in {folder} "
+            f"were trained, such as {differing[0]}",
             where=named,
             hint=f"name the folder of the right base with --base; without {BASE}, it is not compared",
         )

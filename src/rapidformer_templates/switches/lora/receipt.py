@@ -16,11 +16,11 @@ class TrainedBesideFrozen(TrainedAndFrozen):
     """Adds the number of adapted layers and stacks, and how many of them have quantized weights."""
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        mine = {
+        local = {
             canonical_name(name): (isinstance(layer, MatrixAdapter), is_quantized(layer))
             for name, layer in adapted_layers(engine.model)
         }
-        layers = merge_by_name(engine, mine).values()
+        layers = merge_by_name(engine, local).values()
         return super().after_step(engine) | {
             "adapted_layers": len(layers),
             "adapted_routers": sum(is_router for is_router, _ in layers),

@@ -125,13 +125,13 @@ class Targets:
         layers: full names of linear layers.
         matrices: full names of parameters outside of linear layers: stacks of experts, weights of routers.
         trained_whole: endings of the names of modules.
-        found: the names given by the user that match a layer or a matrix.
+        matching_names: the names given by the user that match a layer or a matrix.
     """
 
     layers: list[str]
     matrices: list[str]
     trained_whole: list[str]
-    found: list[str]
+    matching_names: list[str]
 
     def of_all(self, workers: Workers) -> Targets:
         """Merge the targets of all workers into those of the whole model."""
@@ -139,11 +139,11 @@ class Targets:
         return Targets(**{key: list(dict.fromkeys(chain(*(each[key] for each in everyone)))) for key in asdict(self)})
 
 
-def targets_of(model: nn.Module, asked: str, modules_to_save: str | None) -> Targets:
+def targets_of(model: nn.Module, names: str, modules_to_save: str | None) -> Targets:
     """Find the layers, matrices and modules on this worker. ``all-linear`` selects all linear layers except the head.
 
     Args:
-        asked: names of layers and matrices, separated by commas.
+        names: names of layers and matrices, separated by commas.
         modules_to_save: names of modules that are trained in full. None selects the head if a pretrained model lacks
             it.
     """
@@ -153,19 +153,19 @@ def targets_of(model: nn.Module, asked: str, modules_to_save: str | None) -> Tar
     found_names = []
     layers: dict[str, None] = {}  # in order, each once
     stacks: dict[str, None] = {}
-    for end in _names(asked):
+    for end in _names(names):
         if end == ALL_LINEAR:
-            found, held = _all_linear(model, trained_whole), []
+            layer_names, matrix_names = _all_linear(model, trained_whole), []
         else:
-            found, held = _ending_with(model, end), _matrices_ending_with(model, end)
-        found_names += [end] if found or held else []
-        owners = {name.rpartition(".")[0] for name in held}
-        layers |= dict.fromkeys(name for name in found if name not in owners)
-        stacks |= dict.fromkeys(held)
+            layer_names, matrix_names = _ending_with(model, end), _matrices_ending_with(model, end)
+        found_names += [end] if layer_names or matrix_names else []
+        owners = {name.rpartition(".")[0] for name in matrix_names}
+        layers |= dict.fromkeys(name for name in layer_names if name not in owners)
+        stacks |= dict.fromkeys(matrix_names)
     return Targets(list(layers), list(stacks), trained_whole, found_names)
 
 
-def refuse_missing(model: nn.Module, targets: Targets, asked: str, modules_to_save: str | None) -> None:
+def refuse_missing(model: nn.Module, targets: Targets, names: str, modules_to_save: str | None) -> None:
     """Raise a :class:`ModelError` if no worker has a module or matrix with one of the requested names."""
     for name in _names(modules_to_save or ""):
         if name not in targets.trained_whole:
@@ -174,11 +174,11 @@ def refuse_missing(model: nn.Module, targets: Targets, asked: str, modules_to_sa
                 where="--lora-modules-to-save",
                 hint=f"its modules are {', '.join(name for name, _ in model.named_children())}",
             )
-    for name in _names(asked):
-        if name not in targets.found:
+    for name in _names(names):
+        if name not in targets.matching_names:
             raise _no_target(model, name)
     if not targets.layers and not targets.matrices:
-        raise _no_target(model, asked)
+        raise _no_target(model, names)
 
 
 def _no_target(model: nn.Module, name: str) -> ModelError:
@@ -212,13 +212,13 @@ def _all_linear(model: nn.Module, trained_whole: list[str]) -> list[str]:
 
 def _matrices(model: nn.Module) -> list[str]:
     """Return the names of stacks of matrices, and of single matrices outside of linear and embedding layers."""
-    found = []
+    matrices = []
     for name, module in model.named_modules():
         if name and not isinstance(module, (*LINEAR, nn.Embedding)):
             sizes = {key: len(shape_of(p)) for key, p in module.named_parameters(recurse=False)}
             most = max(sizes.values(), default=0)  # in a module with stacks, two-dimensional parameters are biases
-            found += [f"{name}.{key}" for key, dimensions in sizes.items() if dimensions == most and most in (2, 3)]
-    return found
+            matrices += [f"{name}.{key}" for key, dimensions in sizes.items() if dimensions == most and most in (2, 3)]
+    return matrices
 
 
 def _matrices_ending_with(model: nn.Module, end: str) -> list[str]:
@@ -236,7 +236,7 @@ def _check_matrices(model: nn.Module, targets: Targets, options: Any) -> None:
         "--lora-variant dora": options.lora_variant == "dora",
         "layers of the kind Conv1D": any(isinstance(model.get_submodule(name), Conv1D) for name in targets.layers),
     }
-    named = next((what for what, given in lacking.items() if given), None)
+    named = next((what for what, is_given in lacking.items() if is_given), None)
     if targets.matrices and named:
         raise ModelError(
             f"peft has no adapters with {named} together with matrices that are not layers: {targets.matrices[0]}",
@@ -293,14 +293,14 @@ def as_peft_reads(config: LoraConfig, model: nn.Module, targets: Targets) -> Lor
     return read
 
 
-def _names(asked: str) -> list[str]:
-    return [name.strip() for name in asked.split(",") if name.strip()]
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _ending_with(model: nn.Module, end: str) -> list[str]:
     """Return the modules with that name, except those on other pipeline stages."""
-    there = (name for name, module in model.named_modules() if not isinstance(module, (AbsentModule, SkippedBlock)))
-    return [name for name in there if name == end or name.endswith(f".{end}")]
+    names = (name for name, module in model.named_modules() if not isinstance(module, (AbsentModule, SkippedBlock)))
+    return [name for name in names if name == end or name.endswith(f".{end}")]
 
 
 def _ends(model: nn.Module) -> list[str]:
@@ -338,12 +338,12 @@ def _halve(model: nn.Module, kind: torch.dtype) -> None:
     The weight of a router stays, because it is rounded together with the adapter's product.
     """
     for _, layer in adapted_layers(model):
-        held: list[torch.Tensor] = []
+        halved: list[torch.Tensor] = []
         if isinstance(layer, matrices.StackAdapter):
-            held = [layer.get_param()]
+            halved = [layer.get_param()]
         elif not isinstance(layer, matrices.MatrixAdapter):
-            held = [*layer.get_base_layer().parameters()]
-        for parameter in held:
+            halved = [*layer.get_base_layer().parameters()]
+        for parameter in halved:
             parameter.data = parameter.data.to(kind)
 
 

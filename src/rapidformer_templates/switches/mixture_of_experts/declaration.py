@@ -106,7 +106,7 @@ def _has_experts(model: ModelFacts) -> bool:
     return kind in OWN_EXPERTS or kind.startswith(CONVERTED)
 
 
-def _sharers(request: Request) -> str:
+def _group_text(request: Request) -> str:
     sizes = request.sizes
     context = f"context size {sizes.context} × " if sizes.context > 1 else ""
     return f"{context}data-parallel size {sizes.data}"
@@ -129,17 +129,17 @@ def _top_k_exists(request: Request) -> list[Finding]:
 def _weights_have_experts(request: Request) -> list[Finding]:
     """Check that the model has experts: a pretrained model has its own, a new one needs --num-experts."""
     config, model = request.config, request.model
-    pretrained, asked = config.model.pretrained_model_name_or_path, config.get("num_experts")
-    if asked is None:
+    pretrained, num_experts = config.model.pretrained_model_name_or_path, config.get("num_experts")
+    if num_experts is None:
         balanced = {name: OFF[name] for name in ("moe_loss_coeff", "moe_z_loss_coeff") if model.model_type is not None}
-        given = {name: off for name, off in (balanced | UNDIVIDED).items() if config.get(name) != off}
-        if _has_experts(model) or not given:
+        flags = {name: off for name, off in (balanced | UNDIVIDED).items() if config.get(name) != off}
+        if _has_experts(model) or not flags:
             return []
-        message = f"{' and '.join(map(spelling, given))} needs a model with experts"
-        return [Finding(message, request.asked(*given), changes=(add({"num_experts": 8}), drop(given)))]
-    if not pretrained or model.model_type is None or (_has_experts(model) and asked == model.num_experts):
+        message = f"{' and '.join(map(spelling, flags))} needs a model with experts"
+        return [Finding(message, request.asked(*flags), changes=(add({"num_experts": 8}), drop(flags)))]
+    if not pretrained or model.model_type is None or (_has_experts(model) and num_experts == model.num_experts):
         return []
-    has = f"{model.num_experts} experts, not {asked}" if _has_experts(model) else "dense feed-forwards"
+    has = f"{model.num_experts} experts, not {num_experts}" if _has_experts(model) else "dense feed-forwards"
     return [
         Finding(
             f"the pretrained {model.model_type} has {has}",
@@ -159,12 +159,12 @@ def _own_experts_as_they_are(request: Request) -> list[Finding]:
     fixed: tuple[str, ...] = SHAPING if kind in OWN_EXPERTS else ()
     if config.model.pretrained_model_name_or_path:
         fixed = (*SIZING, *SHAPING)
-    given = {name: OFF[name] for name in fixed if config.get(name) != OFF[name]}
-    if not given:
+    flags = {name: OFF[name] for name in fixed if config.get(name) != OFF[name]}
+    if not flags:
         return []
-    words = " and ".join(map(spelling, given))
+    words = " and ".join(map(spelling, flags))
     message = f"the experts of {kind} are used unchanged, and {words} cannot change them"
-    return [Finding(message, request.asked(*given), changes=(drop(given),))]
+    return [Finding(message, request.asked(*flags), changes=(drop(flags),))]
 
 
 def _room_for_a_token(request: Request) -> list[Finding]:
@@ -189,7 +189,7 @@ def _experts_divide(request: Request) -> list[Finding]:
     return [
         Finding(
             f"{experts} experts cannot be divided evenly over {group} workers",
-            (*request.asked("num_experts", "expert_parallel", SIZE), _sharers(request)),
+            (*request.asked("num_experts", "expert_parallel", SIZE), _group_text(request)),
             switches=("expert-parallel",),
             changes=tuple(replace({"num_experts": n}) for n in (above, above - group) if n),
         )
@@ -210,7 +210,7 @@ def _groups_fit(request: Request) -> list[Finding]:
     return [
         Finding(
             f"{workers} worker{'s' * (workers > 1)} cannot be divided into groups of {size}",
-            (*request.asked(SIZE), _sharers(request)),
+            (*request.asked(SIZE), _group_text(request)),
             switches=("expert-parallel",),
             changes=(*((replace({SIZE: nearest}),) if nearest else ()), drop({SIZE: None})),
         )

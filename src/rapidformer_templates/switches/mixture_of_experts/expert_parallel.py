@@ -44,7 +44,7 @@ def divide_experts(model: nn.Module, building: Building) -> nn.Module:
     for stack in stacks:
         setattr(stack, SHARE, dist.get_rank(group))
         for name, parameter in list(stack.named_parameters()):
-            stack.register_parameter(name, _share(parameter, mesh[COPIES, "experts", "tensor"]))
+            stack.register_parameter(name, _local_share(parameter, mesh[COPIES, "experts", "tensor"]))
     for _, layer in sparse_layers(model):
         layer.set_submodule("experts", DividedExperts(layer.experts, TokenDispatcher(group)))
     for experts in own_experts(model):
@@ -63,14 +63,14 @@ def _check(stacks: Sequence[nn.Module], over: int) -> None:
         )
 
 
-def _share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def _local_share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """Return this worker's share of a stack of experts.
 
     If there are several copies, the first one's values are used.
     """
     features = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),)  # from tensor parallelism
-    here = local_part(parameter).detach().chunk(mesh["experts"].size())
-    values = here[mesh.get_local_rank("experts")].clone()
+    parts = local_part(parameter).detach().chunk(mesh["experts"].size())
+    values = parts[mesh.get_local_rank("experts")].clone()
     dist.broadcast(values, group=mesh.get_group(COPIES), group_src=0)  # copies may have drawn different values
     share = DTensor.from_local(
         values,
@@ -94,9 +94,9 @@ class DividedExperts(nn.Module):
         self.module = experts  # canonical names skip this name
         self._dispatcher = dispatcher
 
-    def forward(self, tokens: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, counts: torch.Tensor, *, all_routed: bool = True) -> torch.Tensor:
         """Do the same as :meth:`Experts.forward`, for this worker's tokens and the experts of all workers."""
-        return self._dispatcher.run(tokens, counts, self.module, all_taken=all_taken)
+        return self._dispatcher.run(tokens, counts, self.module, all_routed=all_routed)
 
 
 class TokenDispatcher:
@@ -106,31 +106,33 @@ class TokenDispatcher:
         self._group = group
 
     @torch.compiler.disable(reason="how many tokens travel is known only from the data")
-    def run(self, tokens: torch.Tensor, counts: torch.Tensor, experts: Compute, *, all_taken: bool) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, counts: torch.Tensor, experts: Compute, *, all_routed: bool) -> torch.Tensor:
         """Return the outputs of the experts on all workers for this worker's tokens, which are sorted by expert.
 
         Args:
             counts: [N], number of tokens of each expert.
             experts: computes the outputs of this worker's experts from tokens, sorted by expert, and their counts.
-            all_taken: False if there may be tokens after those of the last expert, which no expert takes.
+            all_routed: False if there may be tokens after those of the last expert, which no expert takes.
         """
         world = dist.get_world_size(self._group)
-        coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts, group=self._group)
-        coming = coming.view(world, -1)  # [senders, experts on this worker]
-        sent, received = counts.view(world, -1).sum(1).tolist(), coming.sum(1).tolist()
-        taken = sum(sent)
-        arrived: torch.Tensor = Exchange.apply(tokens[:taken], sent, received, self._group)
+        incoming = torch.empty_like(counts)
+        dist.all_to_all_single(incoming, counts, group=self._group)
+        incoming = incoming.view(world, -1)  # [senders, experts on this worker]
+        sent, received = counts.view(world, -1).sum(1).tolist(), incoming.sum(1).tolist()
+        routed = sum(sent)
+        arrived: torch.Tensor = Exchange.apply(tokens[:routed], sent, received, self._group)
 
         # The tokens arrive sorted by sender, and are regrouped by expert.
-        here = coming.shape[1]
-        visited = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(coming.flatten())
-        grouped = group_by_expert(arrived, visited.unsqueeze(1), None, here)
+        local_experts = incoming.shape[1]
+        expert_of_token = (
+            torch.arange(local_experts, device=tokens.device).repeat(world).repeat_interleave(incoming.flatten())
+        )
+        grouped = group_by_expert(arrived, expert_of_token.unsqueeze(1), None, local_experts)
         outputs = experts(grouped.tokens, grouped.counts)
-        outputs = ungroup(outputs, grouped, torch.ones_like(visited, dtype=outputs.dtype).unsqueeze(1))
+        outputs = ungroup(outputs, grouped, torch.ones_like(expert_of_token, dtype=outputs.dtype).unsqueeze(1))
 
         back: torch.Tensor = Exchange.apply(outputs, received, sent, self._group)
-        return back if all_taken else torch.cat([back, back.new_zeros(len(tokens) - taken, back.shape[1])])
+        return back if all_routed else torch.cat([back, back.new_zeros(len(tokens) - routed, back.shape[1])])
 
 
 class Exchange(torch.autograd.Function):
@@ -166,12 +168,13 @@ class ExpertParallelEngine(DDPEngine):
         self._divided = [p for p in self._parameters if isinstance(p, DTensor)]
         self._copied = [p for p in self._parameters if not isinstance(p, DTensor)]
         named = [(name, p) for name, p in self.model.named_parameters() if isinstance(p, DTensor)]
-        self._sharers = copies_of(named[0][1], self.workers) if named else NO_COPIES  # a single worker divides nothing
+        # A single worker divides nothing.
+        self._replica_group = copies_of(named[0][1], self.workers) if named else NO_COPIES
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [name for name, _ in named])
         return super()._distribute()
 
     def _reduce(self) -> None:
-        if self._sharers.size > 1:
+        if self._replica_group.size > 1:
             self._sum_over_copies()
         for parameter in self._divided:
             if parameter.grad is not None:
@@ -179,21 +182,21 @@ class ExpertParallelEngine(DDPEngine):
                 local_part(parameter.grad).div_(self.workers.world)
 
     def _sum_over_copies(self) -> None:
-        there = torch.tensor([float(p.grad is not None) for p in self._divided], device=self.workers.device)
-        dist.all_reduce(there, group=self._sharers.group)
-        for parameter, reached in zip(self._divided, there.tolist(), strict=True):
-            if reached:
+        has_gradient = torch.tensor([float(p.grad is not None) for p in self._divided], device=self.workers.device)
+        dist.all_reduce(has_gradient, group=self._replica_group.group)
+        for parameter, is_used in zip(self._divided, has_gradient.tolist(), strict=True):
+            if is_used:
                 if parameter.grad is None:  # it has a gradient in another copy
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(local_part(parameter.grad), group=self._sharers.group)
+                dist.all_reduce(local_part(parameter.grad), group=self._replica_group.group)
 
     def _grad_norm(self) -> torch.Tensor:
         divided = [local_part(p.grad) for p in self._divided if p.grad is not None]
         copied = [p.grad for p in self._copied if p.grad is not None]
-        own = get_total_norm(divided).to(self.workers.device, torch.float64)
-        others = self.workers.sum_tensor(own.square()) / self._sharers.size
+        local_norm = get_total_norm(divided).to(self.workers.device, torch.float64)
+        square_of_experts = self.workers.sum_tensor(local_norm.square()) / self._replica_group.size
         norm = get_total_norm(copied)
-        norm = (norm.double().square() + others).sqrt().to(norm.dtype)
+        norm = (norm.double().square() + square_of_experts).sqrt().to(norm.dtype)
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _clip(self, norm: torch.Tensor) -> None:

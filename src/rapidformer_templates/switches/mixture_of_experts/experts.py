@@ -71,13 +71,13 @@ class Experts(nn.Module):
             self.register_parameter(name, matrix)
             self.register_parameter(f"{name}_bias", offset)
 
-    def forward(self, tokens: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, counts: torch.Tensor, *, all_routed: bool = True) -> torch.Tensor:
         """Return the outputs of the experts.
 
         Args:
             tokens: [S, hidden], sorted by expert.
             counts: [N], number of tokens of each expert.
-            all_taken: False if there may be tokens after those of the last expert, which no expert takes.
+            all_routed: False if there may be tokens after those of the last expert, which no expert takes.
 
         Returns:
             [S, hidden]. Tokens that no expert takes are zero.
@@ -87,13 +87,13 @@ class Experts(nn.Module):
             member = _members(counts, len(tokens))
 
         def project(inputs: torch.Tensor, name: str) -> torch.Tensor:
-            product = stack_product(self, name, inputs, counts, all_taken=all_taken)
+            product = stack_product(self, name, inputs, counts, all_routed=all_routed)
             if member is None:
                 return product
             offset = local_part(getattr(self, f"{name}_bias")).to(product.dtype)
             # A matrix product, so that its backward sums in a fixed order, also on a GPU.
-            added = member.to(product.dtype) @ offset
-            return product + (added * self.bias_factor if name == "down" else added)
+            bias = member.to(product.dtype) @ offset
+            return product + (bias * self.bias_factor if name == "down" else bias)
 
         if self.gate is not None:
             inner = self.activation(project(tokens, "gate")) * project(tokens, "up")
@@ -110,7 +110,7 @@ def _members(counts: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def grouped_product(
-    inputs: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True
+    inputs: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, *, all_routed: bool = True
 ) -> torch.Tensor:
     """Multiply each row with the matrix of its group.
 
@@ -118,7 +118,7 @@ def grouped_product(
         inputs: [S, in], sorted by group.
         matrices: [N, in, out].
         counts: [N], number of rows in each group.
-        all_taken: False if there may be rows after the last group. Their results are zero.
+        all_routed: False if there may be rows after the last group. Their results are zero.
 
     Returns:
         [S, out], in autocast's type if autocast is on.
@@ -133,43 +133,43 @@ def grouped_product(
         product: torch.Tensor = _SegmentProduct.apply(inputs, matrices, counts.tolist())
         return product
     ends = counts.cumsum(0).to(torch.int32)
-    if all_taken:
+    if all_routed:
         return F.grouped_mm(inputs, matrices, offs=ends)
     # torch leaves rows after the last group uninitialized, in the product and in the gradient.
-    taken = (torch.arange(len(inputs), device=ends.device) < ends[-1]).unsqueeze(1)
-    return F.grouped_mm(inputs.where(taken, 0), matrices, offs=ends).where(taken, 0)
+    is_routed = (torch.arange(len(inputs), device=ends.device) < ends[-1]).unsqueeze(1)
+    return F.grouped_mm(inputs.where(is_routed, 0), matrices, offs=ends).where(is_routed, 0)
 
 
 def stack_product(
-    experts: Any, name: str, inputs: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True
+    experts: Any, name: str, inputs: torch.Tensor, counts: torch.Tensor, *, all_routed: bool = True
 ) -> torch.Tensor:
     """Multiply each row with the matrix of its expert in one stack, and add the output of the stack's adapters."""
     read, stack = reader_of(experts, name), local_part(getattr(experts, name))
     if read is None:
         turned = stack if experts.is_transposed else stack.transpose(1, 2)
-        product = grouped_product(inputs, turned, counts, all_taken=all_taken)
+        product = grouped_product(inputs, turned, counts, all_routed=all_routed)
     else:
-        product = _product_of_codes(inputs, stack, counts, read, all_taken)
+        product = _product_of_codes(inputs, stack, counts, read, all_routed)
     factors = factors_beside(experts, name)
     if factors is None:
         return product
     first = getattr(experts, SHARE, 0) * len(counts)
-    here = slice(first, first + len(counts))
+    own_rows = slice(first, first + len(counts))
     # torch's grouped product on a GPU requires rows of a multiple of 16 bytes.
     more = -factors.down.shape[2] % RANKS
-    down = F.pad(factors.down[here], (0, more)).contiguous()
-    up = F.pad(factors.up[here], (0, 0, 0, more)).contiguous()
-    inner = grouped_product(inputs, down, counts, all_taken=all_taken)
-    return product + grouped_product(inner, up, counts, all_taken=all_taken) * factors.scaling
+    down = F.pad(factors.down[own_rows], (0, more)).contiguous()
+    up = F.pad(factors.up[own_rows], (0, 0, 0, more)).contiguous()
+    inner = grouped_product(inputs, down, counts, all_routed=all_routed)
+    return product + grouped_product(inner, up, counts, all_routed=all_routed) * factors.scaling
 
 
 def _product_of_codes(
-    inputs: torch.Tensor, stored: torch.Tensor, counts: torch.Tensor, read: ReadStack, all_taken: bool
+    inputs: torch.Tensor, stored: torch.Tensor, counts: torch.Tensor, read: ReadStack, all_routed: bool
 ) -> torch.Tensor:
     device = inputs.device.type
     if torch.is_autocast_enabled(device) and inputs.dtype != torch.float64:
         inputs = inputs.to(torch.get_autocast_dtype(device))
-    product: torch.Tensor = _CodesProduct.apply(inputs, stored, counts, read, all_taken)
+    product: torch.Tensor = _CodesProduct.apply(inputs, stored, counts, read, all_routed)
     return product
 
 
@@ -178,18 +178,18 @@ class _CodesProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, stored: torch.Tensor, counts: torch.Tensor, read: ReadStack, all_taken: bool
+        ctx: Any, inputs: torch.Tensor, stored: torch.Tensor, counts: torch.Tensor, read: ReadStack, all_routed: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(stored, counts)
-        ctx.read, ctx.all_taken = read, all_taken
-        return grouped_product(inputs, read(stored, inputs.dtype), counts, all_taken=all_taken)
+        ctx.read, ctx.all_routed = read, all_routed
+        return grouped_product(inputs, read(stored, inputs.dtype), counts, all_routed=all_routed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (stored, counts), (gradient,) = ctx.saved_tensors, gradients
         turned = ctx.read(stored, gradient.dtype).transpose(1, 2)
         with torch.autocast(gradient.device.type, enabled=False):
-            return grouped_product(gradient, turned, counts, all_taken=ctx.all_taken), None, None, None, None
+            return grouped_product(gradient, turned, counts, all_routed=ctx.all_routed), None, None, None, None
 
 
 class _SegmentProduct(torch.autograd.Function):

@@ -85,13 +85,13 @@ def read_model(
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= load_file(file)
-    there = model.state_dict()
-    wrong = [(n, w.shape, there[n].shape) for n, w in weights.items() if n in there and w.shape != there[n].shape]
+    tensors = model.state_dict()
+    wrong = [(n, w.shape, tensors[n].shape) for n, w in weights.items() if n in tensors and w.shape != tensors[n].shape]
     for name, _, _ in wrong:
         del weights[name]
     missing = set(model.load_state_dict(weights, strict=False).missing_keys) - {name for name, _, _ in wrong}
-    read = {there[name].data_ptr() for name in weights if name in there}
-    untied = {name for name in missing if there[name].data_ptr() not in read}
+    read = {tensors[name].data_ptr() for name in weights if name in tensors}
+    untied = {name for name in missing if tensors[name].data_ptr() not in read}
     return model, {"missing_keys": untied, "mismatched_keys": wrong}
 
 

@@ -22,12 +22,12 @@ class Routing:
     Attributes:
         chosen: [B, T, K], experts in the order of their probability.
         weights: [B, T, K], the weight of each chosen expert's output. Zero if the choice is dropped.
-        kept: [B, T, K], False if the choice is dropped, for padding or a full expert. None if nothing is dropped.
+        is_kept: [B, T, K], False if the choice is dropped, for padding or a full expert. None if nothing is dropped.
     """
 
     chosen: torch.Tensor
     weights: torch.Tensor
-    kept: torch.Tensor | None
+    is_kept: torch.Tensor | None
 
 
 class Gate(nn.Module):
@@ -56,12 +56,12 @@ class Gate(nn.Module):
         """Return the routing for ``logits`` [B, T, N] of whole samples. ``mask`` [B, T] is False for padding."""
         with torch.autocast(logits.device.type, enabled=False):
             weights, chosen = choose(logits, self.top_k)
-        kept = None if mask is None else mask.unsqueeze(-1).expand_as(chosen)
+        is_kept = None if mask is None else mask.unsqueeze(-1).expand_as(chosen)
         if self.capacity_factor is not None:
-            kept = within_capacity(chosen, kept, logits.shape[-1], self.capacity_factor)
-        if kept is not None:
-            weights = weights * kept
-        return Routing(chosen, weights, kept)
+            is_kept = within_capacity(chosen, is_kept, logits.shape[-1], self.capacity_factor)
+        if is_kept is not None:
+            weights = weights * is_kept
+        return Routing(chosen, weights, is_kept)
 
 
 def choose(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +77,7 @@ def choose(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def within_capacity(
-    chosen: torch.Tensor, kept: torch.Tensor | None, experts: int, capacity_factor: float
+    chosen: torch.Tensor, is_kept: torch.Tensor | None, experts: int, capacity_factor: float
 ) -> torch.Tensor:
     """Return which choices the experts have room for, [B, T, K].
 
@@ -87,18 +87,18 @@ def within_capacity(
 
     Args:
         chosen: [B, T, K].
-        kept: [B, T, K], False for padding. None without padding.
+        is_kept: [B, T, K], False for padding. None without padding.
         experts: N.
         capacity_factor: 1 is just enough for an even load.
     """
     rows, tokens, top_k = chosen.shape
-    taken = F.one_hot(chosen.reshape(rows, tokens * top_k), experts)
-    if kept is None:
+    choices = F.one_hot(chosen.reshape(rows, tokens * top_k), experts)
+    if is_kept is None:
         room: Any = math.ceil(capacity_factor * top_k * tokens / experts)
     else:
-        taken = taken * kept.reshape(rows, -1, 1)
-        real = kept[..., 0].sum(1)
+        choices = choices * is_kept.reshape(rows, -1, 1)
+        real = is_kept[..., 0].sum(1)
         room = torch.ceil(capacity_factor * top_k * real.double() / experts).view(rows, 1)
-    before = (taken.cumsum(1) - taken).gather(2, chosen.reshape(rows, -1, 1)).squeeze(2)
+    before = (choices.cumsum(1) - choices).gather(2, chosen.reshape(rows, -1, 1)).squeeze(2)
     fits = (before < room).view_as(chosen)
-    return fits if kept is None else fits & kept
+    return fits if is_kept is None else fits & is_kept

@@ -39,14 +39,14 @@ class SparseFeedForward(nn.Module):
         """Map [B, T, hidden] to the same shape. Padding gives zeros."""
         rows = hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
         losses = self._losses
-        logits = losses.whole(self.gate(rows))
+        logits = losses.gather(self.gate(rows))
         mask = losses.mask_of(logits)
         routing = base_of(self.gate).route(logits, mask)  # type: ignore[operator]
-        weights = losses.attach(routing.weights, logits, routing.chosen, routing.kept, mask, self._layer)
-        weights, chosen = losses.here(weights), losses.here(routing.chosen)
-        kept = None if routing.kept is None else losses.here(routing.kept).flatten(0, 1)
-        grouped = group_by_expert(rows.flatten(0, 1), chosen.flatten(0, 1), kept, len(self.gate.weight))
-        outputs = self.experts(grouped.tokens, grouped.counts, all_taken=kept is None)
+        weights = losses.attach(routing.weights, logits, routing.chosen, routing.is_kept, mask, self._layer)
+        weights, chosen = losses.local_part_of(weights), losses.local_part_of(routing.chosen)
+        is_kept = None if routing.is_kept is None else losses.local_part_of(routing.is_kept).flatten(0, 1)
+        grouped = group_by_expert(rows.flatten(0, 1), chosen.flatten(0, 1), is_kept, len(self.gate.weight))
+        outputs = self.experts(grouped.tokens, grouped.counts, all_routed=is_kept is None)
         output = ungroup(outputs, grouped, weights.flatten(0, 1)).to(hidden.dtype).view_as(hidden)
         return output if self.dropout is None else self.dropout(output)
 
@@ -68,16 +68,16 @@ class Grouped:
     back: torch.Tensor
 
 
-def group_by_expert(tokens: torch.Tensor, chosen: torch.Tensor, kept: torch.Tensor | None, experts: int) -> Grouped:
+def group_by_expert(tokens: torch.Tensor, chosen: torch.Tensor, is_kept: torch.Tensor | None, experts: int) -> Grouped:
     """Copy each token to the experts that process it.
 
     Args:
         tokens: [R, hidden].
         chosen: [R, K].
-        kept: [R, K], False for dropped choices. None if nothing is dropped.
+        is_kept: [R, K], False for dropped choices. None if nothing is dropped.
         experts: N.
     """
-    visits = (chosen if kept is None else chosen.where(kept, experts)).flatten()
+    visits = (chosen if is_kept is None else chosen.where(is_kept, experts)).flatten()
     permutation = visits.argsort(stable=True)
     back = torch.empty_like(permutation).scatter_(
         0, permutation, torch.arange(len(permutation), device=permutation.device)

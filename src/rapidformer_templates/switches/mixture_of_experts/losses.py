@@ -86,7 +86,7 @@ class BalanceLosses:
         self._mask: Any = None
         self._shape: tuple[int, ...] = ()
         self._tokens: float = 1.0  # of the global batch
-        self._unreached: dict[int, torch.Tensor] = {}  # what layers record without a backward, by layer
+        self._without_backward: dict[int, torch.Tensor] = {}  # what layers record without a backward, by layer
         self._unit = torch.zeros(())  # gradient of one token's loss in the current backward
         self._counts = True  # whether its micro batch counts
         # Per layer: sums of both losses over the tokens, dropped choices, choices of each expert.
@@ -99,14 +99,14 @@ class BalanceLosses:
         """Read the padding mask in each forward of the model, and register these losses for the engine."""
         names = list(inspect.signature(model.forward).parameters)
 
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            self._mask = given.get("attention_mask")
-            inputs = given.get("input_ids", given.get("inputs_embeds"))
+        def read_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            self._mask = arguments.get("attention_mask")
+            inputs = arguments.get("input_ids", arguments.get("inputs_embeds"))
             self._shape = tuple(inputs.shape[:2]) if isinstance(inputs, torch.Tensor) else ()
-            self._unreached = {}
+            self._without_backward = {}
 
-        model.register_forward_pre_hook(see, with_kwargs=True)
+        model.register_forward_pre_hook(read_mask, with_kwargs=True)
         setattr(model, ATTRIBUTE, self)
 
     def mask_of(self, rows: torch.Tensor) -> torch.Tensor | None:
@@ -116,17 +116,17 @@ class BalanceLosses:
     def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Reshape a router's output for the local tokens from [B · S, N] to [B, T, N]. One row if B is unknown."""
         if self._divided:
-            return self.whole(tokens.unflatten(0, (self._shape[0], -1)))
+            return self.gather(tokens.unflatten(0, (self._shape[0], -1)))
         fits = len(self._shape) == 2 and self._shape[0] * self._shape[1] == len(tokens)
         return tokens.unflatten(0, self._shape) if fits else tokens.unsqueeze(0)
 
-    def whole(self, rows: torch.Tensor) -> torch.Tensor:
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Gather values of the local tokens [B, S, …] to [B, T, …], if sequences are divided over workers."""
         if self.sequences is None or self.sequences.length is None:
             return rows
         return self.sequences.gather(rows, self.sequences.length)
 
-    def here(self, rows: torch.Tensor) -> torch.Tensor:
+    def local_part_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the local part [B, S, …] of values of all tokens [B, T, …]."""
         return rows if self._divided is None else self._divided.shard(rows)
 
@@ -140,7 +140,7 @@ class BalanceLosses:
         weights: torch.Tensor,
         logits: torch.Tensor,
         chosen: torch.Tensor,
-        kept: torch.Tensor | None,
+        is_kept: torch.Tensor | None,
         mask: torch.Tensor | None,
         layer: int,
     ) -> torch.Tensor:
@@ -160,27 +160,31 @@ class BalanceLosses:
             balance = (balance_loss(logits, chosen, mask) * real.sum(1)).sum()
             z = (z_loss(logits) * real).sum()
             visits = F.one_hot(chosen, self.experts).sum(2).to(logits.dtype) * real.unsqueeze(-1)
-            lost = logits.new_zeros(()) if kept is None else (~kept * real.bool().unsqueeze(-1)).sum().to(logits.dtype)
-            seen = torch.cat([torch.stack([balance.detach(), z.detach(), lost]), visits.sum((0, 1))])
-            own = self.balance * balance + self.z * z
+            lost = (
+                logits.new_zeros(())
+                if is_kept is None
+                else (~is_kept * real.bool().unsqueeze(-1)).sum().to(logits.dtype)
+            )
+            record = torch.cat([torch.stack([balance.detach(), z.detach(), lost]), visits.sum((0, 1))])
+            loss = self.balance * balance + self.z * z
         if not weights.requires_grad:  # neither the router nor anything before it is trained
-            self._unreached[layer] = seen
+            self._without_backward[layer] = record
             return weights
-        carried: torch.Tensor = _Attach.apply(weights, own, seen, self, layer)
+        carried: torch.Tensor = _Attach.apply(weights, loss, record, self, layer)
         return carried
 
-    def note(self, seen: torch.Tensor, layer: int) -> None:
+    def add_record(self, record: torch.Tensor, layer: int) -> None:
         """Add what a layer recorded in a micro batch that counts."""
-        if self._step.device != seen.device:
-            self._step, self._run = self._step.to(seen.device), self._run.to(seen.device)
-        self._step[layer] += seen
+        if self._step.device != record.device:
+            self._step, self._run = self._step.to(record.device), self._run.to(record.device)
+        self._step[layer] += record
 
     # Calls from the engine.
 
     def begin_step(self, microbatches: Sequence[MicroBatch], workers: Workers) -> None:
-        here = sum(_tokens_in(microbatch) for microbatch in microbatches if not microbatch.idle)
+        local_tokens = sum(_tokens_in(microbatch) for microbatch in microbatches if not microbatch.idle)
         (tokens,) = workers.sum(
-            here if workers.is_replica_leader else 0
+            local_tokens if workers.is_replica_leader else 0
         )  # all workers of a replica have the same batches
         if not tokens:
             raise RapidformerError(
@@ -198,14 +202,14 @@ class BalanceLosses:
     def follow_without_loss(self, microbatch: MicroBatch, scale: torch.Tensor) -> None:
         self._counts = not microbatch.idle
         self._unit = scale.double() * (self._counts / self._tokens)
-        for layer, seen in self._unreached.items() if self._counts else ():
-            self.note(seen, layer)
+        for layer, record in self._without_backward.items() if self._counts else ():
+            self.add_record(record, layer)
 
     def recorded(self) -> Any:
-        return self._mask, self._shape, self._unreached
+        return self._mask, self._shape, self._without_backward
 
-    def recall(self, seen: Any) -> None:
-        self._mask, self._shape, self._unreached = seen
+    def recall(self, recorded: Any) -> None:
+        self._mask, self._shape, self._without_backward = recorded
 
     def results(self, workers: Workers) -> dict[str, torch.Tensor]:
         # Each layer is on one stage. All workers that share its matrices or its sequences see it whole.
@@ -231,9 +235,9 @@ class BalanceLosses:
         }
 
 
-def _load(seen: torch.Tensor) -> torch.Tensor:
+def _load(records: torch.Tensor) -> torch.Tensor:
     """Return the load of each expert relative to an even load, [layers, N]."""
-    visits = seen[:, 3:]
+    visits = records[:, 3:]
     return visits / visits.mean(1, keepdim=True).clamp(min=1e-9)
 
 
@@ -249,17 +253,17 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights: torch.Tensor, own: torch.Tensor, seen: torch.Tensor, losses: BalanceLosses, layer: int
+        ctx: Any, weights: torch.Tensor, loss: torch.Tensor, record: torch.Tensor, losses: BalanceLosses, layer: int
     ) -> torch.Tensor:
         ctx.losses, ctx.layer = losses, layer
-        ctx.save_for_backward(seen)
-        ctx.own_type = own.dtype
+        ctx.save_for_backward(record)
+        ctx.own_type = loss.dtype
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        (seen,) = ctx.saved_tensors
+        (record,) = ctx.saved_tensors
         losses: BalanceLosses = ctx.losses
         if losses._counts:
-            losses.note(seen, ctx.layer)
+            losses.add_record(record, ctx.layer)
         return gradients[0], losses._unit.to(ctx.own_type), None, None, None

@@ -53,9 +53,9 @@ def patch_native_experts(model: Any, *, balance: float | None, z: float) -> Bala
     config.output_router_logits = False  # otherwise the model's loss would include them, too
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts)
     model.set_experts_implementation(IMPLEMENTATION)
-    own = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
+    configured = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
     experts = shape_of(routers[0].weight)[0]
-    losses = BalanceLosses(len(routers), experts, balance=own if balance is None else balance, z=z)
+    losses = BalanceLosses(len(routers), experts, balance=configured if balance is None else balance, z=z)
     losses.watch(model)
     for layer, router in enumerate(routers):
         router.register_forward_hook(_Attached(losses, layer))
@@ -111,5 +111,5 @@ def grouped_experts(
     if dispatcher is None:
         outputs = compute(grouped.tokens, grouped.counts)
     else:
-        outputs = dispatcher.run(grouped.tokens, grouped.counts, compute, all_taken=True)
+        outputs = dispatcher.run(grouped.tokens, grouped.counts, compute, all_routed=True)
     return ungroup(outputs, grouped, top_k_weights).to(hidden_states.dtype)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.offload_activations.host import Host, Wait
 
-LEAST_BYTES = 32 * 1024
+MIN_BYTES = 32 * 1024
 """Smaller storages stay on the device.
 
 Starting a copy takes longer than the copy itself, and there is little to gain.
@@ -38,21 +38,21 @@ class Counts:
     Attributes:
         sent: sent to the host.
         late: fetched only when their backward began, so that the device waited for the whole copy.
-        away: in host memory now.
-        most_away: highest value of ``away``.
+        offloaded: in host memory now.
+        most_offloaded: highest value of ``offloaded``.
     """
 
     def __init__(self) -> None:
-        self.sent = self.late = self.away = self.most_away = 0
+        self.sent = self.late = self.offloaded = self.most_offloaded = 0
 
     def send(self, size: int) -> None:
         """Count bytes that are sent to the host."""
         self.sent += size
-        self.away += size
-        self.most_away = max(self.most_away, self.away)
+        self.offloaded += size
+        self.most_offloaded = max(self.most_offloaded, self.offloaded)
 
 
-class Kept:
+class SavedStorage:
     """A storage that a forward keeps for its backward. It lives as long as autograd's saved tensors that use it.
 
     Attributes:
@@ -72,7 +72,7 @@ class Kept:
         self.values: torch.Tensor | None = _row_of(tensor)
         self.version = tensor._version
 
-    def let_go(self) -> None:
+    def free_device_copy(self) -> None:
         """Free the memory on the device once the host has a copy.
 
         Raises:
@@ -88,51 +88,51 @@ class Kept:
 
     def __del__(self) -> None:
         if self.copy is not None:
-            self.counts.away -= self.size
+            self.counts.offloaded -= self.size
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """The object that autograd holds in place of a tensor."""
 
-    call: Call
-    kept: Kept
+    call: BlockCall
+    storage: SavedStorage
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class Call:
-    """A forward of a block. It has weak references to what it keeps, because :class:`Saved` holds both.
+class BlockCall:
+    """A forward of a block. It has weak references to what it keeps, because :class:`SavedTensor` holds both.
 
     Attributes:
         number: index of the block among the blocks on this worker.
         block: class name of the block.
-        chain: the forward of the model.
-        kept: kept storages by storage key and type.
-        begun: whether its backward has begun.
+        forward: the forward of the model.
+        storages: kept storages by storage key and type.
+        has_begun: whether its backward has begun.
     """
 
-    def __init__(self, number: int, block: str, chain: Chain) -> None:
-        self.number, self.block, self.chain = number, block, chain
-        self.kept: dict[tuple[int, torch.dtype], weakref.ref[Kept]] = {}
-        self.begun = False
+    def __init__(self, number: int, block: str, forward: ForwardCalls) -> None:
+        self.number, self.block, self.forward = number, block, forward
+        self.storages: dict[tuple[int, torch.dtype], weakref.ref[SavedStorage]] = {}
+        self.has_begun = False
 
-    def alive(self) -> list[Kept]:
+    def alive(self) -> list[SavedStorage]:
         """Storages that its backward still needs."""
-        return [kept for kept in (reference() for reference in self.kept.values()) if kept is not None]
+        return [storage for storage in (reference() for reference in self.storages.values()) if storage is not None]
 
-    def away(self) -> list[Kept]:
+    def offloaded(self) -> list[SavedStorage]:
         """Needed storages that are only in host memory."""
-        return [kept for kept in self.alive() if kept.values is None]
+        return [storage for storage in self.alive() if storage.values is None]
 
 
-class Chain:
+class ForwardCalls:
     """The block forwards in one forward of the model, or of a part of it."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[BlockCall] = []
 
-    def last(self, before: Call | None = None) -> Call | None:
+    def last(self, before: BlockCall | None = None) -> BlockCall | None:
         """The last call (before another one) that keeps something. Its backward is the next to run."""
         calls = self.calls if before is None else self.calls[: self.calls.index(before)]
         return next((call for call in reversed(calls) if call.alive()), None)
@@ -140,16 +140,16 @@ class Chain:
     @property
     def is_waiting(self) -> bool:
         """Whether its backward has yet to run."""
-        return not any(call.begun for call in self.calls) and self.last() is not None
+        return not any(call.has_begun for call in self.calls) and self.last() is not None
 
 
-class _Moving(NamedTuple):
+class _Transfer(NamedTuple):
     """Device tensors that a copy reads or writes.
 
     Their memory must not be reused before the copy has been waited for.
     """
 
-    call: Call
+    call: BlockCall
     values: list[torch.Tensor]
     wait: Wait
 
@@ -168,149 +168,149 @@ class Offloader:
     def __init__(self, host: Host, device: torch.device) -> None:
         self.counts = Counts()
         self._host, self._device = host, device
-        self._chains: list[Chain] = []
-        self._open: Call | None = None  # the call whose forward runs
-        self._staying: Storages = {}  # its tensors that stay on the device
-        self._last: Call | None = None  # the call whose forward has ended and whose activations have not been sent
-        self._leaving: _Moving | None = None
-        self._coming: list[_Moving] = []
+        self._forwards: list[ForwardCalls] = []
+        self._running: BlockCall | None = None  # the call whose forward runs
+        self._on_device: Storages = {}  # its tensors that stay on the device
+        self._last: BlockCall | None = None  # the call whose forward has ended and whose activations have not been sent
+        self._outgoing: _Transfer | None = None
+        self._incoming: list[_Transfer] = []
 
     @contextmanager
     def around(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Wrap a forward with gradients of the block with this number."""
-        if self._open is not None:  # a nested block is a part of the outer one
+        if self._running is not None:  # a nested block is a part of the outer one
             yield
             return
         self._send_last()
         hidden = args[0] if args else kwargs.get(HIDDEN)
-        call = self._open = self._next_call(number, block, hidden)
-        self._staying = _held_anyway(block, args, kwargs, hidden)
+        call = self._running = self._next_call(number, block, hidden)
+        self._on_device = _storages_on_device(block, args, kwargs, hidden)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                 yield
         finally:
-            self._open, self._staying = None, {}
-        self._let_go(but=call)
+            self._running, self._on_device = None, {}
+        self._free_device_copies(but=call)
         self._last = call
 
-    def _next_call(self, number: int, block: nn.Module, hidden: Any) -> Call:
+    def _next_call(self, number: int, block: nn.Module, hidden: Any) -> BlockCall:
         begins = isinstance(hidden, torch.Tensor) and hidden.is_leaf and hidden.requires_grad  # from another stage
-        if begins or not self._chains or self._chains[-1].calls[-1].number >= number:
-            self._chains = [*(chain for chain in self._chains if chain.is_waiting), Chain()]
-            self._give_up_abandoned()
-        chain = self._chains[-1]
-        call = Call(number, type(block).__name__, chain)
-        chain.calls.append(call)
+        if begins or not self._forwards or self._forwards[-1].calls[-1].number >= number:
+            self._forwards = [*(forward for forward in self._forwards if forward.is_waiting), ForwardCalls()]
+            self._free_abandoned()
+        forward = self._forwards[-1]
+        call = BlockCall(number, type(block).__name__, forward)
+        forward.calls.append(call)
         return call
 
     @torch.no_grad()
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
         """Return the object that autograd holds for a tensor: the tensor itself, or a handle to restore it."""
-        call = self._open
-        if call is None or not self._goes(tensor):
+        call = self._running
+        if call is None or not self._is_offloadable(tensor):
             return tensor
         key = _storage_key(tensor), tensor.dtype
-        kept = self._known(key)
-        if kept is None:
-            kept = Kept(tensor, call.block, self.counts)
-        call.kept[key] = weakref.ref(kept)
-        return Saved(call, kept, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        storage = self._storage_of(key)
+        if storage is None:
+            storage = SavedStorage(tensor, call.block, self.counts)
+        call.storages[key] = weakref.ref(storage)
+        return SavedTensor(call, storage, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _known(self, key: tuple[int, torch.dtype]) -> Kept | None:
+    def _storage_of(self, key: tuple[int, torch.dtype]) -> SavedStorage | None:
         """Return the entry of a storage that this block or the one before it has kept, if it is still on the device."""
-        for call in (self._open, self._leaving.call if self._leaving else None):
-            reference = call.kept.get(key) if call else None
-            kept = reference() if reference else None
-            if kept is not None and kept.values is not None:
-                return kept
+        for call in (self._running, self._outgoing.call if self._outgoing else None):
+            reference = call.storages.get(key) if call else None
+            storage = reference() if reference else None
+            if storage is not None and storage.values is not None:
+                return storage
         return None
 
-    def _goes(self, tensor: torch.Tensor) -> bool:
+    def _is_offloadable(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
             return False
         if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg():
             return False
-        if tensor.untyped_storage().nbytes() < LEAST_BYTES:
+        if tensor.untyped_storage().nbytes() < MIN_BYTES:
             return False
-        return not _of_weights(tensor) and _storage_key(tensor) not in self._staying
+        return not _is_weight(tensor) and _storage_key(tensor) not in self._on_device
 
     @torch.no_grad()
-    def unpack(self, saved: torch.Tensor | Saved) -> torch.Tensor:
+    def unpack(self, saved: torch.Tensor | SavedTensor) -> torch.Tensor:
         """Return the tensor in device memory."""
         if isinstance(saved, torch.Tensor):
             return saved
-        if not saved.call.begun:
+        if not saved.call.has_begun:
             self._begin_backward(saved.call)
-        if saved.kept.values is None:  # the block's own forward has already differentiated a part of it
-            self._bring(saved.call, late=True)
-            self._arrive(saved.call)
-        assert saved.kept.values is not None
-        return saved.kept.values.as_strided(saved.size, saved.stride, saved.offset)
+        if saved.storage.values is None:  # the block's own forward has already differentiated a part of it
+            self._start_fetch(saved.call, late=True)
+            self._finish_fetch(saved.call)
+        assert saved.storage.values is not None
+        return saved.storage.values.as_strided(saved.size, saved.stride, saved.offset)
 
-    def _begin_backward(self, call: Call) -> None:
-        call.begun = True
+    def _begin_backward(self, call: BlockCall) -> None:
+        call.has_begun = True
         if self._last is call:
             self._last = None  # it stays on the device
-        self._let_go(but=call)
-        following = call.chain.last(before=call) or self._likely_after(call)
-        if self._last is not None and self._last is not following and self._last.chain is not call.chain:
+        self._free_device_copies(but=call)
+        following = call.forward.last(before=call) or self._likely_after(call)
+        if self._last is not None and self._last is not following and self._last.forward is not call.forward:
             self._send_last()  # it belongs to another micro batch, which will wait longer
-        self._bring(call, late=True)
-        self._arrive(call)
+        self._start_fetch(call, late=True)
+        self._finish_fetch(call)
         if following is not None:
-            self._bring(following)
+            self._start_fetch(following)
 
-    def _likely_after(self, call: Call) -> Call | None:
+    def _likely_after(self, call: BlockCall) -> BlockCall | None:
         """Guess the call whose backward is next. A pipeline takes the oldest micro batch, part by part."""
-        waiting = [chain for chain in self._chains if chain.is_waiting]
-        part = call.chain.calls[-1].number
-        chain = min(waiting, key=lambda chain: chain.calls[-1].number != part, default=None)
-        return chain.last() if chain else None
+        waiting = [forward for forward in self._forwards if forward.is_waiting]
+        part = call.forward.calls[-1].number
+        forward = min(waiting, key=lambda forward: forward.calls[-1].number != part, default=None)
+        return forward.last() if forward else None
 
     def _send_last(self) -> None:
         call, self._last = self._last, None
         if call is None or not call.alive():
             return
-        self._let_go()
-        going = [kept for kept in call.alive() if kept.copy is None]
-        values = [kept.values for kept in going if kept.values is not None]
+        self._free_device_copies()
+        sent = [storage for storage in call.alive() if storage.copy is None]
+        values = [storage.values for storage in sent if storage.values is not None]
         copies, wait = self._host.send(values)
-        for kept, copy in zip(going, copies, strict=True):
-            kept.copy = copy
-            self.counts.send(kept.size)
-        self._leaving = _Moving(call, values, wait)
+        for storage, copy in zip(sent, copies, strict=True):
+            storage.copy = copy
+            self.counts.send(storage.size)
+        self._outgoing = _Transfer(call, values, wait)
 
-    def _let_go(self, but: Call | None = None) -> None:
+    def _free_device_copies(self, but: BlockCall | None = None) -> None:
         """Free device tensors that have been copied to the host, unless another call still uses them."""
-        leaving, self._leaving = self._leaving, None
-        if leaving is None:
+        outgoing, self._outgoing = self._outgoing, None
+        if outgoing is None:
             return
-        leaving.wait()
-        staying = but.alive() if but else []
-        for kept in leaving.call.alive():
-            if kept not in staying:
-                kept.let_go()
+        outgoing.wait()
+        needed = but.alive() if but else []
+        for storage in outgoing.call.alive():
+            if storage not in needed:
+                storage.free_device_copy()
 
-    def _bring(self, call: Call, *, late: bool = False) -> None:
+    def _start_fetch(self, call: BlockCall, *, late: bool = False) -> None:
         """Start to fetch the activations of a call that are away."""
-        away = call.away()
-        if not away:
+        offloaded = call.offloaded()
+        if not offloaded:
             return
-        values, wait = self._host.fetch([kept.copy for kept in away])
-        for kept, back in zip(away, values, strict=True):
-            kept.values, kept.version = back, back._version
-            self.counts.late += kept.size if late else 0
-        self._coming.append(_Moving(call, values, wait))
+        values, wait = self._host.fetch([storage.copy for storage in offloaded])
+        for storage, back in zip(offloaded, values, strict=True):
+            storage.values, storage.version = back, back._version
+            self.counts.late += storage.size if late else 0
+        self._incoming.append(_Transfer(call, values, wait))
 
-    def _arrive(self, call: Call) -> None:
-        for moving in [moving for moving in self._coming if moving.call is call]:
-            moving.wait()
-            self._coming.remove(moving)
+    def _finish_fetch(self, call: BlockCall) -> None:
+        for transfer in [transfer for transfer in self._incoming if transfer.call is call]:
+            transfer.wait()
+            self._incoming.remove(transfer)
 
-    def _give_up_abandoned(self) -> None:
+    def _free_abandoned(self) -> None:
         """Free activations that were fetched for a backward that will not run."""
-        for call in {moving.call for moving in self._coming if not moving.call.alive()}:
-            self._arrive(call)
+        for call in {transfer.call for transfer in self._incoming if not transfer.call.alive()}:
+            self._finish_fetch(call)
 
 
 def _row_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -327,15 +327,15 @@ Storages = dict[int, StorageWeakRef]
 """Storages by key. The reference keeps a key reserved: ZeRO-3's empty weights would otherwise give it up."""
 
 
-def _held_anyway(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> Storages:
+def _storages_on_device(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> Storages:
     """Storages that are on the device anyway: the block's weights, and tensors that it shares with other blocks."""
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf is not hidden]
-    held = [*given, *block.parameters(), *block.buffers()]
-    storages = [StorageWeakRef(t.untyped_storage()) for t in held if not is_traceable_wrapper_subclass(t)]
+    arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf is not hidden]
+    tensors = [*arguments, *block.parameters(), *block.buffers()]
+    storages = [StorageWeakRef(t.untyped_storage()) for t in tensors if not is_traceable_wrapper_subclass(t)]
     return {int(storage.cdata): storage for storage in storages}
 
 
-def _of_weights(tensor: torch.Tensor) -> bool:
+def _is_weight(tensor: torch.Tensor) -> bool:
     """Whether this is a weight, a view of one, a weight in another type, or a leaf that somebody else holds."""
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):

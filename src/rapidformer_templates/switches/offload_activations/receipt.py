@@ -21,7 +21,7 @@ class Offloading(Receipt):
             counts = offloader.counts
             self._first = {
                 "offloaded_bytes": counts.sent,
-                "offloaded_bytes_at_a_time": counts.most_away,
+                "offloaded_bytes_at_a_time": counts.most_offloaded,
                 "late_bytes": counts.late,
             }
         return self._first or {}

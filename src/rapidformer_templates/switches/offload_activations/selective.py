@@ -20,16 +20,16 @@ def offloaded_products(offloader: Offloader) -> Callable[[], tuple[TorchDispatch
     """Return a ``context_fn`` for torch's checkpoint: modes for the forward and for its recomputation."""
 
     def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        kept: deque[Any] = deque()
-        return _Keeping(offloader, kept), _Returning(offloader, kept)
+        products: deque[Any] = deque()
+        return _SaveProducts(offloader, products), _ReturnProducts(offloader, products)
 
     return contexts
 
 
-class _Keeping(TorchDispatchMode, SavesMatmuls):
-    def __init__(self, offloader: Offloader, kept: deque[Any]) -> None:
+class _SaveProducts(TorchDispatchMode, SavesMatmuls):
+    def __init__(self, offloader: Offloader, products: deque[Any]) -> None:
         super().__init__()
-        self._offloader, self._kept = offloader, kept
+        self._offloader, self._kept = offloader, products
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -38,7 +38,7 @@ class _Keeping(TorchDispatchMode, SavesMatmuls):
         return result
 
 
-class _Returning(_Keeping):
+class _ReturnProducts(_SaveProducts):
     """Returns the saved outputs in the order in which they were computed. The recomputation has the same order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

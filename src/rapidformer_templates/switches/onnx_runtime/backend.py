@@ -66,9 +66,9 @@ class OnnxBackend:
         graph = Graph(export(traced, name), name, self.device)
         self.graphs.append(graph)
 
-        def run(given: list[Any]) -> list[Any]:
-            values = list(given)
-            given.clear()  # "boxed": what the forward saved is freed as soon as the backward has read it
+        def run(inputs: list[Any]) -> list[Any]:
+            values = list(inputs)
+            inputs.clear()  # "boxed": what the forward saved is freed as soon as the backward has read it
             return graph(values)
 
         run._boxed_call = True  # type: ignore[attr-defined]

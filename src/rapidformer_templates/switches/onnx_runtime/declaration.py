@@ -62,26 +62,26 @@ def _sixteen_bits_on_cpu(request: Request) -> list[Finding]:
     ]
 
 
-def _complete(request: Request) -> list[Finding]:
+def _package_complete(request: Request) -> list[Finding]:
     packages = request.environment.packages
     if "onnxruntime" not in packages:
         return []  # RF023 reports this
-    asked = request.asked_for("onnx-runtime")
+    flags = request.asked_for("onnx-runtime")
     missing = [name for name in EXPORTER if name not in packages]
     findings = []
     if missing:
         message = f"onnx-runtime needs {' and '.join(missing)} to export graphs: {INSTALL}"
-        findings.append(Finding(message, asked, switches=("onnx-runtime",)))
+        findings.append(Finding(message, flags, switches=("onnx-runtime",)))
     device = request.environment.device
     if device not in ("cpu", "cuda"):
         message = f"onnx-runtime shares memory with torch on a CPU or on Nvidia's GPUs, not on {device}"
-        findings.append(Finding(message, asked, switches=("onnx-runtime",)))
+        findings.append(Finding(message, flags, switches=("onnx-runtime",)))
     if request.environment.device == "cuda" and packages["onnxruntime"].endswith("+cpu"):
         message = (
             f"onnxruntime {packages['onnxruntime']} does not compute on a GPU: "
             "pip uninstall onnxruntime; pip install onnxruntime-gpu"
         )
-        findings.append(Finding(message, asked, switches=("onnx-runtime",)))
+        findings.append(Finding(message, flags, switches=("onnx-runtime",)))
     return findings
 
 
@@ -154,7 +154,7 @@ SWITCHES = (
                 "ONNX Runtime needs the packages that export its graphs and, on a GPU, its CUDA provider.",
                 "torch's exporter builds on onnx and onnxscript; the package onnxruntime computes on CPUs only",
                 "[torch, onnxruntime]",
-                _complete,
+                _package_complete,
                 Example("--onnx-runtime-training", machine={"packages": {"onnxruntime": "1.31.1+cpu"}}),
                 refusal="ONNX Runtime without the packages that export its graphs, or without CUDA on a GPU.",
             ),

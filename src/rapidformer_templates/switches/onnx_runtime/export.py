@@ -99,9 +99,9 @@ def _registry() -> Any:
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return decompositions of operators that ONNX lacks into operators that it has."""
     registry = _registry()
-    known = set(_decomp.get_onnx_implemented_overloads(registry))
-    known |= {aten.native_dropout.default, aten.native_dropout_backward.default}  # removed beforehand
-    return _decomp.create_onnx_friendly_decomposition_table(known)
+    supported = set(_decomp.get_onnx_implemented_overloads(registry))
+    supported |= {aten.native_dropout.default, aten.native_dropout_backward.default}  # removed beforehand
+    return _decomp.create_onnx_friendly_decomposition_table(supported)
 
 
 def export(module: fx.GraphModule, name: str) -> Exported:
@@ -118,23 +118,23 @@ def export(module: fx.GraphModule, name: str) -> Exported:
     graph.output(graph.graph_copy(module.graph, {}))
     module = fx.GraphModule(module, graph)
     take_out_idle_expansions(graph)
-    given = graph.find_nodes(op="placeholder")
-    symbols = _symbols(given)
+    placeholders = graph.find_nodes(op="placeholder")
+    symbols = _symbols(placeholders)
     noise = [_into_placeholder(graph, node) for node in graph.find_nodes(op="call_function", target=dropout_noise)]
     constants = [_into_placeholder(graph, node) for node in graph.find_nodes(op="get_attr")]
-    results = _results(graph, given, symbols)
+    results = _results(graph, placeholders, symbols)
     computed = list(dict.fromkeys(r for r in results if isinstance(r, fx.Node)))
     graph.output_node().args = (tuple(computed),)
     graph.eliminate_dead_code()
-    taken = [(i, node.name) for i, node in enumerate(given) if node.users]
-    for node in given:
+    used = [(i, node.name) for i, node in enumerate(placeholders) if node.users]
+    for node in placeholders:
         if not node.users:
             graph.erase_node(node)
     model = _to_onnx(module, name)
     return Exported(
         model=model.model_proto.SerializeToString(),
         nodes=len(list(model.model.graph)),
-        inputs=tuple(taken),
+        inputs=tuple(used),
         noise=tuple((_value(node, symbols), rate) for node, (_, rate) in noise),
         constants={node.name: getattr(module, target) for node, (target,) in constants if node.users},
         outputs=tuple(_value(node, symbols) for node in computed),
@@ -151,9 +151,9 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta["val"], torch.SymInt)
 
 
-def _symbols(given: Sequence[fx.Node]) -> dict[Any, int]:
+def _symbols(placeholders: Sequence[fx.Node]) -> dict[Any, int]:
     """Return the size symbols of a graph with dynamic shapes, each with the position of its input."""
-    numbers = {node.meta["val"].node.expr: i for i, node in enumerate(given) if _is_number(node)}
+    numbers = {node.meta["val"].node.expr: i for i, node in enumerate(placeholders) if _is_number(node)}
     return {expression: i for expression, i in numbers.items() if expression.is_symbol}
 
 
@@ -169,8 +169,8 @@ def _into_placeholder(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, tuple[An
     return placeholder, made_of
 
 
-def _results(graph: fx.Graph, given: list[fx.Node], symbols: Mapping[Any, int]) -> list[Any]:
-    positions = {node: i for i, node in enumerate(given)}
+def _results(graph: fx.Graph, placeholders: list[fx.Node], symbols: Mapping[Any, int]) -> list[Any]:
+    positions = {node: i for i, node in enumerate(placeholders)}
     results: list[Any] = []
     for result in _outputs(graph):
         if isinstance(result, fx.Node) and result in positions:
@@ -190,12 +190,12 @@ def _value(node: fx.Node, symbols: Mapping[Any, int]) -> Value:
 def _sizes(what: Any, symbols: Mapping[Any, int]) -> Sizes:
     """Return a function that computes a shape or a number with ``symbols`` from the inputs' values."""
     print_number = PythonPrinter().doprint
-    wanted = what if isinstance(what, tuple) else (what,)
-    numbers = [print_number(n.node.expr) if isinstance(n, torch.SymInt) else str(n) for n in wanted]
+    expressions = what if isinstance(what, tuple) else (what,)
+    numbers = [print_number(n.node.expr) if isinstance(n, torch.SymInt) else str(n) for n in expressions]
     compute = eval(f"lambda {', '.join(map(str, symbols))}: [{', '.join(numbers)}]")
 
-    def sizes(given: Sequence[Any]) -> Any:
-        values = compute(*(given[position] for position in symbols.values()))
+    def sizes(inputs: Sequence[Any]) -> Any:
+        values = compute(*(inputs[position] for position in symbols.values()))
         return values if isinstance(what, tuple) else values[0]
 
     return sizes

@@ -95,6 +95,6 @@ def _use_noise_for_mask(graph: fx.Graph, mask: fx.Node, noise: fx.Node) -> None:
             user.target, user.args = aten.mul.Tensor, (user.args[0], noise)
     if mask.users:
         with graph.inserting_after(noise):
-            kept = graph.call_function(aten.ne.Scalar, (noise, 0))
-        kept.meta = dict(mask.meta)
-        mask.replace_all_uses_with(kept)
+            is_kept = graph.call_function(aten.ne.Scalar, (noise, 0))
+        is_kept.meta = dict(mask.meta)
+        mask.replace_all_uses_with(is_kept)

@@ -54,12 +54,12 @@ class Graph:
         self._session, self.operators = _open(exported.model, name, _providers(device, self._stream))
         self.provider: str = self._session.get_providers()[0]
 
-    def __call__(self, given: list[Any]) -> list[Any]:
+    def __call__(self, inputs: list[Any]) -> list[Any]:
         exported = self._exported
         binding = self._session.io_binding()
-        noise = {value.name: self._draw(value, rate, given) for value, rate in exported.noise}
-        fed = {name: self._tensor(given[position]) for position, name in exported.inputs}
-        computed = {v.name: torch.empty(v.shape(given), dtype=v.dtype, device=self._device) for v in exported.outputs}
+        noise = {value.name: self._draw(value, rate, inputs) for value, rate in exported.noise}
+        fed = {name: self._tensor(inputs[position]) for position, name in exported.inputs}
+        computed = {v.name: torch.empty(v.shape(inputs), dtype=v.dtype, device=self._device) for v in exported.outputs}
         began = time.perf_counter()
         for name, tensor in (fed | noise).items():
             binding.bind_ortvalue_input(name, _share(tensor))
@@ -71,7 +71,7 @@ class Graph:
         self.seconds += time.perf_counter() - began
         self.runs += 1
         everything = computed | noise
-        return [self._result(result, given, everything) for result in exported.results]
+        return [self._result(result, inputs, everything) for result in exported.results]
 
     def _run(self, binding: IOBinding) -> None:
         if self._stream is None:
@@ -83,8 +83,8 @@ class Graph:
         self._session.run_with_iobinding(binding, _without_waiting())
         torchs.wait_stream(self._stream)
 
-    def _draw(self, value: Value, rate: float, given: Sequence[Any]) -> torch.Tensor:
-        return dropout_noise(torch.empty(value.shape(given), dtype=value.dtype, device=self._device), rate)
+    def _draw(self, value: Value, rate: float, inputs: Sequence[Any]) -> torch.Tensor:
+        return dropout_noise(torch.empty(value.shape(inputs), dtype=value.dtype, device=self._device), rate)
 
     def _tensor(self, value: Any) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
@@ -107,12 +107,12 @@ class Graph:
         }
 
     @staticmethod
-    def _result(result: Any, given: Sequence[Any], computed: dict[str, torch.Tensor]) -> Any:
+    def _result(result: Any, inputs: Sequence[Any], computed: dict[str, torch.Tensor]) -> Any:
         if isinstance(result, int):
-            return given[result]
+            return inputs[result]
         if isinstance(result, str):
             return computed[result]
-        return None if result is None else result(given)
+        return None if result is None else result(inputs)
 
 
 def _share(tensor: torch.Tensor) -> OrtValue:
@@ -151,10 +151,10 @@ def check_provider(device: torch.device) -> None:
     Raises:
         ModelError: this build of ONNX Runtime does not compute on ``device``.
     """
-    wanted, available = _provider(device), onnxruntime.get_available_providers()
-    if wanted not in available:
+    provider, available = _provider(device), onnxruntime.get_available_providers()
+    if provider not in available:
         raise ModelError(
-            f"this ONNX Runtime has no {wanted}, only {', '.join(available)}",
+            f"this ONNX Runtime has no {provider}, only {', '.join(available)}",
             where=f"onnxruntime {onnxruntime.__version__}",
             hint="pip uninstall onnxruntime; pip install onnxruntime-gpu",
         )

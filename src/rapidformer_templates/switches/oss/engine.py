@@ -57,8 +57,8 @@ class _ShardedState(SingleEngine):
         if not self._shards:
             return super()._update()
         # At the start of a step, OSS copies the options of its groups to the inner groups.
-        for own, inner in zip(self._oss.param_groups, self.optimizer.param_groups, strict=True):
-            own.update({name: value for name, value in inner.items() if name != "params"})
+        for oss_group, group in zip(self._oss.param_groups, self.optimizer.param_groups, strict=True):
+            oss_group.update({name: value for name, value in group.items() if name != "params"})
         self._oss.step()
         return None
 

@@ -52,16 +52,16 @@ def _stages(request: Request) -> int:
 
 
 def _stages_fit(request: Request) -> list[Finding]:
-    asked, stages, layers = request.config.get("pipeline_stages"), _stages(request), request.model.num_layers
-    if asked in (None, AUTO_MEMORY):
+    sizes, stages, layers = request.config.get("pipeline_stages"), _stages(request), request.model.num_layers
+    if sizes in (None, AUTO_MEMORY):
         return []
-    words = [word.strip() for word in asked.split(",")]
+    words = [word.strip() for word in sizes.split(",")]
     if not all(word.isdigit() and int(word) > 0 for word in words):
-        message = f"--pipeline-stages {asked} is neither a list of numbers of blocks above zero nor {AUTO_MEMORY}"
+        message = f"--pipeline-stages {sizes} is neither a list of numbers of blocks above zero nor {AUTO_MEMORY}"
     elif len(words) != stages:
-        message = f"--pipeline-stages {asked} names {len(words)} stages; there are {stages}"
+        message = f"--pipeline-stages {sizes} names {len(words)} stages; there are {stages}"
     elif layers is not None and sum(map(int, words)) != layers:
-        message = f"--pipeline-stages {asked} has {sum(map(int, words))} blocks; the model has {layers}"
+        message = f"--pipeline-stages {sizes} has {sum(map(int, words))} blocks; the model has {layers}"
     else:
         return []
     even = ",".join(map(str, balanced_cut(0, [1] * layers, 0, stages))) if layers and layers >= stages else None
@@ -90,24 +90,24 @@ def _enough_blocks(request: Request) -> list[Finding]:
 def _predicted_stages(request: Request) -> list[Finding]:
     if request.config.get("pipeline_stages") != AUTO_MEMORY:
         return []
-    asked, layers = request.asked("pipeline_stages", "pipeline_model_parallel_size"), request.model.num_layers
-    found = []
+    flags, layers = request.asked("pipeline_stages", "pipeline_model_parallel_size"), request.model.num_layers
+    findings = []
     if request.config.get("virtual_pipeline_size") > 1:
         message = f"--pipeline-stages {AUTO_MEMORY} does not work together with --virtual-pipeline-size"
         changes = drop({"virtual_pipeline_size": 1}), drop({"pipeline_stages": None})
-        found.append(Finding(message, (*asked, *request.asked("virtual_pipeline_size")), changes=changes))
+        findings.append(Finding(message, (*flags, *request.asked("virtual_pipeline_size")), changes=changes))
     elif layers is not None and layers < request.sizes.pipeline:
         message = f"{layers} blocks are too few for {request.sizes.pipeline} stages"
-        found.append(Finding(message, asked, switches=("pipeline-parallel",)))
-    return found
+        findings.append(Finding(message, flags, switches=("pipeline-parallel",)))
+    return findings
 
 
 def _one_run_of_blocks(request: Request) -> list[Finding]:
     if request.config.training.task != "seq2seq_lm":
         return []
     message = "an encoder-decoder model cannot be cut into pipeline stages"
-    asked = (*request.asked_for("pipeline-parallel"), *request.asked("task"))
-    return [Finding(message, asked, switches=("pipeline-parallel",))]
+    flags = (*request.asked_for("pipeline-parallel"), *request.asked("task"))
+    return [Finding(message, flags, switches=("pipeline-parallel",))]
 
 
 def _acted(measured: Measured) -> str | None:
@@ -116,8 +116,8 @@ def _acted(measured: Measured) -> str | None:
     names = [name for stage in stages for name in stage]
     if len(stages) == measured.plan.sizes.pipeline and len(set(names)) == len(names):
         return None
-    held = " and ".join(sorted(shown(stage) for stage in stages))
-    return f"{measured.plan.sizes.pipeline} stages of different blocks were expected; workers have {held or 'none'}"
+    actual = " and ".join(sorted(shown(stage) for stage in stages))
+    return f"{measured.plan.sizes.pipeline} stages of different blocks were expected; workers have {actual or 'none'}"
 
 
 SWITCHES = (

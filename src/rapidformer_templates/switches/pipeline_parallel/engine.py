@@ -39,12 +39,12 @@ class PipelineEngine(ParallelEngine):
         parts = placement_of(model).parts
         assert parts is not None, "the pipeline switch cuts the model"
         self._parts = len(parts)
-        self._passage = StageRunner(model, begins=self.workers.pipeline_rank == 0, ends=self.workers.ends_pipeline)
+        self._stage_runner = StageRunner(model, begins=self.workers.pipeline_rank == 0, ends=self.workers.ends_pipeline)
         self._links = Links(self.workers, leaving=LEAVING * self._parts)
-        self._keeps_casts = not _computed_again(placement_of(model).blocks.values())
+        self._keeps_casts = not _are_recomputed(placement_of(model).blocks.values())
 
     def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
-        step = _Step(self, microbatches, weight)
+        step = _StepRunner(self, microbatches, weight)
         with self._shared_autocast_cache():
             schedules = with_transfers(self.workers.pipeline, self._parts, len(microbatches))
             for action in schedules[self.workers.pipeline_rank]:
@@ -81,8 +81,8 @@ class PipelineEngine(ParallelEngine):
     def forward_of_part(self, microbatch: MicroBatch) -> Any:
         """Run the user's hook in a part that does not end with the loss."""
         batch = to_device(microbatch.batch, self.workers.device)
-        kept = restored_buffers(self.model) if microbatch.idle else nullcontext()
-        with self.precision(), self._async_forward_context(microbatch, batch), kept:
+        buffers = restored_buffers(self.model) if microbatch.idle else nullcontext()
+        with self.precision(), self._async_forward_context(microbatch, batch), buffers:
             return self.compute_loss(self.model, batch)
 
     def stage_of(self, part: int) -> int:
@@ -103,21 +103,21 @@ class PipelineEngine(ParallelEngine):
         for part in range(self._parts):
             stage = self.stage_of(part)
             hidden = self._links.receive_forward(stage, key).unpack() if stage else None
-            left = self._passage.run(part, hidden, evaluate)
+            output = self._stage_runner.run(part, hidden, evaluate)
             if stage == self.last_stage:
-                evaluated = left
+                evaluated = output
             else:
-                self._links.send_forward(stage, key, left)
+                self._links.send_forward(stage, key, output)
         return evaluated
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
         """Prepare a forward through all blocks of this worker, with zeros in place of another stage's output."""
-        with super().measuring() as model, self._passage.measure():
+        with super().measuring() as model, self._stage_runner.measure():
             yield model
 
 
-class _Step:
+class _StepRunner:
     """Runs the micro batches of one optimizer step through the local parts.
 
     Attributes:
@@ -129,13 +129,13 @@ class _Step:
         self.links = engine._links
         self.total = torch.zeros((), dtype=torch.float64, device=engine.workers.device)
         self._keys = [_shapes(microbatch.batch) for microbatch in microbatches]
-        self._coming: dict[Action, PendingRecv] = {}
+        self._incoming: dict[Action, PendingRecv] = {}
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}  # until they are sent
         self._losses: dict[int, torch.Tensor] = {}
         self._graphs: dict[tuple[int, int], GradientEdge | None] = {}
         self._gradients: dict[tuple[int, int], torch.Tensor] = {}
-        self._seen: dict[tuple[int, int], Any] = {}  # by the model's own losses
+        self._recorded: dict[tuple[int, int], Any] = {}  # by the model's own losses
 
     def do(self, action: Action) -> None:
         kind, stage, number = action
@@ -145,11 +145,11 @@ class _Step:
         elif kind is Kind.BACKWARD:
             self._backward(stage, number)
         elif kind is Kind.RECEIVE_FORWARD:
-            self._coming[action] = self.links.receive_forward(stage, self._keys[number])
+            self._incoming[action] = self.links.receive_forward(stage, self._keys[number])
         elif kind is Kind.SEND_FORWARD:
             self.links.send_forward(stage, self._keys[number], self._outputs.pop(index))
         elif kind is Kind.RECEIVE_BACKWARD:
-            self._coming[action] = self.links.receive_backward(stage, self._keys[number])
+            self._incoming[action] = self.links.receive_backward(stage, self._keys[number])
         else:
             self.links.send_backward(stage, self._gradients.pop(index))
 
@@ -157,7 +157,7 @@ class _Step:
         engine, microbatch = self.engine, self.microbatches[number]
         hidden = None
         if stage:
-            hidden = self._coming.pop(Action(Kind.RECEIVE_FORWARD, stage, number)).unpack().requires_grad_()
+            hidden = self._incoming.pop(Action(Kind.RECEIVE_FORWARD, stage, number)).unpack().requires_grad_()
             self._inputs[stage, number] = hidden
 
         def body() -> Any:
@@ -165,9 +165,9 @@ class _Step:
                 return engine._loss_of(microbatch, self.weight)
             return engine.forward_of_part(microbatch)
 
-        output = engine._passage.run(stage // engine.workers.pipeline, hidden, body)
+        output = engine._stage_runner.run(stage // engine.workers.pipeline, hidden, body)
         if engine._auxiliary:
-            self._seen[stage, number] = engine._auxiliary.recorded()
+            self._recorded[stage, number] = engine._auxiliary.recorded()
         if stage == engine.last_stage:
             self.total += output.detach()
             self._losses[number] = output
@@ -183,7 +183,7 @@ class _Step:
         if stage == engine.last_stage:
             engine._begin_backward(self._losses.pop(number), self.microbatches[number])
         else:
-            gradient = self._coming.pop(Action(Kind.RECEIVE_BACKWARD, stage, number)).unpack()
+            gradient = self._incoming.pop(Action(Kind.RECEIVE_BACKWARD, stage, number)).unpack()
             engine.backward_of_part(part, self._graphs.pop((stage, number)), gradient)
         if stage:
             hidden = self._inputs.pop((stage, number))
@@ -194,13 +194,13 @@ class _Step:
         """Include the model's auxiliary losses in a backward. On the last stage, they follow the loss itself."""
         engine = self.engine
         if engine._auxiliary:
-            engine._auxiliary.recall(self._seen.pop((stage, number)))
+            engine._auxiliary.recall(self._recorded.pop((stage, number)))
             if stage != engine.last_stage:
                 scale = engine.loss_scale.scale if engine.loss_scale else torch.ones((), device=engine.workers.device)
                 engine._auxiliary.follow_without_loss(self.microbatches[number], scale * engine._gradient_divisor)
 
 
-def _computed_again(blocks: Iterable[nn.Module]) -> bool:
+def _are_recomputed(blocks: Iterable[nn.Module]) -> bool:
     """Return whether the backward recomputes the activations of all blocks."""
     return all(checkpointed_forward(block) is not None for block in blocks)
 

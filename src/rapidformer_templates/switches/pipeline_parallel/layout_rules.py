@@ -27,7 +27,7 @@ def _smaller(name: str, size: int, fits: Callable[[int], bool]) -> tuple[Change,
 
 def _few_partitions(request: Request) -> list[Finding]:
     parallel = _parallel(request)
-    goes = PARTITIONS_UNDER_3D | ({"fsdp"} if parallel == ("context-parallel",) else set())
+    supported = PARTITIONS_UNDER_3D | ({"fsdp"} if parallel == ("context-parallel",) else set())
     return [
         Finding(
             f"{switch.name} does not work together with {' and '.join(parallel)}",
@@ -35,7 +35,7 @@ def _few_partitions(request: Request) -> list[Finding]:
             switches=(switch.name, *parallel),
         )
         for switch in request.of_family(PARTITIONING)
-        if switch.name not in goes
+        if switch.name not in supported
     ]
 
 
@@ -97,8 +97,8 @@ def _matrices_divide(request: Request) -> list[Finding]:
         "key-value heads": model.num_key_value_heads,
         "hidden size": model.hidden_size,
     }
-    known = {name: size for name, size in named.items() if size is not None}
-    uneven = [f"{name} {size}" for name, size in known.items() if size % sizes.tensor]
+    stated = {name: size for name, size in named.items() if size is not None}
+    uneven = [f"{name} {size}" for name, size in stated.items() if size % sizes.tensor]
     if not uneven:
         return []
     return [
@@ -110,7 +110,7 @@ def _matrices_divide(request: Request) -> list[Finding]:
                 TENSOR,
                 sizes.tensor,
                 lambda n: (
-                    not any(size % n for size in known.values())
+                    not any(size % n for size in stated.values())
                     and sizes.world % (sizes.divides // sizes.tensor * n) == 0
                 ),
             ),

@@ -94,20 +94,20 @@ def with_transfers(workers: int, per_worker: int, microbatches: int) -> tuple[tu
     actions at the same time. So any two workers list their transfers in the same order, and there is no deadlock.
     """
     waiting = [compute_schedule(workers, rank, per_worker, microbatches) for rank in range(workers)]
-    done: list[list[Action]] = [[] for _ in range(workers)]
-    there: set[Action] = set()
+    sequences: list[list[Action]] = [[] for _ in range(workers)]
+    completed: set[Action] = set()
     last = workers * per_worker - 1
     while any(waiting):
-        ready = [rank for rank in range(workers) if waiting[rank] and _needs(waiting[rank][0], last) <= there]
+        ready = [rank for rank in range(workers) if waiting[rank] and _needs(waiting[rank][0], last) <= completed]
         assert ready, "a schedule that waits for itself"
         for rank in ready:
             action = waiting[rank].pop(0)
-            done[rank].append(action)
-            there.add(action)
+            sequences[rank].append(action)
+            completed.add(action)
             for send, receive in _transfer(action, last):
-                done[rank].append(send)
-                done[receive.stage % workers].append(receive)
-    return tuple(map(tuple, done))
+                sequences[rank].append(send)
+                sequences[receive.stage % workers].append(receive)
+    return tuple(map(tuple, sequences))
 
 
 def _needs(action: Action, last: int) -> set[Action]:

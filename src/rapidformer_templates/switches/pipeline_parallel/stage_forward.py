@@ -12,7 +12,12 @@ from torch import nn
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.placeholders import SkippedBlock, replaced
 from rapidformer_templates.models.placement import placement_of
-from rapidformer_templates.switches.pipeline_parallel.tracing import hidden_of, not_called, twice, with_hidden
+from rapidformer_templates.switches.pipeline_parallel.tracing import (
+    called_twice_error,
+    hidden_of,
+    not_called_error,
+    with_hidden,
+)
 
 
 class LeaveStage(BaseException):
@@ -75,7 +80,7 @@ class StageRunner:
             except LeaveStage as leaving:
                 return leaving.hidden
             if not self._entered or self._last is not None:
-                raise not_called()
+                raise not_called_error()
             return result
 
     @contextmanager
@@ -113,16 +118,16 @@ class StageRunner:
             return None
         self._entered += 1
         if self._entered > 1:
-            raise twice()
-        given = hidden_of(args, kwargs)
+            raise called_twice_error()
+        hidden_state = hidden_of(args, kwargs)
         if self._hidden is None:
             # Like the real output of another stage, its replacement requires a gradient, so that a graph is built for
             # both.
-            return with_hidden(args, kwargs, given.detach().requires_grad_()) if self._stands_in else None
-        if given.shape != self._hidden.shape:
+            return with_hidden(args, kwargs, hidden_state.detach().requires_grad_()) if self._stands_in else None
+        if hidden_state.shape != self._hidden.shape:
             raise RapidformerError(
                 f"a hidden state of shape {tuple(self._hidden.shape)} arrived, but the batch makes "
-                f"{tuple(given.shape)}",
+                f"{tuple(hidden_state.shape)}",
                 where="compute_loss(model, batch)",
                 hint="the hook must give every stage the same inputs: draw no random numbers before the model",
             )

@@ -80,14 +80,14 @@ class Links:
         """
         hidden = hidden.detach().contiguous()
         form = (hidden.dtype, tuple(hidden.shape))
-        known = self._known.setdefault((stage, key), form)
-        if known is form:
+        expected = self._known.setdefault((stage, key), form)
+        if expected is form:
             lengths = [*hidden.shape, *[0] * (HEADER - 2 - hidden.ndim)]
             header = [DTYPES.index(hidden.dtype), hidden.ndim, *lengths]
             self._send(torch.tensor(header, device=hidden.device), stage, 1)
-        elif known != form:
+        elif expected != form:
             raise RapidformerError(
-                f"stage {stage} returned {form} for a batch that gave {known} before",
+                f"stage {stage} returned {form} for a batch that gave {expected} before",
                 hint="under a pipeline the hidden state's shape must follow from the batch's shapes",
             )
         self._send(hidden, stage, 1)

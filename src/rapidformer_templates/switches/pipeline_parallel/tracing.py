@@ -31,14 +31,14 @@ class Flow:
         called: the phases in which each module outside of the blocks was called, by name. Only modules that directly
             have parameters are listed. Modules that were never called or that contain the blocks are not listed.
         absent: a replacement for each such module, for stages where only the shape of its output matters.
-        beside: ids of the parameters that affect a block other than through its hidden state.
+        side_inputs: ids of the parameters that affect a block other than through its hidden state.
         beyond: ids of the parameters outside of the blocks that the loss reaches other than through the blocks.
         form: number of entries in the tuple that a block returns. None if it returns a tensor.
     """
 
     called: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     absent: dict[str, OutputShape] = field(default_factory=dict)
-    beside: set[int] = field(default_factory=set)
+    side_inputs: set[int] = field(default_factory=set)
     beyond: set[int] = field(default_factory=set)
     form: int | None = None
 
@@ -51,7 +51,7 @@ def trace(model: nn.Module, blocks: Mapping[str, nn.Module], compute_loss: Calla
             computed between them, or the loss uses their side outputs.
         RapidformerError: the hook calls the model more than once, or not at all.
     """
-    watch = _FlowRecorder(blocks)
+    recorder = _FlowRecorder(blocks)
     frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
     inside = {id(module) for block in blocks.values() for module in block.modules()}
     around = holders(model, blocks)
@@ -63,32 +63,32 @@ def trace(model: nn.Module, blocks: Mapping[str, nn.Module], compute_loss: Calla
                 and name not in around
                 and next(module.parameters(recurse=False), None) is not None
             ):
-                stack.callback(module.register_forward_hook(watch.outside(name)).remove)
+                stack.callback(module.register_forward_hook(recorder.outside(name)).remove)
         (first_name, first), *others = blocks.items()
-        stack.callback(first.register_forward_pre_hook(watch.enter, with_kwargs=True, prepend=True).remove)
+        stack.callback(first.register_forward_pre_hook(recorder.enter, with_kwargs=True, prepend=True).remove)
         # Before transformers' own hooks, which may read the hidden states that the loss receives.
-        stack.callback(first.register_forward_hook(watch.leave_first, prepend=True).remove)
-        stack.callback(model.register_forward_hook(watch.fill).remove)
+        stack.callback(first.register_forward_hook(recorder.leave_first, prepend=True).remove)
+        stack.callback(model.register_forward_hook(recorder.fill).remove)
         stack.enter_context(_without_new_hooks(model))
-        stack.enter_context(replaced(model, {name: _Skipping(watch, name, block) for name, block in others}))
-        stack.enter_context(_trained(frozen))
+        stack.enter_context(replaced(model, {name: _SkippedForward(recorder, name, block) for name, block in others}))
+        stack.enter_context(_requiring_gradients(frozen))
         loss = compute_loss(model)
-    watch.check_complete()
-    reached = set(map(id, reached_parameters(loss[0] if isinstance(loss, tuple) else loss)))
-    own = {id(p) for p in first.parameters()}
-    if reached & own:
+    recorder.check_complete()
+    of_loss = set(map(id, reached_parameters(loss[0] if isinstance(loss, tuple) else loss)))
+    of_first_block = {id(p) for p in first.parameters()}
+    if of_loss & of_first_block:
         raise ModelError(
             f"the loss uses values that the blocks set aside, not only those that they pass on ({first_name})",
             where=type(model).__name__,
             hint="under a pipeline the last stage has its own blocks only: leave such a term out "
             "(the balancing loss of experts, attention weights), or --pipeline-model-parallel-size",
         )
-    watch.flow.beyond = reached
-    return watch.flow
+    recorder.flow.beyond = of_loss
+    return recorder.flow
 
 
 @contextmanager
-def _trained(frozen: list[nn.Parameter]) -> Iterator[None]:
+def _requiring_gradients(frozen: list[nn.Parameter]) -> Iterator[None]:
     """Make frozen parameters require gradients, so that the graph shows where they are used."""
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -107,8 +107,8 @@ def _without_new_hooks(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, known in before.items():
-            for key in [key for key in module._forward_hooks if key not in known]:
+        for module, old_hooks in before.items():
+            for key in [key for key in module._forward_hooks if key not in old_hooks]:
                 del module._forward_hooks[key]
         for module in marks:
             if getattr(module, _MARK, False):
@@ -130,29 +130,29 @@ class _FlowRecorder:
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self.flow = Flow()
         self.names = list(blocks)
-        self.done = 0  # number of blocks that have been called
+        self.called_blocks = 0  # number of blocks that have been called
         self.hidden: torch.Tensor | None = None  # the output of the last called block
-        self.kept: list[torch.Tensor] = []  # the side outputs of the first block
+        self.side_outputs: list[torch.Tensor] = []  # the side outputs of the first block
 
     @property
     def phase(self) -> str:
-        return BEFORE if self.done == 0 else AFTER if self.done == len(self.names) else WITHIN
+        return BEFORE if self.called_blocks == 0 else AFTER if self.called_blocks == len(self.names) else WITHIN
 
     def outside(self, name: str) -> Callable[..., None]:
-        def called(module: nn.Module, args: Any, output: Any) -> None:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
             self.flow.called[name].add(self.phase)
-            seen = OutputShape.like(args, output)
-            if name in self.flow.absent and self.flow.absent[name] != seen:
-                seen = OutputShape()
-            self.flow.absent[name] = seen
+            shape = OutputShape.like(args, output)
+            if name in self.flow.absent and self.flow.absent[name] != shape:
+                shape = OutputShape()
+            self.flow.absent[name] = shape
 
-        return called
+        return record
 
     def enter(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self.done:
-            raise twice()
-        self.done = 1
-        self._see_beside(args[1:], kwargs)
+        if self.called_blocks:
+            raise called_twice_error()
+        self.called_blocks = 1
+        self._record_side_inputs(args[1:], kwargs)
         # Detach it, so that the loss shows only what bypasses the blocks.
         return with_hidden(args, kwargs, hidden_of(args, kwargs).detach().requires_grad_())
 
@@ -166,18 +166,22 @@ class _FlowRecorder:
             )
         self.flow.form = len(output) if isinstance(output, tuple) else None
         self.hidden = entries[0].detach().requires_grad_()
-        self.kept = [leaf for leaf in tree_leaves(entries[1:]) if isinstance(leaf, torch.Tensor)]
+        self.side_outputs = [leaf for leaf in tree_leaves(entries[1:]) if isinstance(leaf, torch.Tensor)]
         return (self.hidden, *entries[1:]) if isinstance(output, tuple) else self.hidden
 
     def skip(self, name: str, args: Any, kwargs: Any) -> Any:
-        if self.done < len(self.names) and self.names[self.done] == name and hidden_of(args, kwargs) is self.hidden:
-            self.done += 1
-            self._see_beside(args[1:], kwargs)
+        if (
+            self.called_blocks < len(self.names)
+            and self.names[self.called_blocks] == name
+            and hidden_of(args, kwargs) is self.hidden
+        ):
+            self.called_blocks += 1
+            self._record_side_inputs(args[1:], kwargs)
             return in_form(self.hidden, self.flow.form)
-        if self.done == len(self.names):
-            raise twice()
+        if self.called_blocks == len(self.names):
+            raise called_twice_error()
         raise ModelError(
-            f"the model does not hand the hidden state straight from {self.names[self.done - 1]} to {name}",
+            f"the model does not hand the hidden state straight from {self.names[self.called_blocks - 1]} to {name}",
             where=name,
             hint="a pipeline can only be cut where one block's output is the next one's input, and encoder-decoder "
             "models have two runs of blocks: leave --pipeline-model-parallel-size out",
@@ -191,31 +195,34 @@ class _FlowRecorder:
                 output[name] = (states[0],) * (len(self.names) + extra - len(states)) + states
         return output
 
-    def _see_beside(self, args: Any, kwargs: Any) -> None:
+    def _record_side_inputs(self, args: Any, kwargs: Any) -> None:
         for leaf in tree_leaves((args, {k: v for k, v in kwargs.items() if k != HIDDEN})):
-            if any(leaf is kept for kept in self.kept):
+            if any(leaf is output for output in self.side_outputs):
                 raise ModelError(
                     "the first block makes more than the hidden state for the other blocks",
                     where=self.names[0],
                     hint="a pipeline sends one tensor from block to block: leave --pipeline-model-parallel-size out",
                 )
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                self.flow.beside |= set(map(id, reached_parameters(leaf)))
+                self.flow.side_inputs |= set(map(id, reached_parameters(leaf)))
 
     def check_complete(self) -> None:
-        if self.done == 0:
-            raise not_called()
-        if self.done < len(self.names):
-            raise ModelError(f"the forward uses {self.done} of {len(self.names)} blocks", where=self.names[self.done])
+        if self.called_blocks == 0:
+            raise not_called_error()
+        if self.called_blocks < len(self.names):
+            raise ModelError(
+                f"the forward uses {self.called_blocks} of {len(self.names)} blocks",
+                where=self.names[self.called_blocks],
+            )
 
 
-class _Skipping(Placeholder):
+class _SkippedForward(Placeholder):
     """Replaces a block while the forward is traced."""
 
-    def __init__(self, watch: _FlowRecorder, name: str, block: nn.Module) -> None:
+    def __init__(self, recorder: _FlowRecorder, name: str, block: nn.Module) -> None:
         super().__init__()
         self.__dict__.update(facts_of(block))
-        self._skip, self._name_in_model = watch.skip, name
+        self._skip, self._name_in_model = recorder.skip, name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._skip(self._name_in_model, args, kwargs)
@@ -245,7 +252,7 @@ def in_form(hidden: torch.Tensor, form: int | None) -> Any:
     return hidden if form is None else (hidden, *[None] * (form - 1))
 
 
-def not_called() -> RapidformerError:
+def not_called_error() -> RapidformerError:
     """Return the error for a hook that does not call the model."""
     return RapidformerError(
         "compute_loss did not call the model",
@@ -254,7 +261,7 @@ def not_called() -> RapidformerError:
     )
 
 
-def twice() -> RapidformerError:
+def called_twice_error() -> RapidformerError:
     """Return the error for a hook that calls the model again."""
     return RapidformerError(
         "compute_loss called the model twice, or the model called its blocks twice",

@@ -67,17 +67,17 @@ class PipelineCut:
         module_ranks: dict[str, frozenset[int]] = {}
         for name, phases in self.flow.called.items():
             ranks: frozenset[int] = frozenset().union(*(ends[phase] for phase in phases))
-            own = own_of[name]
-            if own & self.flow.beyond - after:  # a tied head's matrix reaches the loss through the head
+            own_ranks = own_of[name]
+            if own_ranks & self.flow.beyond - after:  # a tied head's matrix reaches the loss through the head
                 ranks |= ends[AFTER]
-            if own & self.flow.beside or (BEFORE in phases and self.flow.absent[name].kind is None):
+            if own_ranks & self.flow.side_inputs or (BEFORE in phases and self.flow.absent[name].kind is None):
                 ranks = everywhere
             module_ranks[name] = ranks
         # It is unknown where modules that are never called matter.
         around = holders(self.model, self.blocks)
         for name, module in self.model.named_modules():
-            known = name in module_ranks or name in around or self._block_of(name) is not None
-            if not known and next(module.parameters(recurse=False), None) is not None:
+            has_ranks = name in module_ranks or name in around or self._block_of(name) is not None
+            if not has_ranks and next(module.parameters(recurse=False), None) is not None:
                 module_ranks[name] = everywhere
         for name in list(module_ranks):
             for outer in _ancestors(name):
@@ -91,15 +91,15 @@ class PipelineCut:
     def _block_of(self, name: str) -> str | None:
         return next((outer for outer in (*_ancestors(name), name) if outer in self.blocks), None)
 
-    def sizes(self, stages: int, asked: str | None) -> list[int]:
+    def sizes(self, stages: int, requested: str | None) -> list[int]:
         """Return the number of blocks of each stage: as requested, or balanced by the number of parameters."""
         count = len(self.blocks)
-        if asked:
-            sizes = [int(size) for size in asked.split(",")]
+        if requested:
+            sizes = [int(size) for size in requested.split(",")]
             if sum(sizes) != count or len(sizes) != stages:
                 raise ModelError(
-                    f"--pipeline-stages {asked} has {sum(sizes)} blocks in {len(sizes)} stages; the model has {count} "
-                    f"blocks for {stages} stages",
+                    f"--pipeline-stages {requested} has {sum(sizes)} blocks in {len(sizes)} stages; the model has "
+                    f"{count} blocks for {stages} stages",
                     where=type(self.model).__name__,
                 )
             return sizes
@@ -131,13 +131,15 @@ class PipelineCut:
             if whole is not None:
                 ranks[whole] |= self._ranks_of(name, stage_of)
                 parts[whole].add(self._part_of(name, stage_of, len(sizes)))
-        mine = [[n for n, s in stage_of.items() if s == stage] for stage in range(rank, len(sizes), self.pipeline)]
+        local_blocks = [
+            [n for n, s in stage_of.items() if s == stage] for stage in range(rank, len(sizes), self.pipeline)
+        ]
         for name in [*self.module_ranks, *self.blocks]:
             if rank not in self._ranks_of(name, stage_of) and _is_there(self.model, name):
-                put(self.model, name, self._stand_in(name))
-        left = {name: first_names[id(tensor)] for name, tensor in named_tensors(self.model).items()}
+                put(self.model, name, self._placeholder(name))
+        remaining = {name: first_names[id(tensor)] for name, tensor in named_tensors(self.model).items()}
         return Placement(
-            names={name: whole for name, whole in left.items() if name != whole},
+            names={name: whole for name, whole in remaining.items() if name != whole},
             stages={name: tuple(sorted(holding)) for name, holding in ranks.items() if len(holding) > 1},
             chunks={
                 name: part
@@ -145,12 +147,12 @@ class PipelineCut:
                 for part in copies
                 if part is not None and len(copies) == 1 and ranks[name] == {rank}
             },
-            parts=tuple({name: self.blocks[name] for name in names} for names in mine),
+            parts=tuple({name: self.blocks[name] for name in names} for names in local_blocks),
             blocks_in_all=len(self.blocks),
             form=self.flow.form,
         )
 
-    def _stand_in(self, name: str) -> nn.Module:
+    def _placeholder(self, name: str) -> nn.Module:
         if name in self.blocks:
             return SkippedBlock(self.flow.form, self.blocks[name])
         return AbsentModule(self.flow.absent.get(name, OutputShape()))

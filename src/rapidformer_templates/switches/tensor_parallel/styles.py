@@ -91,8 +91,8 @@ def styles_in_transformers(model_type: str) -> frozenset[str] | None:
     Returns:
         An empty set if it has no plan. None if the source of the architecture is not found.
     """
-    found = find_spec("transformers")
-    folders = found.submodule_search_locations if found else None
+    spec = find_spec("transformers")
+    folders = spec.submodule_search_locations if spec else None
     name = model_type.replace("-", "_")
     file = Path(folders[0], "models", name, f"configuration_{name}.py") if folders else None
     if file is None or not file.is_file():

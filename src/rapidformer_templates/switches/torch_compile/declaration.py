@@ -66,11 +66,11 @@ def _notes(request: Request) -> Sequence[str]:
 
 def _known_backend(request: Request) -> list[Finding]:
     name = request.config.get("torch_compile")
-    known = None if name == DEFAULT else compile_backends()  # for inductor, torch need not be imported
-    if known is None or name in known:
+    backends = None if name == DEFAULT else compile_backends()  # for inductor, torch need not be imported
+    if backends is None or name in backends:
         return []
-    near = alike(name, known)
-    message = f"torch has no compiler backend '{name}'; it has: {', '.join(known)}"
+    near = alike(name, backends)
+    message = f"torch has no compiler backend '{name}'; it has: {', '.join(backends)}"
     changes = (replace({"torch_compile": [*near, DEFAULT][0]}),)
     return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]
 

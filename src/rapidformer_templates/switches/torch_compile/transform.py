@@ -47,8 +47,8 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     """
     plan = building.plan
     shapes = plan.engine_options["compile_shapes"]
-    here = set(model.modules())  # the other blocks are on other stages
-    parts = [block for block in building.blocks.values() if block in here] or [model]
+    local_modules = set(model.modules())  # the other blocks are on other stages
+    parts = [block for block in building.blocks.values() if block in local_modules] or [model]
     kinds = len({type(part) for part in parts})
     torch.compiler.reset()
     # Blocks are small, so DDP need not split their graphs at its bucket ends. Checkpointed graphs fail if split.

@@ -138,8 +138,8 @@ def folder(device: str) -> Path:
 
     Raises a :class:`PartError` if DeepSpeed or torch is not installed.
     """
-    given = os.environ.get(FOLDER)
-    return Path(given) if given and not is_ours(Path(given)) else _our_root() / _key(device)
+    user_folder = os.environ.get(FOLDER)
+    return Path(user_folder) if user_folder and not is_ours(Path(user_folder)) else _our_root() / _key(device)
 
 
 def is_ours(root: Path) -> bool:
@@ -177,10 +177,10 @@ def _processor() -> str:
 def is_built(part: str, root: Path) -> bool:
     """Return whether a part was built and loaded, and has not changed since."""
     try:
-        told = json.loads((root / f"{part}.built").read_text(encoding="utf-8"))
+        stamp = json.loads((root / f"{part}.built").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return told == _facts(part, root)
+    return stamp == _facts(part, root)
 
 
 def _facts(part: str, root: Path) -> dict[str, Any]:
@@ -328,38 +328,42 @@ def locks(parts: Iterable[str], root: Path) -> list[Path]:
 def holder(lock: Path) -> int | None:
     """Return the process that holds a lock of torch. It keeps the file open until the build ends."""
     try:
-        wanted = lock.stat()
+        lock_stat = lock.stat()
     except FileNotFoundError:
         return None
     for pid in _processes():
         with suppress(OSError):  # the process has ended, or belongs to another user
             for opened in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):  # closed in the meantime
-                    if os.path.samestat(opened.stat(), wanted):
+                    if os.path.samestat(opened.stat(), lock_stat):
                         return pid
     return None
 
 
-def _clear(lock: Path, ours: bool, say: Say) -> None:
+def _clear(lock: Path, in_our_folder: bool, say: Say) -> None:
     """Wait until a lock of torch is gone.
 
     If no process holds it, remove it from our folder, or raise for a user's folder.
     """
-    began, held, told = time.monotonic(), time.monotonic(), False  # ``held``: when a holder was last seen
+    began, last_seen, is_announced = (
+        time.monotonic(),
+        time.monotonic(),
+        False,
+    )  # ``last_seen``: when a holder was last seen
     while lock.exists():
         builder, now = holder(lock), time.monotonic()
-        held = now if builder is not None else held
+        last_seen = now if builder is not None else last_seen
         # Do not remove it at once: a builder closes the file a moment before it removes it.
-        if ours and now - held > OWN_LOCK_TIMEOUT:
+        if in_our_folder and now - last_seen > OWN_LOCK_TIMEOUT:
             say(f"removed a lock that a killed build of DeepSpeed's {lock.parent.name} left: {lock}")
             lock.unlink(missing_ok=True)
-        elif now - began > BUILD_SECONDS or (now - held > OWN_LOCK_TIMEOUT and _age(lock) > FOREIGN_LOCK_TIMEOUT):
+        elif now - began > BUILD_SECONDS or (now - last_seen > OWN_LOCK_TIMEOUT and _age(lock) > FOREIGN_LOCK_TIMEOUT):
             who = f"process {builder} does not end" if builder else "no process on this machine is building it"
             hint = "delete this file if no other machine or container is building there"
             raise PartError(f"DeepSpeed's {lock.parent.name} is locked, and {who}", where=str(lock), hint=hint)
-        elif not told and now - began > OWN_LOCK_TIMEOUT:
+        elif not is_announced and now - began > OWN_LOCK_TIMEOUT:
             say(f"waiting for {lock} ({f'process {builder}' if builder else 'delete it if nothing is building there'})")
-            told = True
+            is_announced = True
         time.sleep(0.1)
 
 

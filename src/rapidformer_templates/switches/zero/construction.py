@@ -48,14 +48,14 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
     from transformers.modeling_utils import set_zero3_state
 
-    whole = _WholeAgain()
+    gathering = _GatherOnUse()
 
     class Partitioned(Init):
         is_over = False
 
         def _post_init_method(self, module: Any) -> None:
             if not self.is_over:
-                with whole.paused():
+                with gathering.paused():
                     super()._post_init_method(module)
 
         def __exit__(self, *error: Any) -> None:
@@ -73,7 +73,7 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
     # parameters itself, and from drawing other random numbers than without ZeRO.
     known_to_transformers = HfDeepSpeedConfig(building)
     try:
-        with Partitioned(config_dict_or_path=building), _left_to_others(whole), set_zero3_state(), whole:
+        with Partitioned(config_dict_or_path=building), _paused_for_others(gathering), set_zero3_state(), gathering:
             yield
     finally:
         unset_hf_deepspeed_config()
@@ -94,12 +94,12 @@ def _is_decorated(kind: type) -> bool:
     loses the decorator's.
     """
     init = vars(kind).get("__init__")
-    own = vars(kind).get("_old_init")
-    return own is not None and init is not own and getattr(init, "__wrapped__", None) is not own
+    old_init = vars(kind).get("_old_init")
+    return old_init is not None and init is not old_init and getattr(init, "__wrapped__", None) is not old_init
 
 
 @contextmanager
-def _left_to_others(whole: _WholeAgain) -> Iterator[None]:
+def _paused_for_others(gathering: _GatherOnUse) -> Iterator[None]:
     """Pause our gathering while other code gathers parameters itself, as transformers does on its first worker alone.
 
     Partition all whole parameters first. Otherwise two owners would hold a parameter, and the first to release it would
@@ -110,24 +110,24 @@ def _left_to_others(whole: _WholeAgain) -> Iterator[None]:
     enter, leave = GatheredParameters.__enter__, GatheredParameters.__exit__
 
     def gather(self: Any) -> Any:
-        whole.partition_again()
-        whole.pauses += 1
+        gathering.partition_again()
+        gathering.pauses += 1
         return enter(self)
 
-    def let_go(self: Any, *error: Any) -> Any:
+    def release(self: Any, *error: Any) -> Any:
         try:
             return leave(self, *error)
         finally:
-            whole.pauses -= 1
+            gathering.pauses -= 1
 
-    GatheredParameters.__enter__, GatheredParameters.__exit__ = gather, let_go
+    GatheredParameters.__enter__, GatheredParameters.__exit__ = gather, release
     try:
         yield
     finally:
         GatheredParameters.__enter__, GatheredParameters.__exit__ = enter, leave
 
 
-class _WholeAgain(TorchFunctionMode):
+class _GatherOnUse(TorchFunctionMode):
     """Gathers partitioned parameters when a torch function uses them.
 
     A parameter stays whole until other parameters are used and no view of it is alive. For example, the row that

@@ -85,10 +85,10 @@ KINDS = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu")
 def _knows_device(request: Request) -> list[Finding]:
     device = request.environment.device
     # The engine of 3D layouts has its own ZeRO.
-    asked = tuple(name for name, switch in request.active.items() if name.startswith("zero-") and switch.engine)
-    if device in KINDS or not asked:
+    names = tuple(name for name, switch in request.active.items() if name.startswith("zero-") and switch.engine)
+    if device in KINDS or not names:
         return []
-    return [Finding(f"DeepSpeed does not compute on {device}", request.asked_for(*asked), switches=asked)]
+    return [Finding(f"DeepSpeed does not compute on {device}", request.asked_for(*names), switches=names)]
 
 
 KNOWN_DEVICE = Rule(
@@ -170,7 +170,7 @@ _ACTED = {1: _STATES, 2: first_finding(_STATES, _gradients), 3: first_finding(_S
 
 
 def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -> Switch:
-    own = {1: _under_3d("optimizer"), 2: _under_3d("gradients")}  # ZeRO-3 is refused under 3D
+    under_3d = {1: _under_3d("optimizer"), 2: _under_3d("gradients")}  # ZeRO-3 is refused under 3D
     package: Mapping[str, Any] = DEEPSPEED
     return Switch(
         name=f"zero-{level}",
@@ -198,8 +198,8 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         # With freed memory "kept", ZeRO-2 took 2,049 MB instead of 1,661 MB. ZeRO-3 took 1,368 MB with it "given back"
         # and 1,846 MB "as usual", where DDP took 1,400 MB.
         freed_memory="given back" if level == 3 else "as usual",
-        under_3d=own.get(level, {}),
-        divides_copies=level in own,
+        under_3d=under_3d.get(level, {}),
+        divides_copies=level in under_3d,
         **package,
     )
 

@@ -47,7 +47,7 @@ class DeepSpeedEngine(SingleEngine):
         self.config: dict[str, Any] = dict(plan.engine_options["deepspeed"])
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
         prepare(plan)
-        _join(workers, loud=any(self.config.get(name) for name in LOUD))
+        _init_communication(workers, loud=any(self.config.get(name) for name in LOUD))
         self._deepspeed: Any
         self._state: zero_state.ZeroState
 
@@ -87,7 +87,7 @@ class DeepSpeedEngine(SingleEngine):
             self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
         if masters is not None:
             masters.restore(self._state)
-        self._route = self._state.route()
+        self._sequence_check = self._state.sequence_check()
         self._needs_zero_gradients = self.zero_stage == 3
         self._sequence = GradientSequence(
             len(self._parameters), self._state.sequenced(self._parameters, self._on_gradient_ready)
@@ -137,30 +137,30 @@ class DeepSpeedEngine(SingleEngine):
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
         self._deepspeed.set_gradient_accumulation_boundary(last)
-        return self._route.checked() if self._route else contextlib.nullcontext()
+        return self._sequence_check.checked() if self._sequence_check else contextlib.nullcontext()
 
     def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
-        self._reached: set[int] = set()
+        self._used: set[int] = set()
         return super()._schedule(microbatches, weight)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        if self._route and not self._route.is_known:
-            reached = set(map(id, reached_parameters(loss)))
-            self._route.forward_done(self._names(p for p in self._parameters if id(p) not in reached))
+        if self._sequence_check and not self._sequence_check.is_known:
+            used = set(map(id, reached_parameters(loss)))
+            self._sequence_check.forward_done(self._names(p for p in self._parameters if id(p) not in used))
         self._sequence.begin()
         self._deepspeed.backward(with_unused_parameters(loss, (), then=self._sequence.finish), scale_wrt_gas=False)
 
     def _on_gradient_ready(self, index: int) -> None:
         if self._parameters[index].grad is not None:
-            self._reached.add(index)
+            self._used.add(index)
         self._sequence.add(index)
 
     def _fill_zero_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         those = set(map(id, parameters))
-        self._reached |= {index for index, parameter in enumerate(self._parameters) if id(parameter) in those}
+        self._used |= {index for index, parameter in enumerate(self._parameters) if id(parameter) in those}
 
     def _unused_here(self) -> Sequence[int]:
-        return [index for index in range(len(self._parameters)) if index not in self._reached]
+        return [index for index in range(len(self._parameters)) if index not in self._used]
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
@@ -172,10 +172,10 @@ class DeepSpeedEngine(SingleEngine):
         Raises:
             RapidformerError: the loss of no worker reaches a trainable parameter.
         """
-        unreached = self._names(self._parameters[index] for index in indices)
-        if unreached:
+        unused = self._names(self._parameters[index] for index in indices)
+        if unused:
             raise RapidformerError(
-                f"the loss does not reach {len(unreached)} parameters: {', '.join(unreached[:6])}",
+                f"the loss does not reach {len(unused)} parameters: {', '.join(unused[:6])}",
                 where=f"ZeRO-{self.zero_stage}, which would let them decay",
                 hint="set requires_grad = False for them in build_model, or leave them out of the model",
             )
@@ -228,7 +228,7 @@ def _numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if isinstance(value, (bool, int, float))}
 
 
-def _join(workers: Workers, *, loud: bool) -> None:
+def _init_communication(workers: Workers, *, loud: bool) -> None:
     """Connect DeepSpeed to the process group and the device. A single worker gets a new group.
 
     Args:
@@ -266,15 +266,15 @@ class Masters:
         for name, parameter in model.named_parameters():
             if is_quantized(parameter):
                 continue  # codes have no compute type
-            here = canonical_name(name)
+            canonical = canonical_name(name)
             if hasattr(parameter, "ds_tensor"):  # partitioned while it was built
-                self._partitioned.add(here)
-                self._values[here] = parameter.ds_tensor.detach().clone()
+                self._partitioned.add(canonical)
+                self._values[canonical] = parameter.ds_tensor.detach().clone()
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
             else:
-                self._values[here] = parameter.detach().to(workers.device)
+                self._values[canonical] = parameter.detach().to(workers.device)
                 if workers.world > 1:
-                    dist.broadcast(self._values[here], src=0)
+                    dist.broadcast(self._values[canonical], src=0)
             parameter.data = parameter.data.to(dtype)
 
     def restore(self, state: zero_state.ZeroState) -> None:
@@ -295,8 +295,8 @@ def _autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
     forward = model.forward
 
     @functools.wraps(forward)  # keep the signature of the model's forward
-    def in_type(*args: Any, **kwargs: Any) -> Any:
+    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(next(model.parameters()).device.type, dtype=dtype):
             return forward(*args, **kwargs)
 
-    model.forward = in_type
+    model.forward = autocast_forward

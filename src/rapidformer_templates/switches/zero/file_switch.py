@@ -62,9 +62,9 @@ def _needs_a_zero_stage(request: Request) -> list[Finding]:
     if any(name.startswith("zero-") for name in request.active):
         return []
     message = "deepspeed-config needs a ZeRO stage, in the file or as a flag"
-    asked, levels = request.asked_for("deepspeed-config"), (2, 1, 3)
+    flags, levels = request.asked_for("deepspeed-config"), (2, 1, 3)
     changes = tuple(add({f"zero_{level}_memory_optimization": True}) for level in levels)
-    return [Finding(message, asked, switches=("deepspeed-config",), changes=changes)]
+    return [Finding(message, flags, switches=("deepspeed-config",), changes=changes)]
 
 
 def _agrees(request: Request) -> list[Finding]:
@@ -85,9 +85,9 @@ def _act(request: Request) -> list[Finding]:
 def _findings(request: Request, problems: Iterable[deepspeed_keys.Problem]) -> list[Finding]:
     """Return one finding per problem, with the line of the file that it is about."""
     file = deepspeed_file.file_of(request)
-    asked = request.asked_for("deepspeed-config")
+    flags = request.asked_for("deepspeed-config")
     return [
-        Finding(message, (*asked, f"{path} ({file.where(path)})"), switches=("deepspeed-config",))
+        Finding(message, (*flags, f"{path} ({file.where(path)})"), switches=("deepspeed-config",))
         for path, message in problems
     ]
 
@@ -131,20 +131,20 @@ def _what_no_flag_knows(request: Request) -> Reasons:
 
 def _acted(measured: Measured) -> str | None:
     """Check that DeepSpeed runs with the ZeRO settings of the file, unless another engine replaces DeepSpeed."""
-    asked = deepspeed_file.read(measured.config.get("deepspeed_config")).content.get("zero_optimization") or {}
+    section = deepspeed_file.read(measured.config.get("deepspeed_config")).content.get("zero_optimization") or {}
     runs_with = measured["zero_optimization"]
     if measured.plan.engine != ENGINE:
         return None
     if runs_with is None:
         return "a step by DeepSpeed was expected; something else made it"
-    given = {name: value for name, value in asked.items() if isinstance(value, (bool, int, float))}
+    settings = {name: value for name, value in section.items() if isinstance(value, (bool, int, float))}
     # After reading it, DeepSpeed renames stage3_max_live_parameters to max_live_parameters.
-    in_effect = {name: runs_with.get(name, runs_with.get(name.removeprefix("stage3_"))) for name in given}
-    differing = [name for name, value in given.items() if in_effect[name] not in (value, None)]
+    in_effect = {name: runs_with.get(name, runs_with.get(name.removeprefix("stage3_"))) for name in settings}
+    differing = [name for name, value in settings.items() if in_effect[name] not in (value, None)]
     if not differing:
         return None
     name = differing[0]
-    return f"zero_optimization.{name} = {given[name]} was expected, as in the file; DeepSpeed has {in_effect[name]}"
+    return f"zero_optimization.{name} = {settings[name]} was expected, as in the file; DeepSpeed has {in_effect[name]}"
 
 
 DEEPSPEED_CONFIG = Switch(

@@ -95,7 +95,7 @@ class ZeroState(ABC):
             A function that runs DeepSpeed's original hook for an index, with a zero gradient if there is none.
         """
 
-    def route(self) -> ForwardSequenceCheck | None:
+    def sequence_check(self) -> ForwardSequenceCheck | None:
         """Return the module sequence that every micro batch must follow, or None if no parameters are gathered."""
         return None
 
@@ -115,8 +115,8 @@ class ZeroState(ABC):
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients of the model and of the masters, and the gradients reduced to this rank's share."""
         shares = [part for part in self.optimizer.averaged_gradients.values() if part is not None]
-        held = [t for p in self.model.parameters() for t in (p.grad, getattr(p, "grad_accum", None))]
-        return [t for t in [*tree_leaves(shares), *held] if isinstance(t, torch.Tensor)]
+        of_model = [t for p in self.model.parameters() for t in (p.grad, getattr(p, "grad_accum", None))]
+        return [t for t in [*tree_leaves(shares), *of_model] if isinstance(t, torch.Tensor)]
 
     def _buckets(self) -> list[torch.Tensor]:
         buffers = [bucket.buffer for bucket in self.optimizer.ipg_buckets.values()]
@@ -195,27 +195,27 @@ class ZeroState(ABC):
     def _read_state(self, flat: torch.Tensor, fragments: list[Fragment], reader: StateReader) -> dict[str, Any]:
         """Read the optimizer state of a flat partition. Existing tensors are overwritten in place."""
         saved, state = reader.names("optimizer"), self._optimizer_state(flat)
-        here = {f.name for f in fragments}
-        keys = {key for name, _, key in (entry.rpartition("/") for entry in saved) if name in here}
-        own, _ = group_values.split(self.optimizer.optimizer, sorted(keys))
-        group_values.check_count(self.optimizer.optimizer, ", ".join(sorted(here)[:2]), sorted(keys))
-        for key in own:
-            held = [f for f in fragments if f"{f.name}/{key}" in saved]
-            if saved[f"{held[0].name}/{key}"] == ():
-                state[key] = self._read_count(reader, held, key)
+        names = {f.name for f in fragments}
+        keys = {key for name, _, key in (entry.rpartition("/") for entry in saved) if name in names}
+        per_parameter, _ = group_values.split(self.optimizer.optimizer, sorted(keys))
+        group_values.check_count(self.optimizer.optimizer, ", ".join(sorted(names)[:2]), sorted(keys))
+        for key in per_parameter:
+            saved_fragments = [f for f in fragments if f"{f.name}/{key}" in saved]
+            if saved[f"{saved_fragments[0].name}/{key}"] == ():
+                state[key] = self._read_count(reader, saved_fragments, key)
                 continue
             if key not in state:
                 state[key] = torch.zeros_like(flat, requires_grad=False)
-            for f in held:
+            for f in saved_fragments:
                 read_into(f.of(state[key]), reader, "optimizer", f"{f.name}/{key}", f.shape, f.start)
             if key == weight_average.KEY:  # a parameter that no step has updated equals its average
-                for f in (f for f in fragments if f not in held):
+                for f in (f for f in fragments if f not in saved_fragments):
                     read_into(f.of(state[key]), reader, "weights", f.name, f.shape, f.start)
         return state
 
-    def _read_count(self, reader: StateReader, held: list[Fragment], key: str) -> Any:
+    def _read_count(self, reader: StateReader, fragments: list[Fragment], key: str) -> Any:
         """Read a value that each parameter has, but that a flat partition has only once."""
-        counts = {f.name: reader.read("optimizer", f"{f.name}/{key}", (), ()) for f in held}
+        counts = {f.name: reader.read("optimizer", f"{f.name}/{key}", (), ()) for f in fragments}
         values = {float(count) for count in counts.values()}
         if len(values) > 1:
             some = ", ".join(f"{name} {float(count):g}" for name, count in list(counts.items())[:4])
@@ -252,8 +252,10 @@ class FlatGroups(ZeroState):
         ]
 
     def _fragment(self, parameter: Any) -> Fragment:
-        here, there = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
-        return Fragment(self.names[id(parameter)], tuple(parameter.shape), here.start, here.numel, there.start)
+        address, master_address = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
+        return Fragment(
+            self.names[id(parameter)], tuple(parameter.shape), address.start, address.numel, master_address.start
+        )
 
     @contextmanager
     def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
@@ -381,7 +383,7 @@ class PartitionedParameters(ZeroState):
 
         return send
 
-    def route(self) -> ForwardSequenceCheck | None:
+    def sequence_check(self) -> ForwardSequenceCheck | None:
         if self.workers.world == 1:
             return None
         from deepspeed.utils import z3_leaf_module
@@ -389,10 +391,10 @@ class PartitionedParameters(ZeroState):
         within = {part: m for m in self.model.modules() if z3_leaf_module(m) for part in m.modules() if part is not m}
         modules, trained = {}, {}
         for name, module in self.model.named_modules():
-            own = dict(module.named_parameters(recurse=z3_leaf_module(module)))
-            if own and module not in within:
+            parameters = dict(module.named_parameters(recurse=z3_leaf_module(module)))
+            if parameters and module not in within:
                 modules[name] = module
-                trained[name] = [canonical_name(f"{name}.{n}") for n, p in own.items() if p.requires_grad]
+                trained[name] = [canonical_name(f"{name}.{n}") for n, p in parameters.items() if p.requires_grad]
         return ForwardSequenceCheck(modules, trained, self.workers, "ZeRO-3")
 
     def _whole(self, parameter: Any) -> torch.Tensor:

@@ -29,8 +29,8 @@ def check_values(config: RunConfig, plan: Plan) -> None:
     Raises:
         ConfigError: a value has the wrong type, or is out of range.
     """
-    text, told = config.get("deepspeed_config"), plan.engine_options.get("deepspeed")
-    if text is None or told is None:
+    text, settings = config.get("deepspeed_config"), plan.engine_options.get("deepspeed")
+    if text is None or settings is None:
         return
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # messages during the import do not matter to a run
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -40,7 +40,7 @@ def check_values(config: RunConfig, plan: Plan) -> None:
     models = {"fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config, "zero_optimization": DeepSpeedZeroConfig}
     for section, model in models.items():
         try:
-            model(**filled(told[section], width=1))
+            model(**filled(settings[section], width=1))
         except ValidationError as error:
             first = error.errors()[0]
             path = ".".join([section, *map(str, first["loc"])])
