@@ -107,18 +107,17 @@ def refused_pairs(registry: Registry, pairs: Pairs) -> list[tuple[tuple[Rule, ..
     return [(rules[codes], pairs_by_rules[codes]) for codes in order]
 
 
-def _makes_groups(switch: Switch) -> bool:
-    """Whether a switch divides the workers into groups."""
-    return bool(switch.sizes) or switch.dimensions is not Switch.dimensions
-
-
 def against_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:
     """Return a table of each switch against the switches that divide the workers into groups.
 
     These switches divide a model, samples or sequences over separate groups of workers. A cell is "yes", or the codes
     of the rules that refuse the pair.
     """
-    dividing = [(i, switch) for i, switch in enumerate(registry.switches) if _makes_groups(switch)]
+    dividing = [
+        (i, switch)
+        for i, switch in enumerate(registry.switches)
+        if switch.sizes or switch.dimensions is not Switch.dimensions
+    ]
     table = [["", *(switch.name for _, switch in dividing)]]
     for i, switch in enumerate(registry.switches):
         cells = [pairs[max(i, j)][min(i, j)] for j, _ in dividing]

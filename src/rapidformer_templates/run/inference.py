@@ -63,7 +63,7 @@ def build_single_process(template: Template, weights: Weights | None) -> Engine:
             hint="evaluate and predict in a program of one process, or with rapidformer evaluate and predict",
         )
     with kept_process_state(), _single_process_plan(template):
-        workers = _single_worker(template.plan)
+        workers = Workers(rank=0, local_rank=0, world=1, device=accelerator.device_of(template.plan.device, 0))
         build_data(template, workers)
         engine = build_engine(template, workers)
         _attach_precomputed(template, engine, workers)
@@ -109,7 +109,7 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
     part = ""
     if data is None:
         samples = template.data.validation_sets()
-    elif _are_rows(data) and template.uses_task:
+    elif template.uses_task and isinstance(data, list | tuple) and all(isinstance(row, Mapping) for row in data):
         task, samples = _read_rows(template, data)
     else:
         samples, part = data, _part_of(template, data)
@@ -167,10 +167,6 @@ def _read(template: Template, engine: Engine, samples: Sequence[Any], batch_size
             hint="override read_outputs(self, outputs, batch), or call the model itself: .model",
         )
     return predictions
-
-
-def _are_rows(data: Any) -> bool:
-    return isinstance(data, list | tuple) and all(isinstance(row, Mapping) for row in data)
 
 
 def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
@@ -236,10 +232,6 @@ def _single_process_plan(template: Template) -> Iterator[None]:
         del attributes["plan"]
         if before is not None:
             attributes["plan"] = before
-
-
-def _single_worker(plan: Plan) -> Workers:
-    return Workers(rank=0, local_rank=0, world=1, device=accelerator.device_of(plan.device, 0))
 
 
 @dataclasses.dataclass(frozen=True)

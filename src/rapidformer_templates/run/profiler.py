@@ -115,7 +115,10 @@ def summary(events: Sequence[Any], steps: int) -> dict[str, Any]:
         "outside_operators_share": round(1 - in_operators / wall, 4) if wall else 0.0,
         "host_waits_a_step": {name: sum(e.name == name for e in host) / steps for name in WAITS},
     }
-    kernels = _union(_interval(e) for e in events if e.device_type == DeviceType.CUDA and not _is_mark(e))
+    # Profilers also project our marks onto the device's timeline.
+    marks = ("rapidformer: ", "ProfilerStep", "Optimizer.")
+    on_device = (e for e in events if e.device_type == DeviceType.CUDA)
+    kernels = _union(_interval(e) for e in on_device if not str(e.name).startswith(marks))
     if kernels:
         span = kernels[-1][1] - kernels[0][0]
         result["device_busy_ms"] = _ms(_length(kernels), steps)
@@ -145,11 +148,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """Read the summary that a run has written."""
     run_summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return run_summary
-
-
-def _is_mark(event: Any) -> bool:
-    """Whether an event is one of our marks. Profilers also project them onto the device's timeline."""
-    return str(event.name).startswith(("rapidformer: ", "ProfilerStep", "Optimizer."))
 
 
 def _interval(event: Any) -> Interval:

@@ -105,7 +105,9 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
         except StopIteration:
             return
         except csv.Error as error:
-            bad.note(path, start, _quoting_reason(error), "double the quotes inside a quoted field")
+            is_open = "end of data" in str(error)
+            reason = "a quoted field is never closed" if is_open else f"broken quoting: {error}"
+            bad.note(path, start, reason, "double the quotes inside a quoted field")
             continue
         span = range(start, reader.line_num + 1)
         not_utf8 = next((n for n in span if n in broken), None)
@@ -125,10 +127,6 @@ def _decoded(path: Path, broken: set[int]) -> Iterator[str]:
         if not is_utf8:
             broken.add(number)
         yield text
-
-
-def _quoting_reason(error: csv.Error) -> str:
-    return "a quoted field is never closed" if "end of data" in str(error) else f"broken quoting: {error}"
 
 
 def _header(path: Path, cells: list[str]) -> list[str]:

@@ -54,7 +54,8 @@ def notes(request: Request) -> Iterator[str]:
     yield from _moved(file)
     for path, why in NOTED.items():
         value = look_up(file.content, path)
-        if value is not None and not asks_nothing(value) and not (path == "steps_per_print" and _prints(file)):
+        prints_anyway = path == "steps_per_print" and any(file.content.get(name) for name in LOUD)
+        if value is not None and not asks_nothing(value) and not prints_anyway:
             yield f"{file.name}: {path} {_shown(value)}: {why}"
     if options := file_options(request):
         listed = ", ".join(f"{name} {_shown(value)}" for name, value in options.items())
@@ -83,10 +84,6 @@ def _filled(request: Request, file: DeepSpeedFile) -> Iterator[str]:
     shown = [f"{path} {filled[path]}" for path in auto if path.startswith("zero_optimization.")]
     if shown:
         yield f"{file.name}: auto values are filled in: {', '.join(shown)}"
-
-
-def _prints(file: DeepSpeedFile) -> bool:
-    return any(file.content.get(name) for name in LOUD)
 
 
 def _shown(value: Any) -> str:

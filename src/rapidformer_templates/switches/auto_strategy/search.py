@@ -128,7 +128,7 @@ class Search:
         """Try all layouts. Activations are offloaded to the host only if no other layout fits."""
         rejected: list[Rejected] = []
         best_first: list[Candidate] = []
-        keeps = self._allowed("offload_activations", self._ways_to_keep())
+        keeps = self._allowed("offload_activations", [False] if self.environment.device == "cpu" else [False, True])
         for contexts, offload in product(self._contexts(), keeps):
             best_first = self._verified(self._fitting(contexts, offload, rejected), rejected)
             if best_first:
@@ -143,10 +143,6 @@ class Search:
         if "context_parallel_size" in self.config.origins:
             return [[self.config.get("context_parallel_size")]]
         return [[1], _divisors(self.environment.world_size)[1:]]
-
-    def _ways_to_keep(self) -> list[bool]:
-        """Whether activations may be offloaded. On a CPU they may not, because its memory is the host's."""
-        return [False] if self.environment.device == "cpu" else [False, True]
 
     def _fitting(self, contexts: Sequence[int], offload: bool, rejected: list[Rejected]) -> list[Candidate]:
         """Return the layouts with these context sizes and this offloading that fit.

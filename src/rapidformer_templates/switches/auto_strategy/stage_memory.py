@@ -205,7 +205,7 @@ class Stage:
         for each, beside in zip(self._passes, others, strict=True):
             part, left = parts[each.part], 0
             for phase, alone in part.phases(forward=each.is_forward):
-                leaving = self._complete(phase.finished - part.head_gradients, each.part)
+                leaving = bisect_right(self._leaving[each.part].complete, phase.finished - part.head_gradients)
                 found.append(self._moment(phase, alone + beside, each, left, leaving))
                 left = leaving
         return [*found, *self._after(max(others))]
@@ -389,10 +389,6 @@ class Stage:
     def _gathered(bucket: Bucket) -> int:
         """Elements in addition to the weights while a bucket's updated ones are sent."""
         return bucket.packed if bucket.owner is not None else bucket.share + bucket.packed
-
-    def _complete(self, finished: int, part: int) -> int:
-        """Number of the part's buckets that are complete once ``finished`` bytes of gradients are finished."""
-        return bisect_right(self._leaving[part].complete, finished)
 
     def _on_their_way(self, begun: Iterable[int], count: int) -> int:
         """Bytes of the ``count`` largest buckets in flight, and of the shares that they produce."""

@@ -149,7 +149,14 @@ def attention(
         output = packed_attention(query, key, value, attention_mask, scale=scale, dropout=dropout, package=package)
         return output, None
     position_bias = others.get("position_bias")
-    if kernel == "flash_attn" and position_bias is None and _suits_package(query, key, value, attention_mask):
+    # The package supports no mask, only 16 bits, and as many queries as keys (not so in generation).
+    if (
+        kernel == "flash_attn"
+        and attention_mask is None
+        and position_bias is None
+        and value.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[2] == key.shape[2]
+    ):
         return _package_attention(module, query, key, value, dropout, scaling, others.get("is_causal")), None
     backends = _backends(query, attention_mask, kernel)
     if torch.is_grad_enabled():
@@ -169,11 +176,6 @@ def _backends(query: torch.Tensor, mask: torch.Tensor | None, kernel: str) -> li
     if query.device.type == "cpu" or (mask is None and kernel == "flash"):
         return [SDPBackend.FLASH_ATTENTION]
     return [SDPBackend.EFFICIENT_ATTENTION]
-
-
-def _suits_package(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether ``flash_attn`` supports this: no mask, 16 bits, and as many queries as keys (not so in generation)."""
-    return mask is None and value.dtype in (torch.float16, torch.bfloat16) and query.shape[2] == key.shape[2]
 
 
 def _package_attention(

@@ -71,8 +71,9 @@ class FSDPEngine(SingleEngine):
             # Parameters are gathered in the compute type. Gradients are summed in fp32, unless the user chooses another
             # type.
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
-        for stack in _modules_with_dtensors(model):
-            self._shard_expert_stacks(stack, policy, reshard)
+        for module in list(model.modules()):
+            if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):  # already divided
+                self._shard_expert_stacks(module, policy, reshard)
         blocks = list(find_blocks(model).values())
         for unit in (*_shared_modules(blocks), *blocks):
             fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -255,11 +256,6 @@ def _shared_modules(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     shared = [module for module, count in owners.items() if count > 1 and any(True for _ in module.parameters())]
     inner = {part for module in shared for part in module.modules() if part is not module}
     return [module for module in shared if module not in inner]
-
-
-def _modules_with_dtensors(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose parameters are already divided."""
-    return [m for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))]
 
 
 def _is_placed_along(parameter: nn.Parameter, dimension: str) -> bool:

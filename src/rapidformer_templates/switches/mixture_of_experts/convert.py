@@ -109,14 +109,10 @@ def find_feed_forward(block: nn.Module) -> FeedForward | None:
 
 
 def _fits(module: nn.Module, shape: FeedForwardNames) -> bool:
-    parts = {name for name, part in module.named_modules() if _is_linear(part)}
+    parts = {n for n, part in module.named_modules() if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"}
     needed = {name for name in (shape.up, shape.down, shape.gate) if name}
     # There is no other linear layer, except in a block, which also contains its attention.
     return needed <= parts and (shape is SPLIT or needed == parts) and _activation(module, shape) is not None
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _activation(module: nn.Module, shape: FeedForwardNames) -> Callable[[torch.Tensor], torch.Tensor] | None:

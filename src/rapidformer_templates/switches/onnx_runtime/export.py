@@ -204,7 +204,8 @@ def _sizes(what: Any, symbols: Mapping[Any, int]) -> Sizes:
 def _to_onnx(module: fx.GraphModule, name: str) -> Any:
     registry = _registry()
     _fx_passes.insert_type_promotion_nodes(module)
-    missing = [n for n in module.graph.nodes if n.op == "call_function" and not _has_onnx(n, registry)]
+    calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    missing = [n for n in calls if not (_core._is_onnx_op(n.target) or registry.is_registered(n.target))]
     if missing:
         # Use the name by which the model called it before decomposition.
         operators = sorted({str(node.meta.get("original_aten") or node.target) for node in missing})
@@ -219,10 +220,6 @@ def _to_onnx(module: fx.GraphModule, name: str) -> Any:
         raise ModelError(f"{name} cannot run in ONNX Runtime: {error}", hint=ADVICE) from error
     model.model.opset_imports[""] = OPSET
     return model
-
-
-def _has_onnx(node: fx.Node, registry: Any) -> bool:
-    return node.target is operator.getitem or _core._is_onnx_op(node.target) or registry.is_registered(node.target)
 
 
 def _program(module: fx.GraphModule) -> ExportedProgram:

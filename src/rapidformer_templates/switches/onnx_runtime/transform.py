@@ -87,16 +87,12 @@ def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
     """
     if module in blocks:
         yield module
-    elif blocks.isdisjoint(module.modules()) and not _stays(module):
+    elif not any(part in blocks or isinstance(part, (nn.Embedding, FusedHead)) for part in module.modules()):
         if any(parameter.ndim > 1 for parameter in module.parameters()):
             yield module
     else:
         for child in module.children():
             yield from _parts(child, blocks)
-
-
-def _stays(module: nn.Module) -> bool:
-    return any(isinstance(part, (nn.Embedding, FusedHead)) for part in module.modules())
 
 
 def captured(module: nn.Module) -> Captured | None:

@@ -173,7 +173,9 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
             where=_WHERE,
             hint=f"known are {', '.join(sorted(KNOWN))}",
         )
-    expressions = [(re.compile(_expression(pattern)), style) for pattern, style in patterns.items()]
+    # In a pattern, ``*`` is a number, and the name may have a prefix.
+    escaped = {re.escape(pattern).replace(r"\*", r"\d+"): style for pattern, style in patterns.items()}
+    expressions = [(re.compile(r"(.*\.)?" + pattern), style) for pattern, style in escaped.items()]
     # Modules of other pipeline stages are not divided here, nor layers that a mixture has replaced.
     names = {name for name, module in model.named_modules() if not isinstance(module, (AbsentModule, nn.Identity))}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -239,11 +241,6 @@ def _no_tensor_plan(model: nn.Module) -> ModelError:
     )
 
 
-def _expression(pattern: str) -> str:
-    """Convert a plan's pattern to a regular expression. ``*`` is a number, and the name may have a prefix."""
-    return r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+")
-
-
 def _module_styles(model: nn.Module) -> dict[str, str]:
     """Return the styles that modules define as ``tensor_styles``. These modules have replaced planned ones."""
     return {
@@ -282,7 +279,7 @@ def _divided_parameters(model: nn.Module, name: str, style: str) -> Iterator[tup
     if style == REPLICATED:
         return
     owner, _, key = name.rpartition(".")
-    parameter = _submodule(model, owner)._parameters.get(key)
+    parameter = (model.get_submodule(owner) if owner else model)._parameters.get(key)
     if parameter is not None:
         yield parameter, _division_of_parameter(name, parameter, style)
         return
@@ -292,10 +289,6 @@ def _divided_parameters(model: nn.Module, name: str, style: str) -> Iterator[tup
     for key, parameter in module._parameters.items():
         if parameter is not None:
             yield parameter, _division_in_layer(name, module, key, style)
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name) if name else model
 
 
 def _division_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Division | None:

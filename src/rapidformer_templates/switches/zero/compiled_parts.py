@@ -345,11 +345,8 @@ def _clear(lock: Path, in_our_folder: bool, say: Say) -> None:
 
     If no process holds it, remove it from our folder, or raise for a user's folder.
     """
-    began, last_seen, is_announced = (
-        time.monotonic(),
-        time.monotonic(),
-        False,
-    )  # ``last_seen``: when a holder was last seen
+    began = last_seen = time.monotonic()  # ``last_seen``: when a process last held the lock
+    is_announced = False
     while lock.exists():
         builder, now = holder(lock), time.monotonic()
         last_seen = now if builder is not None else last_seen

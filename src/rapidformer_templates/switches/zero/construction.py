@@ -165,7 +165,11 @@ class _GatherOnUse(TorchFunctionMode):
         leaves = tree_leaves((args, kwargs))
         partitioned = {id(leaf): leaf for leaf in leaves if _is_partitioned(leaf)}
         if partitioned and func in SHAPE_ONLY:
-            args, kwargs = tree_map(lambda leaf: _like(leaf) if id(leaf) in partitioned else leaf, (args, kwargs))
+            whole = {
+                key: torch.empty(leaf.__dict__["ds_shape"], dtype=torch.float32, device="meta")
+                for key, leaf in partitioned.items()
+            }
+            args, kwargs = tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
             return func(*args, **kwargs)
         with self.paused():
             if partitioned:
@@ -208,7 +212,3 @@ def _is_partitioned(leaf: Any) -> bool:
     if not isinstance(leaf, torch.nn.Parameter) or "ds_status" not in leaf.__dict__:
         return False
     return bool(leaf.__dict__["ds_status"].name == "NOT_AVAILABLE")
-
-
-def _like(parameter: Any) -> torch.Tensor:
-    return torch.empty(parameter.__dict__["ds_shape"], dtype=torch.float32, device="meta")
