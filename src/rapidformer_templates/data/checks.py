@@ -34,7 +34,13 @@ def checked_data(data: Any) -> Data:
         raise DataError(f"build_data returned {kind_of(data)}", where="build_data()", hint=hint)
     several = data.valid if isinstance(data.valid, Mapping) else {"": data.valid}
     for name in several:
-        _check_name(name)
+        # Refuse a name of a validation set that metrics cannot use.
+        if not isinstance(name, str) or not (name == "" or SET_NAME.fullmatch(name)) or name == TEST:
+            raise DataError(
+                f"a validation set of build_data is called {name!r}",
+                where="Data(valid=…)",
+                hint="use letters, digits, '.', '_' and '-' in their names, and call none of them test",
+            )
     sets = {"train": data.train, "test": data.test, **{f"valid {name}".strip(): one for name, one in several.items()}}
     for part, samples in sets.items():
         # A mapping has both, but its keys are columns or names of parts.
@@ -51,16 +57,6 @@ def checked_data(data: Any) -> Data:
         if function is not None and not callable(function):
             raise DataError(f"{part} of build_data is {kind_of(function)}, not a function", where=f"Data({part}=…)")
     return data
-
-
-def _check_name(name: Any) -> None:
-    """Refuse a name of a validation set that metrics cannot use."""
-    if not isinstance(name, str) or not (name == "" or SET_NAME.fullmatch(name)) or name == TEST:
-        raise DataError(
-            f"a validation set of build_data is called {name!r}",
-            where="Data(valid=…)",
-            hint="use letters, digits, '.', '_' and '-' in their names, and call none of them test",
-        )
 
 
 def checked_batch(batch: Any) -> Any:

@@ -79,7 +79,8 @@ def label_use(model: nn.Module) -> LabelUse:
         try:
             return _tried(model, reader)
         except Exception as error:  # any model can fail in its own way on four tokens
-            named = _named_like_one(model)
+            name = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.models")), "")
+            named = name.endswith(("ForCausalLM", "LMHeadModel", "DoubleHeadsModel"))
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             return LabelUse(type(model).__name__, shifts=named, untried=reason if named else "")
 
@@ -88,12 +89,6 @@ def _takes_tokens(model: nn.Module) -> bool:
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return "input_ids" in parameters and ("labels" in parameters or takes_any)
-
-
-def _named_like_one(model: nn.Module) -> bool:
-    """Return whether transformers names the class like a causal language model."""
-    name = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.models")), "")
-    return name.endswith(("ForCausalLM", "LMHeadModel", "DoubleHeadsModel"))
 
 
 def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:

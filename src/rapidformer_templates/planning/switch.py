@@ -236,26 +236,10 @@ class Measured:
         return [values[name] for values in self.ranks if values.get(name) is not None]
 
 
-def _never(model: ModelFacts) -> bool:
-    return False
-
-
 def _first_flag_given(options: Any, sizes: Sizes) -> bool:
     kind: type = type(options)
     first = fields_of(kind)[0]
     return bool(getattr(options, first.name) != first.default)
-
-
-def _no_notes(request: Request) -> Sequence[str]:
-    return ()
-
-
-def _no_options(request: Request) -> Mapping[str, Any]:
-    return {}
-
-
-def _no_dimensions(request: Request) -> Sequence[Dimension]:
-    return ()
 
 
 FreedMemory = Literal["given back", "as usual", "kept"]
@@ -333,17 +317,17 @@ class Switch:
     claims: frozenset[Resource] = frozenset()
     templates: tuple[str, ...] = TEMPLATES
     rules: tuple[Rule, ...] = ()
-    notes: Callable[[Request], Sequence[str]] = _no_notes
+    notes: Callable[[Request], Sequence[str]] = lambda request: ()
     needs_package: str | None = None
     install: str | None = None
     needs_cuda: bool = False
     sizes: Mapping[str, str] = field(default_factory=dict)
-    dimensions: Callable[[Request], Sequence[Dimension]] = _no_dimensions
+    dimensions: Callable[[Request], Sequence[Dimension]] = lambda request: ()
     adopt: Callable[[RunConfig], RunConfig] | None = None
     prepare: str | None = None
     order: str | None = None
     engine: str | None = None
-    engine_options: Callable[[Request], Mapping[str, Any]] = _no_options
+    engine_options: Callable[[Request], Mapping[str, Any]] = lambda request: {}
     transform: str | None = None
     exported: str | None = None
     receipt: tuple[str, ...] = ()
@@ -352,7 +336,7 @@ class Switch:
     under_3d: Mapping[str, Any] = field(default_factory=dict)
     copies_differ: bool = False
     divides_copies: bool = False
-    implied: Callable[[ModelFacts], bool] = _never
+    implied: Callable[[ModelFacts], bool] = lambda model: False
     keeps_base: bool = False
     narrow_weights: bool | None = None
     no_second_forward: str | None = None

@@ -144,10 +144,6 @@ def _decay_fits(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("lr_wsd_decay_iters", by), changes=changes)]
 
 
-def _adam_fits(request: Request) -> list[Finding]:
-    return [*has_no_betas(request), *betas_reach_one(request)]
-
-
 IN_A_FOLDER = {
     "overwrite": False,
     "async_save": False,
@@ -267,7 +263,7 @@ TRAINING_RULES = (
         "Adam's decays are below 1, and they and its epsilon need an optimizer that has them.",
         "adafactor keeps means of rows and columns instead of moments; with a decay of 1 a moment never changes",
         "[torch]",
-        _adam_fits,
+        lambda request: [*has_no_betas(request), *betas_reach_one(request)],
         Example("--optimizer adafactor --adam-beta2 0.99"),
         refusal="Settings of Adam that are out of range, or that the optimizer does not have.",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rapidformer_templates.planning.intervals import Interval
@@ -41,9 +41,8 @@ class Intervals:
 
     def due_by_clock(self) -> int:
         """Return the :data:`DUE_BITS` whose minutes have passed. The main worker sends them to the others."""
-        return sum(
-            DUE_BITS[name] for name, interval in self._timed() if now() - self._begun[name] >= 60 * interval.size
-        )
+        timed = ((name, interval) for name, interval in self.every.items() if interval.unit == "minutes")
+        return sum(DUE_BITS[name] for name, interval in timed if now() - self._begun[name] >= 60 * interval.size)
 
     def due(self, name: str, before: Mapping[str, int], after: Mapping[str, int], total: int, by_clock: int) -> bool:
         """Whether an action is due after a step.
@@ -62,6 +61,3 @@ class Intervals:
                 self._begun[name] = now()
             return due or step == total
         return interval.passed(before[interval.unit], after[interval.unit]) or step == total
-
-    def _timed(self) -> Iterator[tuple[str, Interval]]:
-        return ((name, interval) for name, interval in self.every.items() if interval.unit == "minutes")

@@ -31,19 +31,15 @@ class StopSignal:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if number == getattr(signal, "SIGHUP", None):
-            self._leave_terminals()
+            for fd in self._terminals:  # writing to a closed terminal would raise an error
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), fd)
         now = time.monotonic()
         if not self.signals:
             self._first = now
         elif number in (signal.SIGTERM, signal.SIGINT) and now - self._first >= INSISTS_AFTER:
             self.is_repeated = True
         self.signals.append(number)
-
-    def _leave_terminals(self) -> None:
-        """Redirect output from a closed terminal to the null device. Writing to it would raise an error."""
-        for fd in self._terminals:
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), fd)
 
 
 class StopRequest:

@@ -180,7 +180,8 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
         yield Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, mesh, sizes.context)
     finally:
         if is_first and dist.is_initialized():  # some engines open a group for a single process
-            _close_group()
+            close = _closing.pop() if _closing else dist.destroy_process_group
+            close()
 
 
 def _mesh(device: torch.device, sizes: Sizes) -> DeviceMesh | None:
@@ -222,11 +223,6 @@ _closing: list[Callable[[], None]] = []
 def close_group_by(close: Callable[[], None]) -> None:
     """Let a library that caches parts of the process group close it, so that the next group does not reuse them."""
     _closing[:] = [close]
-
-
-def _close_group() -> None:
-    close = _closing.pop() if _closing else dist.destroy_process_group
-    close()
 
 
 def open_group_alone(device: torch.device) -> None:

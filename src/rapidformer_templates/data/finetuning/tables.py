@@ -145,7 +145,9 @@ def read_dataset(config: RunConfig) -> LoadedDataset:
         return _streamed(config)
     flags = config.data
     bad = BadLines(skip=flags.skip_bad_lines)
-    parts = _read_parts(flags, bad)
+    located = locate(flags)
+    files = _with_training(located.parts, flags)
+    parts = {name: _read_part(located, paths, bad) for name, paths in files.items() if name in parts_read(flags)}
     train, valid = parts["train"], parts.get("valid")
     held_out = valid is None and flags.validation_fraction > 0
     if held_out:
@@ -232,12 +234,6 @@ def _with_training(files: Mapping[str, list[Path]], flags: DataFlags) -> Mapping
     names = ", ".join(str(path) for paths in files.values() for path in paths)
     hint = f"name a file train; there is: {names}"
     raise DataError("the data set has no training part", where=flags.data_dir, hint=hint)
-
-
-def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, DataPart]:
-    located = locate(flags)
-    files = _with_training(located.parts, flags)
-    return {name: _read_part(located, paths, bad) for name, paths in files.items() if name in parts_read(flags)}
 
 
 def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, DataPart]:

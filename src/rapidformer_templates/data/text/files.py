@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -114,7 +115,13 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
         if not_utf8 is not None:
             bad.note(path, not_utf8, NOT_UTF8, UTF8_HINT)
         elif header is None:
-            header = _header(path, cells)
+            names = [cell.strip() for cell in cells]
+            if len(set(names)) != len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise DataError(
+                    f"the header names the column '{twice}' twice", where=f"{path}:1", hint="rename one of them"
+                )
+            header = names
         elif cells and len(cells) != len(header):
             bad.note(path, start, f"the line has {len(cells)} columns, the header has {len(header)}")
         elif cells:
@@ -127,22 +134,6 @@ def _decoded(path: Path, broken: set[int]) -> Iterator[str]:
         if not is_utf8:
             broken.add(number)
         yield text
-
-
-def _header(path: Path, cells: list[str]) -> list[str]:
-    names = [cell.strip() for cell in cells]
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"the header names the column '{twice}' twice", where=f"{path}:1", hint="rename one of them")
-    return names
-
-
-def _csv_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
-    return _delimited_rows(path, bad, ",")
-
-
-def _tsv_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
-    return _delimited_rows(path, bad, "\t")
 
 
 def jsonl_rows(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[tuple[int, Row]]:
@@ -229,8 +220,8 @@ def _parquet_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
 
 
 ROW_READERS: dict[str, Callable[[Path, BadLines], Iterator[tuple[int, Row]]]] = {
-    ".csv": _csv_rows,
-    ".tsv": _tsv_rows,
+    ".csv": partial(_delimited_rows, delimiter=","),
+    ".tsv": partial(_delimited_rows, delimiter="\t"),
     ".json": _json_rows,
     ".jsonl": jsonl_rows,
     ".parquet": _parquet_rows,

@@ -159,10 +159,10 @@ class ParallelEngine(SingleEngine):
 
     def _iter_update_chunks(self) -> Iterator[None]:
         yield from self._shards.iter_update_chunks(in_chunks=self._updates_in_chunks)
-        self._shards.gather()
+        self._shards.all_gather_parameters()
 
     def _weights_were_set(self) -> None:
-        self._shards.gather()
+        self._shards.all_gather_parameters()
 
     def _drop_gradients(self) -> None:
         self._shards.drop()

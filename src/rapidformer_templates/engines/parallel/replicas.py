@@ -81,9 +81,9 @@ class ShardedGradients:
     """Exchanges the gradients and updates of a worker's parameters among the replicas of the model.
 
     A step consists of backward passes (each between :meth:`begin_backward` and :meth:`end_backward`),
-    :meth:`reduce`, the optimizer's update of the ``units`` :meth:`iter_update_chunks`, :meth:`gather` and :meth:`drop`.
-    Gradients are exchanged during the last backward. ZeRO-2 exchanges them in every backward, because no worker keeps
-    them whole. A parameter is summed and sharded only among the workers that have copies of it.
+    :meth:`reduce`, the optimizer's update of the ``units`` :meth:`iter_update_chunks`, :meth:`all_gather_parameters`
+    and :meth:`drop`. Gradients are exchanged during the last backward. ZeRO-2 exchanges them in every backward, because
+    no worker keeps them whole. A parameter is summed and sharded only among the workers that have copies of it.
 
     Args:
         trained: the parameters.
@@ -412,12 +412,8 @@ class ShardedGradients:
         self._synced_versions = versions
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def all_gather_parameters(self) -> None:
         """Send this rank's updates to all replicas."""
-        self._all_gather_parameters()
-        self._synced_versions = self._versions()
-
-    def _all_gather_parameters(self) -> None:
         for unit in self._unsharded.values():
             if unit.of.compute_dtype:
                 unit.of.local.copy_(unit.values)
@@ -426,6 +422,7 @@ class ShardedGradients:
             flat = self._gather_bucket(bucket, like.dtype)
             for (index, start, count), offset in bucket.with_offsets():
                 self.trained[index].local.view(-1)[start : start + count] = flat[offset : offset + count]
+        self._synced_versions = self._versions()
 
     def _gather_bucket(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Gather a bucket's units from all replicas, packed end to end."""

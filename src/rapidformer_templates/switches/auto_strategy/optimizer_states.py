@@ -145,10 +145,6 @@ def is_for_muon(parameter: ParameterShape) -> bool:
     return len(parameter.shape) == 2 and not parameter.is_table
 
 
-def _momentum_or_adam(parameter: ParameterShape) -> int:
-    return FP32 * parameter.count if is_for_muon(parameter) else _moments(FP32)(parameter)
-
-
 ADAMW = StateRule(_moments(FP32))
 UNCOUNTED_ADAM = StateRule(_moments(FP32, counter=0))
 """NVIDIA apex and DeepSpeed count steps in plain numbers, not in tensors."""
@@ -164,7 +160,8 @@ STATES: Mapping[str, StateRule] = {
     OPTIMIZERS["adafactor"].implementation: StateRule(_factored),
     OPTIMIZERS["adamw_anyprecision"].implementation: StateRule(_moments(BF16)),
     OPTIMIZERS["muon"].implementation: StateRule(
-        _momentum_or_adam, group_of=lambda parameter: "muon" if is_for_muon(parameter) else "adamw"
+        lambda parameter: FP32 * parameter.count if is_for_muon(parameter) else _moments(FP32)(parameter),
+        group_of=lambda parameter: "muon" if is_for_muon(parameter) else "adamw",
     ),
     OPTIMIZERS["adamw_bnb_8bit"].implementation: StateRule(
         _in_blocks(8, 256, table=0, counter=0, whole_blocks=False), shared=2 * 256 * FP32

@@ -88,17 +88,9 @@ SHAPING = ("moe_layer_interval", "moe_capacity_factor")
 SIZE = "expert_model_parallel_size"
 
 
-def _divides_experts(options: Any, sizes: Any) -> bool:
-    return options.expert_parallel or (options.expert_model_parallel_size or 1) > 1
-
-
 def _group(request: Request) -> int:
     """Return the number of workers that the experts are divided over, out of those with copies of everything else."""
     return int(request.config.get(SIZE) or request.sizes.copies)
-
-
-def _asks_for_mixture(options: Any) -> bool:
-    return any(getattr(options, name) is not None for name in ("num_experts", "moe_loss_coeff", "moe_z_loss_coeff"))
 
 
 def _has_experts(model: ModelFacts) -> bool:
@@ -272,7 +264,9 @@ SWITCHES = (
         no_second_forward="adds losses over all tokens of a forward",
         precedence=Precedence.MIXTURE,
         options=MixtureOfExpertsFlags,
-        active=lambda options, sizes: _asks_for_mixture(options),
+        active=lambda options, sizes: any(
+            value is not None for value in (options.num_experts, options.moe_loss_coeff, options.moe_z_loss_coeff)
+        ),
         implied=_has_experts,
         on={"num_experts": 8},
         off=OFF,
@@ -326,7 +320,7 @@ SWITCHES = (
         no_second_forward="adds losses over all tokens of a forward",
         precedence=Precedence.SHARD,
         options=ExpertParallelFlags,
-        active=_divides_experts,
+        active=lambda options, sizes: options.expert_parallel or (options.expert_model_parallel_size or 1) > 1,
         on={"expert_parallel": True, "num_experts": 8},
         off=UNDIVIDED,
         dimensions=_dimensions,
