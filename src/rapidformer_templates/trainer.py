@@ -49,7 +49,7 @@ from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.callbacks import Callback, checked_callbacks
 from rapidformer_templates.run.planning_of_script import intercept_for_planning, is_planning
 from rapidformer_templates.run.script_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook, hooks_of
-from rapidformer_templates.run.session import Session, open_session, same_weights
+from rapidformer_templates.run.session import Session, broadcast_weights, open_session
 from rapidformer_templates.system import program
 from rapidformer_templates.system.launch import is_worker
 from rapidformer_templates.system.workers import Workers
@@ -510,7 +510,7 @@ def template_of_session(
     hooks: dict[str, Any] = {
         "__module__": getattr(compute_loss, "__module__", "__main__"),
         "plan": cached_property(lambda self: configure.resolve_plan(type(self), self.config, training=False)),
-        "build_model": lambda self: same_weights(model) if isinstance(model, nn.Module) else model(),
+        "build_model": lambda self: broadcast_weights(model) if isinstance(model, nn.Module) else model(),
     }
     if optimizer is not None:
         # Switches replace some parameters, so the recipe is made once, from those that the optimizer was created for.

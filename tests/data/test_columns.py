@@ -13,7 +13,7 @@ import pytest
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.run.predictions import part_of_samples
+from rapidformer_templates.run.predictions import samples_as_part
 from tests.support.texts import TINY, WORDS, write_jsonl
 
 Configure = Callable[..., RunConfig]
@@ -139,8 +139,8 @@ def test_further_columns_change_nothing(case: str, make: Callable[..., Task], tm
     if case == "preferred conversations":
         return  # both are answered already: --text-column selects which to answer
     both = [{**row, **more, **row} for row, more in zip(rows, further, strict=True)]
-    told, asked = (repr(list(one.inputs(part_of_samples(of)).rows)) for one, of in ((trained, rows), (task, both)))
-    assert asked == told == repr(list(trained.inputs(part_of_samples(both)).rows))
+    told, asked = (repr(list(one.inputs(samples_as_part(of)).rows)) for one, of in ((trained, rows), (task, both)))
+    assert asked == told == repr(list(trained.inputs(samples_as_part(both)).rows))
 
 
 def test_a_column_that_other_rows_lack(make: Callable[..., Task], tmp_path: Path) -> None:
@@ -154,10 +154,10 @@ def test_a_column_that_other_rows_lack(make: Callable[..., Task], tmp_path: Path
     task = make("a pair", tmp_path, text_column="text")
     task.load_label_state({"columns": {"text_column": "premise", "pair_column": "hypothesis", "label_column": "label"}})
     with pytest.raises(DataError, match="there is no column 'hypothesis'"):
-        task.inputs(part_of_samples(["a"], task.text_column))
+        task.inputs(samples_as_part(["a"], task.text_column))
     chat = make("texts", tmp_path)
     chat.load_label_state({"columns": {"kind": "chat", "text_column": "messages"}})
-    assert len(chat.inputs(part_of_samples(["a cat"], chat.text_column)).rows) == 1  # it can continue any text
+    assert len(chat.inputs(samples_as_part(["a cat"], chat.text_column)).rows) == 1  # it can continue any text
 
 
 def test_what_nobody_has_decided_is_found_each_time(make: Callable[..., Task], tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_nobody_has_decided_is_found_each_time(make: Callable[..., Task], t
     task = make("a text", tmp_path)
     task.load_label_state({})
     for column in ("text", "review"):
-        assert len(task.inputs(part_of_samples([{column: "a"}])).rows) == 1
+        assert len(task.inputs(samples_as_part([{column: "a"}])).rows) == 1
     for name, column in (("one", "text"), ("same", "text"), ("other", "review")):
         write_jsonl(tmp_path / f"{name}.jsonl", [{column: text, "label": "ab"[i % 2]} for i, text in enumerate(TEXTS)])
     for sets, columns in (

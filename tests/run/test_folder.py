@@ -149,7 +149,7 @@ def test_a_death_in_an_overwrite_leaves_the_old_run_or_none(tmp_path: Path, monk
 
     seen = set()
     for folder in each_crash(prepare, overwrite):
-        found, passed_over = checkpoint_check.newest_whole(folder / "checkpoints", alone())
+        found, passed_over = checkpoint_check.newest_complete(folder / "checkpoints", alone())
         whole = all((folder / name).exists() for name in CONTENTS)
         assert not passed_over
         assert found is None or whole

@@ -12,7 +12,7 @@ import pytest
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.run.building import choose_allocation
-from rapidformer_templates.system.host_memory import allocate_as_usual, freed_memory
+from rapidformer_templates.system.host_memory import freed_memory, use_default_allocator
 from tests.support.requests import CPU, config_of, on
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
@@ -35,7 +35,7 @@ WAYS = {
 @pytest.fixture(autouse=True)
 def as_usual() -> Iterator[None]:
     yield
-    allocate_as_usual()
+    use_default_allocator()
     assert freed_memory() == "as usual"
 
 
@@ -67,7 +67,7 @@ for way, of in ((host_memory.keep_freed_memory, min), (host_memory.give_freed_me
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         shares.append(faults * resource.getpagesize() / 2**24)
     print(of(shares))
-    host_memory.allocate_as_usual()
+    host_memory.use_default_allocator()
 """
 
 

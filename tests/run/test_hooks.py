@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from rapidformer_templates import Data, Finetuner
 from rapidformer_templates.errors import ConfigError, DataError, ModelError, RapidformerError
 from rapidformer_templates.system.launch import run_workers
-from rapidformer_templates.system.ports import why_not
+from rapidformer_templates.system.ports import port_problem
 from tests.support.jobs import CausalJob
 from tests.support.lines import FLAGS, Line
 from tests.support.parity import trained
@@ -173,6 +173,6 @@ def test_a_port_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("socket.socket.bind", refused, raising=False)
-    assert why_not(80) == "port 80 is reserved for the administrator of this machine"
+    assert port_problem(80) == "port 80 is reserved for the administrator of this machine"
     with pytest.raises(ConfigError, match="port 80 is reserved"):
         run_workers(["true"], 2, 80)

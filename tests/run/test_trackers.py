@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from rapidformer_templates.run import tracking as tracking_module
-from rapidformer_templates.run.folder import is_of_test, read_metrics
+from rapidformer_templates.run.folder import is_test_line, read_metrics
 from rapidformer_templates.run.trackers import KINDS, TensorBoard
 from tests.support.tracked import Tracked, train
 from tests.support.worker_pool import FSYNC, new_process, run_in_workers
@@ -104,7 +104,7 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told_of(run: Path) -> Iterator[tuple[str, int, float]]:
     """Yield the values that must be logged, from metrics.jsonl."""
     for line in read_metrics(run / "metrics.jsonl"):
-        numbers = {name: v for name, v in line.items() if isinstance(v, int | float) and not is_of_test(line)}
+        numbers = {name: v for name, v in line.items() if isinstance(v, int | float) and not is_test_line(line)}
         yield from ((name, line["step"], float(value)) for name, value in numbers.items() if name != "step")
 
 
@@ -143,7 +143,7 @@ def test_the_summary_and_the_test_part_are_told_at_the_end(killed_and_resumed: P
         assert held["test/loss", STEPS] == pytest.approx(summary["metrics"]["test/loss"], rel=1e-6)
         assert held["summary/parameters", STEPS] == 2
         assert any(name.startswith("summary/receipts/") for name, _ in held)
-    (line,) = [line for line in read_metrics(killed_and_resumed / "metrics.jsonl") if is_of_test(line)]
+    (line,) = [line for line in read_metrics(killed_and_resumed / "metrics.jsonl") if is_test_line(line)]
     assert line == {"step": STEPS, "test/loss": summary["metrics"]["test/loss"], "test/samples@1": 3.0}
 
 

@@ -292,7 +292,11 @@ def _part(name: str, root: Path, device: str) -> DoctorFinding:
         builder = deepspeed_parts.holder(lock)
         if builder is not None:
             return DoctorFinding(name, "in use", "", f"process {builder} is building or loading it", part.serves)
-        mend = "the next run removes it" if deepspeed_parts.is_ours(root) else "delete it if nothing is building there"
+        mend = (
+            "the next run removes it"
+            if deepspeed_parts.is_own_folder(root)
+            else "delete it if nothing is building there"
+        )
         return DoctorFinding(name, "stale lock", "", f"{lock}: {mend}", part.serves)
     if not built:
         mend = f"built at first use ({part.takes}), or now by rapidformer doctor --build {name}"

@@ -29,12 +29,12 @@ _initial_values: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDic
 _counts_in_groups: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
 
-def remember(optimizer: Optimizer) -> None:
+def record_initial_values(optimizer: Optimizer) -> None:
     """Remember the groups as built, before the first step and before anything is loaded."""
     _initial_values[optimizer] = [_scalars_of(group) for group in optimizer.param_groups]
 
 
-def entries(optimizer: Optimizer, index: int, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def group_entries(optimizer: Optimizer, index: int, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the values of a group to store with one of its parameters.
 
     Args:

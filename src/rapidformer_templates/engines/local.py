@@ -89,7 +89,7 @@ class SingleEngine:
         self._build(model, optimizer)
         self._callable = self._distribute()
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        group_values.remember(self.optimizer)
+        group_values.record_initial_values(self.optimizer)
         if self._supports_async_step():
             self._monitor = StepMonitor(self.workers.device)
             watch_positions(self.model)

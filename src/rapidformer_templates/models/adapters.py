@@ -53,7 +53,7 @@ class AdapterParts:
     stack: str | None = None
 
 
-def plain_name(name: str) -> str:
+def name_without_adapters(name: str) -> str:
     """Return the name that a tensor of an adapted layer had without adapters.
 
     >>> plain_name("mlp.experts.base_layer.base_layer.down_proj")
@@ -99,7 +99,7 @@ def set_stack_adapter(module: nn.Module, parameter: str, adapter: _StackAdapter)
     vars(module).setdefault(_STACKS, {})[parameter] = adapter
 
 
-def factors_beside(module: nn.Module, parameter: str) -> Factors | None:
+def stack_factors(module: nn.Module, parameter: str) -> Factors | None:
     """Return the active factors of a stack of matrices, or None if it has no adapter or the adapter is off."""
     adapter: _StackAdapter | None = vars(module).get(_STACKS, {}).get(parameter)
     return adapter.factors() if adapter else None

@@ -88,7 +88,7 @@ def call_on_local(function: Any, divided: DividedTensor, *args: Any) -> Any:
     return function(divided.local, *args)
 
 
-def each_by_itself(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
+def elementwise(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply a function to each value independently of the others."""
     if not isinstance(divided, DividedTensor) or any(isinstance(a, DividedTensor) for a in args):
         return NotImplemented
@@ -96,7 +96,7 @@ def each_by_itself(function: Any, divided: Any, *args: Any, **kwargs: Any) -> An
     return divided.with_local(result) if isinstance(result, torch.Tensor) else result
 
 
-def with_a_number(function: Any, divided: Any, other: Any) -> Any:
+def with_scalar(function: Any, divided: Any, other: Any) -> Any:
     """Apply a function of each value and one number."""
     if not isinstance(divided, DividedTensor) or isinstance(other, DividedTensor):
         return NotImplemented
@@ -105,7 +105,7 @@ def with_a_number(function: Any, divided: Any, other: Any) -> Any:
     return divided.with_local(function(divided.local, other))
 
 
-def is_by_index(logits: Any, target: Any, size_average: Any, reduce: Any) -> bool:
+def has_class_indices(logits: Any, target: Any, size_average: Any, reduce: Any) -> bool:
     """Return whether a cross-entropy has logits (rows, words) or (words,), target indices, and no deprecated flags."""
     if size_average is not None or reduce is not None or not isinstance(target, torch.Tensor):
         return False
@@ -121,11 +121,11 @@ _HANDLERS: dict[Any, Handler] = {
             _T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous, _T.clone, _T.detach, _T.neg,
             _T.tanh, torch.clone, torch.detach, torch.neg, torch.tanh,
         ),
-        each_by_itself,
+        elementwise,
     ),
     **dict.fromkeys(
         (_T.mul, _T.__mul__, _T.__rmul__, _T.div, _T.__truediv__, _T.add, _T.__add__, _T.sub, _T.__sub__, _T.type_as),
-        with_a_number,
+        with_scalar,
     ),
 }  # fmt: skip
 """Handlers for every kind of divided tensor."""

@@ -9,7 +9,7 @@ from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig, spelling
-from rapidformer_templates.system.files import key_of
+from rapidformer_templates.system.files import hash_of
 
 
 def padded_vocab_size(size: int) -> int:
@@ -19,7 +19,7 @@ def padded_vocab_size(size: int) -> int:
 
 def vocabulary_id(tokenizer: Tokenizer) -> str:
     """Return a short id of a vocabulary without its added tokens. Different vocabularies have different ids."""
-    return key_of(sorted(tokenizer.get_vocab(with_added_tokens=False).items()))
+    return hash_of(sorted(tokenizer.get_vocab(with_added_tokens=False).items()))
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -71,7 +71,7 @@ def _of_side(request: Request, side: Side) -> list[tuple[str, str]]:
     return [finding for part in side for finding in _of_side(request, part)]
 
 
-def idle_alone(note: str) -> Callable[[Request], tuple[str, ...]]:
+def idle_without_copies(note: str) -> Callable[[Request], tuple[str, ...]]:
     """Build the note of a switch that has nothing to do if no other worker has the same parameters."""
     return lambda request: (note,) if request.sizes.copies == 1 else ()
 

@@ -20,7 +20,7 @@ from rapidformer_templates.planning.environment import version_of_package
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.best import LOSS
-from rapidformer_templates.run.folder import RunFolder, is_of_test, read_metrics
+from rapidformer_templates.run.folder import RunFolder, is_test_line, read_metrics
 from rapidformer_templates.system.files import finite, write_json
 from rapidformer_templates.system.workers import Workers
 
@@ -177,7 +177,7 @@ def draw_curves(folder: RunFolder) -> None:
 
     lines = read_metrics(folder.metrics)
     steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "loss" not in line and not is_of_test(line)]
+    evaluations = [line for line in lines if "loss" not in line and not is_test_line(line)]
     losses = dict.fromkeys(name for line in evaluations for name in line if name == LOSS or name.endswith("/loss"))
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)

@@ -71,7 +71,7 @@ def _check_overwritten(config: RunConfig, folder: RunFolder) -> None:
         paths = value if isinstance(value, list | tuple) else [value]
         if name == "save" or name not in config.origins:
             continue
-        if any(isinstance(path, str) and folder.holds(path) for path in paths):
+        if any(isinstance(path, str) and folder.would_delete(path) for path in paths):
             raise ConfigError(
                 f"--overwrite would delete what {spelling(name)} reads, in {folder.path}",
                 where=config.origin(name),

@@ -27,14 +27,14 @@ from rapidformer_templates.run.best import BestMetric, best_metric, check_metric
 from rapidformer_templates.run.building import build_engine, choose_allocation, prepare_switches
 from rapidformer_templates.run.callbacks import notify, restore_callbacks
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
-from rapidformer_templates.run.checkpoint.check import problem_together
+from rapidformer_templates.run.checkpoint.check import problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of, is_checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import say, show_plan, show_results, summarise
 from rapidformer_templates.run.early_checks import check_folder
 from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
-from rapidformer_templates.run.folder import MetricsFile, RunFolder, is_of_test, read_metrics
+from rapidformer_templates.run.folder import MetricsFile, RunFolder, is_test_line, read_metrics
 from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.lock import lock_folder
@@ -376,7 +376,7 @@ def _evaluate_test(loop: Loop) -> dict[str, float]:
     step = best["step"] if best and folder else loop.position.step
     metrics = Evaluator(loop.template, loop.engine, loop.template.data.test, loop.workers, name=TEST).evaluate()
     if loop.metrics and folder:
-        written = any(is_of_test(line) and line["step"] == step for line in read_metrics(folder.metrics))
+        written = any(is_test_line(line) and line["step"] == step for line in read_metrics(folder.metrics))
         if not written:
             loop.record({"step": step, **metrics})
     return metrics
@@ -388,7 +388,7 @@ def _load_best_weights(loop: Loop, workers: Workers) -> bool:
     if best is None or folder is None or best["step"] == loop.position.step:
         return False
     checkpoint = folder_of(folder.checkpoints, best["step"])
-    problem = problem_together(checkpoint, workers)
+    problem = problem_on_all_ranks(checkpoint, workers)
     if problem:
         say(
             workers,

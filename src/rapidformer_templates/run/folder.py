@@ -89,7 +89,7 @@ class RunFolder:
                 hint="empty its target by hand and remove the link, or give another --save",
             )
 
-    def holds(self, path: str | Path) -> bool:
+    def would_delete(self, path: str | Path) -> bool:
         """Whether ``--overwrite`` would delete a file, a checkpoint or a run folder."""
         read = (Path(path).resolve(), Path(path).resolve() / "checkpoints")
         return any(p.exists() and p.is_relative_to(self.path.resolve() / name) for p in read for name in CONTENTS)
@@ -174,6 +174,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [line for _, line in _lines(path) if line is not None]
 
 
-def is_of_test(line: Mapping[str, Any]) -> bool:
+def is_test_line(line: Mapping[str, Any]) -> bool:
     """Whether a line contains metrics of the test set. Its step is the step of the exported weights."""
     return any(name.startswith(metric_name(TEST, "")) for name in line)

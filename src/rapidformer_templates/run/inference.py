@@ -26,7 +26,7 @@ from rapidformer_templates.run.evaluation import Evaluator, Validation, evaluati
 from rapidformer_templates.run.fit import build_data
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import checked_count, checked_predictions
-from rapidformer_templates.run.predictions import part_of_samples, predict_samples
+from rapidformer_templates.run.predictions import predict_samples, samples_as_part
 from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import kept_process_state
@@ -175,7 +175,7 @@ def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
     Raises:
         DataError: a row cannot be used, or the task learns from a corpus, which has no rows.
     """
-    task, part = template.task, part_of_samples(data)
+    task, part = template.task, samples_as_part(data)
     read_parts: list[DataPart] = []
     alone = {"data_name": None, "eval_data_name": None, "streaming": False, "evaluate_test": False}
     changed = {name: value for name, value in alone.items() if task.config.get(name) != value}

@@ -45,10 +45,10 @@ def predict_samples(
     """
     if not samples:
         return []
-    return predict_inputs(task, model, task.inputs(part_of_samples(samples, task.text_column)), batch_size, generation)
+    return predict_inputs(task, model, task.inputs(samples_as_part(samples, task.text_column)), batch_size, generation)
 
 
-def part_of_samples(samples: Sequence[Mapping[str, Any] | str], text_column: str = "text") -> DataPart:
+def samples_as_part(samples: Sequence[Mapping[str, Any] | str], text_column: str = "text") -> DataPart:
     """Convert samples in memory to the rows of a data set.
 
     Args:

@@ -52,7 +52,7 @@ class Profile:
     def step_begins(self) -> None:
         """Call this before the first part of each step."""
         if self._seen == WARMUP:
-            activities = [ProfilerActivity.CPU, *(_of_device(self._device))]
+            activities = [ProfilerActivity.CPU, *(_device_activities(self._device))]
             self._recorder = profile(activities=activities, record_shapes=False)
             self._recorder.start()
         if self._recorder:
@@ -77,12 +77,12 @@ class Profile:
         recorder.export_chrome_trace(str(self.folder / "trace.json"))
         measured = summary(list(recorder.events() or []), self.steps)
         write_json(self.folder / "summary.json", measured)
-        by = "self_device_time_total" if _of_device(self._device) else "self_cpu_time_total"
+        by = "self_device_time_total" if _device_activities(self._device) else "self_cpu_time_total"
         table = recorder.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=60)
         (self.folder / "table.txt").write_text(f"{describe(measured)}\n\n{table}\n", encoding="utf-8")
 
 
-def _of_device(device: torch.device) -> list[ProfilerActivity]:
+def _device_activities(device: torch.device) -> list[ProfilerActivity]:
     """Return the profiler activities of an accelerator, in addition to the host's."""
     own = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU, "mtia": ProfilerActivity.MTIA}
     return [own[device.type]] if device.type in own else []

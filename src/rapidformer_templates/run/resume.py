@@ -15,7 +15,7 @@ from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.tasks import sample_flags
-from rapidformer_templates.run.checkpoint.check import newest_whole, problem_of, problem_together
+from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of, problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
 from rapidformer_templates.run.console import say
 from rapidformer_templates.run.folder import RunFolder
@@ -109,7 +109,7 @@ def _newest(root: Path, workers: Workers) -> Path | None:
     Raises:
         CheckpointError: there are checkpoints, but none is complete.
     """
-    newest, passed_over = newest_whole(root, workers)
+    newest, passed_over = newest_complete(root, workers)
     for line in passed_over:
         say(workers, f"skipped {line}", loud=True)
     if newest is not None:
@@ -129,7 +129,7 @@ def checkpoint_to_load(path: Path, workers: Workers) -> Path:
         CheckpointError: the path is neither, or the checkpoint is not complete.
     """
     if workers.broadcast(is_checkpoint(path)):
-        problem = problem_together(path, workers)
+        problem = problem_on_all_ranks(path, workers)
         if problem:
             raise CheckpointError(f"the checkpoint cannot be used: {problem}", where=str(path))
         return path

@@ -425,7 +425,7 @@ def _lossy_part(value: Any, name: str) -> str | None:
     return next(filter(None, (_lossy_part(part, place) for place, part in parts.items())), None)
 
 
-def same_weights(model: nn.Module) -> nn.Module:
+def broadcast_weights(model: nn.Module) -> nn.Module:
     """Copy weights and buffers of rank 0 to a model that each worker has built separately."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in (*model.parameters(), *model.buffers()):

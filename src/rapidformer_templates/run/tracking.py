@@ -15,7 +15,7 @@ from typing import Any
 
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.console import say
-from rapidformer_templates.run.folder import RunFolder, is_of_test, read_metrics
+from rapidformer_templates.run.folder import RunFolder, is_test_line, read_metrics
 from rapidformer_templates.run.trackers import KINDS, IsLogged, RunName, Tracker
 from rapidformer_templates.system.files import write_json
 from rapidformer_templates.system.workers import Workers
@@ -70,7 +70,7 @@ class Trackers:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Log a line of metrics. Lines of one step are combined, because some trackers accept each step only once."""
-        if is_of_test(line):
+        if is_test_line(line):
             return  # part of the summary, because its step (the best one) may be earlier
         if line["step"] != self._step:
             self.flush()
@@ -98,7 +98,7 @@ class Trackers:
         """
         self.flush()
         self._step = summary["steps"]
-        of_test = {name: value for name, value in numbers(summary["metrics"]) if is_of_test({name: value})}
+        of_test = {name: value for name, value in numbers(summary["metrics"]) if is_test_line({name: value})}
         row = of_test | {f"summary/{name}": value for name, value in numbers(summary)}
         self._all(lambda tracker, is_logged: self._log_new(tracker.summarise, row, is_logged))
         where = {name: tracker.where for name, tracker in self._open.items()}

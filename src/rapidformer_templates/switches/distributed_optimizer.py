@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, needs_template
+from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies, needs_template
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.shard_checks import check_even_shards
 from rapidformer_templates.planning.switch import Example, Precedence, Prediction, Resource, Rule, Switch
@@ -39,7 +39,7 @@ SWITCHES = (
         freed_memory="as usual",
         claims=frozenset({Resource.OPTIMIZER_STATE}),
         templates=("Trainer",),
-        notes=idle_alone("distributed-optimizer: one data-parallel worker, so there is nothing to shard"),
+        notes=idle_without_copies("distributed-optimizer: one data-parallel worker, so there is nothing to shard"),
         engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
         narrow_weights=True,
         divides_copies=True,

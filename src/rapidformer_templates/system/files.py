@@ -155,7 +155,7 @@ def finite(value: Any) -> Any:
     return [finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def key_of(facts: Any) -> str:
+def hash_of(facts: Any) -> str:
     """Return a short hash that changes if a fact changes."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 

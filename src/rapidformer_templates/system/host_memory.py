@@ -35,7 +35,7 @@ def give_freed_memory_back() -> None:
     _mallopt({M_MMAP_THRESHOLD: 2**20})
 
 
-def allocate_as_usual() -> None:
+def use_default_allocator() -> None:
     """Undo both settings: use the thresholds of a fresh process and return kept memory now.
 
     Does nothing if neither was set.

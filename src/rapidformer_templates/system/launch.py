@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
-from rapidformer_templates.system.ports import free_port, why_not
+from rapidformer_templates.system.ports import free_port, port_problem
 from rapidformer_templates.system.processes import ERROR_FILE, Failure, WorkerProcesses
 from rapidformer_templates.system.signals import stop_signal
 
@@ -71,7 +71,7 @@ def run_workers(
         Interrupted: the workers were asked to end.
         WorkerFailed: a worker failed. The message comes from the first error.
     """
-    problem = port and why_not(port)
+    problem = port and port_problem(port)
     if problem:
         raise ConfigError(problem, where="--master-port", hint="choose another, or leave it out for a free one")
     meeting_port = port or free_port()
@@ -134,17 +134,17 @@ def _raise_first(
             raise Interrupted("the workers were stopped at once, as requested twice", hint=hint, saved=resumes())
         message = "stopped before the first step; nothing was lost"
         raise Interrupted(message, hint="start it again", saved=resumes())
-    first = min(others, key=_when)
+    first = min(others, key=_failure_time)
     if REPORTED_AT in first.report:
         raise ReportedError(first.report["message"], first.status if first.status > 0 else 1, first.rank)
     memory = "out of memory is the usual cause of SIGKILL; " if first.status == -signal.SIGKILL else ""
     raise WorkerFailed(
-        f"worker {first.rank} {first.how} after {time.time() - started:.0f} s; the others were stopped",
+        f"worker {first.rank} {first.describe_end} after {time.time() - started:.0f} s; the others were stopped",
         hint=f"{memory}--resume continues from the last checkpoint",
     )
 
 
-def _when(failure: Failure) -> float:
+def _failure_time(failure: Failure) -> float:
     """Return the time of a failure in seconds. A killed worker is only noticed some time after its peers lost it."""
     if REPORTED_AT in failure.report:
         return float(failure.report[REPORTED_AT])

@@ -12,7 +12,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def why_not(port: int) -> str | None:
+def port_problem(port: int) -> str | None:
     """Return why this process cannot listen on a port, or None if it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

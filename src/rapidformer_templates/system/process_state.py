@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from rapidformer_templates.system.host_memory import allocate_as_usual
+from rapidformer_templates.system.host_memory import use_default_allocator
 from rapidformer_templates.system.random_state import capture, restore
 
 ENVIRONMENT = ("TOKENIZERS_PARALLELISM",)
@@ -32,4 +32,4 @@ def kept_process_state() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        allocate_as_usual()
+        use_default_allocator()

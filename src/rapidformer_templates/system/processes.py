@@ -54,7 +54,7 @@ class Failure:
     report: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def how(self) -> str:
+    def describe_end(self) -> str:
         """How the worker ended, in words."""
         if self.status >= 0:
             return f"ended with status {self.status}"

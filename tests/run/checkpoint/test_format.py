@@ -150,7 +150,7 @@ def test_an_engine_brings_all_its_pieces_although_the_disk_is_full(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "PART_BYTES", 1)
-    monkeypatch.setattr(tensor_file, "copy_whole" if background else "write", full)
+    monkeypatch.setattr(tensor_file, "copy_to_memory" if background else "write", full)
     saver = AsyncSaver(tmp_path, alone(), keep=1)
     shelf = Gathering([])
     save = partial(checkpoint.save, tmp_path, 1, shelf, {}, alone())
@@ -288,7 +288,7 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     manifest["files"]["../latest"] = {"bytes": 7, "crc32": 0}
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert checkpoint_check.problem_of(path) == "../latest is outside the folder"
-    assert checkpoint_check.problem_together(path, alone()) == "../latest is outside the folder"
+    assert checkpoint_check.problem_on_all_ranks(path, alone()) == "../latest is outside the folder"
 
 
 def test_an_index_that_points_out_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_newest_whole_one_is_found_and_others_are_named(tmp_path: Path) -> None:
         saved(tmp_path, step)
     (tmp_path / "step-100" / "state.json").unlink()
     (tmp_path / "step-200.tmp").mkdir()
-    found, passed_over = checkpoint_check.newest_whole(tmp_path, alone())
+    found, passed_over = checkpoint_check.newest_complete(tmp_path, alone())
     assert found == tmp_path / "step-20"
     assert passed_over == ["step-100: state.json is missing"]
 
@@ -404,7 +404,7 @@ def test_a_death_at_any_moment_leaves_a_whole_checkpoint(
 
     seen = set()
     for root in each_crash(lambda number: Path(shutil.copytree(start, tmp_path / str(number))), save):
-        found, passed_over = checkpoint_check.newest_whole(root, alone())
+        found, passed_over = checkpoint_check.newest_complete(root, alone())
         assert found in (root / "step-2", root / "step-3")
         assert passed_over in ([], ["step-3: state.json is missing"])
         latest = root / (root / "latest").read_text().strip()

@@ -41,7 +41,7 @@ def write_in_two_ways(
     paths = folder / "one.safetensors", folder / "other.safetensors"
     seals = [
         tensor_file.write(paths[0], tensors, metadata),
-        tensor_file.write_copy(paths[1], tensor_file.copy_whole(tensors, metadata)),
+        tensor_file.write_copy(paths[1], tensor_file.copy_to_memory(tensors, metadata)),
     ]
     content = paths[0].read_bytes()
     assert content == paths[1].read_bytes()
@@ -90,9 +90,9 @@ def test_blocks_end_anywhere(tmp_path_factory: pytest.TempPathFactory, lengths: 
 
 
 def test_memory_of_a_copy_is_used_again_if_it_is_large_enough(tmp_path: Path) -> None:
-    large = tensor_file.copy_whole({"x": torch.zeros(5 * PAGE)})
-    small = tensor_file.copy_whole({"x": torch.ones(PAGE)}, None, large.memory)
-    larger = tensor_file.copy_whole({"x": torch.ones(9 * PAGE)}, None, large.memory)
+    large = tensor_file.copy_to_memory({"x": torch.zeros(5 * PAGE)})
+    small = tensor_file.copy_to_memory({"x": torch.ones(PAGE)}, None, large.memory)
+    larger = tensor_file.copy_to_memory({"x": torch.ones(9 * PAGE)}, None, large.memory)
     assert small.memory is large.memory
     assert larger.memory is not large.memory
     tensor_file.write_copy(tmp_path / "x", small)

@@ -378,7 +378,7 @@ def test_real_build_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert builder
     starter.kill()  # first, because it would clean up
     starter.communicate()
-    parts._end(builder)
+    parts._kill_session(builder)
     assert lock.exists()
     said: list[str] = []
     parts.build(["cpu_adam"], "cpu", said.append)

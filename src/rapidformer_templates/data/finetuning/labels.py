@@ -38,7 +38,7 @@ def declared_names(part: DataPart, column: str) -> list[str] | None:
     return list(inner.names) if isinstance(inner, datasets.ClassLabel) else None
 
 
-def stands_for_none(value: Any, declared: Sequence[str] | None) -> bool:
+def is_missing_label(value: Any, declared: Sequence[str] | None) -> bool:
     """Return whether a number means "no label": -100, which losses ignore, or -1 if names are declared."""
     return label_text(value) in ((str(IGNORED),) if declared is None else (str(IGNORED), "-1"))
 
@@ -184,7 +184,7 @@ def _names(part: DataPart, column: str) -> list[str]:
     declared = declared_names(part, column)
     names: list[str] = []
     for row, value in enumerate(part.table[column][:]):
-        if stands_for_none(value, declared):
+        if is_missing_label(value, declared):
             message = f"the label in column '{column}' is {value}, which is not a label"
             raise DataError(message, where=part.where(row), hint="fill it, or remove the row")
         name = label_name(value, declared, column, part, row)

@@ -253,11 +253,11 @@ def _saved_parts(folder: Path) -> dict[str, list[Path]]:
     try:
         names = [str(name) for name in json.loads(listed.read_text(encoding="utf-8"))["splits"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise cannot_be_read(folder, error) from error
+        raise unreadable_error(folder, error) from error
     return {name: [folder / name] for name in names if name in PART_NAMES}
 
 
-def cannot_be_read(folder: Path, error: Exception) -> DataError:
+def unreadable_error(folder: Path, error: Exception) -> DataError:
     return DataError(f"the saved data set cannot be read: {error}", where=str(folder), hint="save it again")
 
 
@@ -266,7 +266,7 @@ def held_out_rows(rows: int, fraction: float) -> int:
     return min(max(1, round(rows * fraction)), rows - 1)
 
 
-def each_of(flags: DataFlags) -> list[DataFlags]:
+def flags_of_sets(flags: DataFlags) -> list[DataFlags]:
     """Return the flags for each data set of a mixture. A single data set keeps its flags.
 
     Raises:
@@ -340,7 +340,7 @@ def check_located(flags: DataFlags) -> None:
         DataError: a data set is missing, or several files fit.
     """
     check_evaluated(flags)
-    for one in each_of(flags):
+    for one in flags_of_sets(flags):
         locate(one)
 
 
@@ -352,7 +352,7 @@ def check_evaluated(flags: DataFlags) -> None:
     """
     for name, one in evaluated_sets(flags).items():
         locate_evaluated(name, one)
-    if flags.evaluate_test and all(TEST not in locate(one).parts for one in each_of(flags)):
+    if flags.evaluate_test and all(TEST not in locate(one).parts for one in flags_of_sets(flags)):
         hint = "name a file or a folder of it test, or leave the flag out"
         raise DataError("the data set has no test part", where="--evaluate-test", hint=hint)
 
@@ -363,7 +363,7 @@ def training_samples(config: RunConfig) -> int | None:
     if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.streaming or flags.data_dir is None:
         return None
     try:
-        counts = [_training_rows(one) for one in each_of(flags)]
+        counts = [_training_rows(one) for one in flags_of_sets(flags)]
     except (RapidformerError, OSError, ValueError):
         return None  # the training reports the error
     return None if None in counts else sum(count for count in counts if count)

@@ -19,13 +19,13 @@ import pyarrow as pa
 from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
 from rapidformer_templates.data.finetuning.locating import (
     Located,
-    cannot_be_read,
     evaluated_sets,
     held_out_rows,
     locate,
     locate_evaluated,
     locate_part,
     parts_read,
+    unreadable_error,
 )
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
 from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, BadLines, Row
@@ -265,7 +265,7 @@ def _read_saved(folder: Path) -> DataPart:
     try:
         table = datasets.load_from_disk(str(folder))
     except (FileNotFoundError, OSError, ValueError, pa.ArrowInvalid) as error:
-        raise cannot_be_read(folder, error) from error
+        raise unreadable_error(folder, error) from error
     assert isinstance(table, datasets.Dataset)
     return _part_of_table(table, str(folder))
 
@@ -276,7 +276,7 @@ def _read_cached(files: Sequence[Path]) -> DataPart:
     try:
         table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
     except (OSError, ValueError, pa.ArrowInvalid) as error:
-        raise cannot_be_read(files[0], error) from error
+        raise unreadable_error(files[0], error) from error
     return _part_of_table(table, str(files[0]))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from rapidformer_templates.data.indexed.cache import IndexCache, Tables
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.system.files import key_of
+from rapidformer_templates.system.files import hash_of
 
 LONGEST_PERIOD = 2**20
 """Maximum period of the order of a blend, in samples. Weights with a longer period are rounded to parts of it."""
@@ -102,7 +102,7 @@ class Blend(Sequence[Any]):
     @cached_property
     def _tables(self) -> Tables:
         """``order``: the set of each sample in a period. ``ranks``: how many samples of that set come before it."""
-        return self.cache("blend-" + key_of(self.weights), self._make_tables)
+        return self.cache("blend-" + hash_of(self.weights), self._make_tables)
 
     def _make_tables(self) -> Tables:
         order = quota_order(self.weights)

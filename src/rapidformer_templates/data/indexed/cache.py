@@ -15,7 +15,7 @@ from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path,
 from rapidformer_templates.data.indexed.writer import read_sums
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.system.files import key_of, new_folder
+from rapidformer_templates.system.files import hash_of, new_folder
 
 Tables = dict[str, np.ndarray]
 
@@ -36,7 +36,7 @@ def identity(prefix: str) -> list[Any]:
 def contents(dataset: IndexedDataset) -> str:
     """Return a short text that differs for sets with different tokens. Empty if the set has no checksums."""
     sums = read_sums(dataset.prefix)
-    return f" ({key_of(sums['bin']['crc32'])[:12]})" if sums else ""
+    return f" ({hash_of(sums['bin']['crc32'])[:12]})" if sums else ""
 
 
 class IndexCache:

@@ -23,7 +23,7 @@ from rapidformer_templates.models.tokenizers import vocabulary_id, vocabulary_si
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.planning.weights import weighted
-from rapidformer_templates.system.files import key_of
+from rapidformer_templates.system.files import hash_of
 
 CACHE_VERSION = 3
 """Part of a cache's name. Increase it when the meaning of the cached files changes."""
@@ -160,7 +160,7 @@ def _check_tokens(dataset: IndexedDataset, vocabulary: int, cache: IndexCache) -
     if sums is not None and sums["bin"]["bytes"] == bin_path(dataset.prefix).stat().st_size:
         check_vocabulary(dataset, vocabulary, int(sums["largest_token"]))
         return
-    name = "largest-" + key_of(identity(dataset.prefix))
+    name = "largest-" + hash_of(identity(dataset.prefix))
     table = cache(name, lambda: {"largest": np.array([check_vocabulary(dataset, vocabulary)])})
     check_vocabulary(dataset, vocabulary, int(table["largest"][0]))
 
@@ -218,7 +218,7 @@ def _cache_key(files: Sequence[Path], tokenizer: PreTrainedTokenizerFast, option
     model = {
         k: v for k, v in json.loads(tokenizer.backend_tokenizer.to_str()).items() if k not in ("truncation", "padding")
     }
-    return "text-" + key_of([CACHE_VERSION, stats, model, options])
+    return "text-" + hash_of([CACHE_VERSION, stats, model, options])
 
 
 def _write_corpus(files: Sequence[Path], recipe: EncodingRecipe, folder: Path) -> None:

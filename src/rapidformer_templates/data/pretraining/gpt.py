@@ -20,7 +20,7 @@ import numpy as np
 from rapidformer_templates.data.indexed.cache import IndexCache, Tables, contents, identity
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.types import Rows
-from rapidformer_templates.system.files import key_of
+from rapidformer_templates.system.files import hash_of
 
 TABLES_VERSION = 2
 """Part of the tables' names. Increase it when their meaning changes."""
@@ -117,7 +117,7 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
             # A batch needs one epoch, or two at a border.
             for old in sorted(self._epochs)[: 1 - KEPT_EPOCHS]:
                 del self._epochs[old]
-            name = "gpt-" + key_of(
+            name = "gpt-" + hash_of(
                 [TABLES_VERSION, identity(self.dataset.prefix), self.part, self.length, self.overlap, self.seed, epoch]
             )
             self._epochs[epoch] = self.cache(name, lambda: self._make_tables(epoch))

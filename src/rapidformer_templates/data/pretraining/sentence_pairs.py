@@ -22,7 +22,7 @@ from rapidformer_templates.data.pretraining.masking import MaskTokens, check_sho
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.models.architectures import PairLabel
-from rapidformer_templates.system.files import key_of
+from rapidformer_templates.system.files import hash_of
 
 TABLES_VERSION = 1
 """Part of the tables' names. Increase it when their meaning changes."""
@@ -117,7 +117,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
 
     def _name(self, *table: Any) -> str:
         facts = [identity(self.dataset.prefix), self.documents, self.content, self.short_probability, self.seed]
-        return "pairs-" + key_of([TABLES_VERSION, *facts, *table])
+        return "pairs-" + hash_of([TABLES_VERSION, *facts, *table])
 
     @property
     def identity(self) -> str:

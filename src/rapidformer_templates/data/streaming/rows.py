@@ -17,7 +17,7 @@ import numpy as np
 from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.text.files import BadLines, Row, TextUnit, text_documents
-from rapidformer_templates.system.files import key_of
+from rapidformer_templates.system.files import hash_of
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class RowStream:
     def identity(self) -> str:
         """Describes the files, so that a resumed run can detect other files."""
         sizes = [file.stat().st_size for file in self.files]
-        key = key_of([[file.name for file in self.files], sizes])
+        key = hash_of([[file.name for file in self.files], sizes])
         return f"{len(sizes)} files of {sum(sizes):,} bytes ({key[:8]})"
 
     def state(self) -> dict[str, Any]:

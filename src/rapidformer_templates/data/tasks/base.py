@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.heads import in_order_of_head
-from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, each_of, locate, locate_part
+from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, flags_of_sets, locate, locate_part
 from rapidformer_templates.data.finetuning.mixtures import mixed
 from rapidformer_templates.data.finetuning.tables import (
     DataPart,
@@ -140,10 +140,10 @@ class Task(ABC):
             streamed_files(self.config.data)
         else:
             if self.is_trained:
-                for flags in each_of(self.config.data):
+                for flags in flags_of_sets(self.config.data):
                     locate_part(flags, self.part)
             else:
-                self._check_held_out([locate(flags) for flags in each_of(self.config.data)])
+                self._check_held_out([locate(flags) for flags in flags_of_sets(self.config.data)])
             if mixture := mixture_of(self.config.data.data_name):
                 whole_weights([weight for weight, _ in mixture], "--data-name")
         assert self.seq_length > 0

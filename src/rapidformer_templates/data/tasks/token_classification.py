@@ -12,9 +12,9 @@ from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamp
 from rapidformer_templates.data.finetuning.heads import labels_of_model
 from rapidformer_templates.data.finetuning.labels import (
     declared_names,
+    is_missing_label,
     label_name,
     sorted_names,
-    stands_for_none,
     unknown_label,
 )
 from rapidformer_templates.data.finetuning.tables import DataPart
@@ -211,7 +211,7 @@ def _empty(column: str, part: DataPart, row: int) -> DataError:
 
 
 def _tag(value: Any, declared: Sequence[str] | None, column: str, part: DataPart, row: int) -> str | None:
-    if stands_for_none(value, declared):
+    if is_missing_label(value, declared):
         return None
     name = label_name(value, declared, column, part, row)
     if name is None:

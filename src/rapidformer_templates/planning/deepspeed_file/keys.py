@@ -143,10 +143,10 @@ Problem = tuple[str, str]
 """(path of a key, what is wrong with it)."""
 
 
-def asks_nothing(value: Any) -> bool:
+def is_neutral(value: Any) -> bool:
     """Return whether a value changes nothing: off, ``"auto"``, or a section of such values."""
     if isinstance(value, Mapping):
-        return value.get("enabled") is False or all(asks_nothing(inner) for inner in value.values())
+        return value.get("enabled") is False or all(is_neutral(inner) for inner in value.values())
     return value is None or value is False or value == AUTO
 
 
@@ -176,7 +176,7 @@ def _unknown_in(section: Any, path: str, keys: Keys) -> Iterator[Problem]:
         key_path = f"{path}.{key}"
         if key not in keys.names:
             yield key_path, _no_such_key(key_path, [f"{path}.{name}" for name in keys.names])
-        elif key in keys.replaced and not asks_nothing(value):
+        elif key in keys.replaced and not is_neutral(value):
             yield key_path, f"{key_path} is deprecated in DeepSpeed: write {path}.{keys.replaced[key]}"
         elif (inner := keys.names[key]) is not None:
             yield from _unknown_in(value, key_path, inner)
@@ -210,7 +210,7 @@ def idle(file: DeepSpeedFile) -> Iterator[Problem]:
     """Yield known keys that would do nothing here, or something else than the library does."""
     content = file.content
     for key, hint in REFUSED.items():
-        if key in content and not asks_nothing(content[key]):
+        if key in content and not is_neutral(content[key]):
             what = "a section " if isinstance(content[key], Mapping) else ""
             yield key, f"{file.name} has {what}{key}: {hint}"
     for path, (value, why) in ONLY.items():

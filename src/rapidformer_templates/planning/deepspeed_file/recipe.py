@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.file import ENTRIES, LOUD, effective, file_of, from_flags
 from rapidformer_templates.planning.deepspeed_file.json import DeepSpeedFile
-from rapidformer_templates.planning.deepspeed_file.keys import NOTED, OWN, asks_nothing, leaves, look_up
+from rapidformer_templates.planning.deepspeed_file.keys import NOTED, OWN, is_neutral, leaves, look_up
 from rapidformer_templates.planning.deepspeed_file.schedules import AUTO, FLAGS, PARAMETERS
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
 
@@ -55,7 +55,7 @@ def notes(request: Request) -> Iterator[str]:
     for path, why in NOTED.items():
         value = look_up(file.content, path)
         prints_anyway = path == "steps_per_print" and any(file.content.get(name) for name in LOUD)
-        if value is not None and not asks_nothing(value) and not prints_anyway:
+        if value is not None and not is_neutral(value) and not prints_anyway:
             yield f"{file.name}: {path} {_shown(value)}: {why}"
     if options := file_options(request):
         listed = ", ".join(f"{name} {_shown(value)}" for name, value in options.items())
@@ -113,7 +113,7 @@ def for_deepspeed_alone(request: Request) -> list[str]:
     return [
         path
         for path, value in leaves(file_of(request).content)
-        if not asks_nothing(value)
+        if not is_neutral(value)
         and path.partition(".")[0] not in OWN
         and path not in FLAGS_OF_SECTIONS
         and path not in NOTED

@@ -74,14 +74,14 @@ class AsyncSaver:
         self._attempt = attempt
         self._parts = self._parts_of(attempt, copies, written, protected)
         alone = self._workers.world == 1
-        self._part = self._thread.submit(partial(_through, self._parts) if alone else next(self._parts))
+        self._part = self._thread.submit(partial(_run_parts, self._parts) if alone else next(self._parts))
 
     def _copy(self, engine: Source) -> tuple[dict[str, Copy], Written]:
         copies: dict[str, Copy] = {}
         written: Written = {"index": [], "files": {}}
 
         def copy(file: TensorFile) -> None:
-            copies[file.name] = tensor_file.copy_whole(file.tensors, file.metadata, self._memory.get(file.name))
+            copies[file.name] = tensor_file.copy_to_memory(file.tensors, file.metadata, self._memory.get(file.name))
             self._memory[file.name] = copies[file.name].memory
             written["index"] += file.index
 
@@ -103,7 +103,7 @@ class AsyncSaver:
             return written
 
         by_rank = workers.gather((yield write))
-        yield (lambda: attempt.finish(by_rank)) if main else _nothing
+        yield (lambda: attempt.finish(by_rank)) if main else _no_parts
         doomed = workers.broadcast(checkpoint_check.surplus(attempt.final, self._keep, protected))
         if not doomed:
             return None
@@ -111,8 +111,8 @@ class AsyncSaver:
         problems = workers.gather((yield check))
         problem = next((p for p in problems if p), None)
         if problem:
-            return checkpoint_check.not_deleted(attempt.final, problem)
-        problem = yield (lambda: checkpoint_check.delete(doomed)) if main else _nothing
+            return checkpoint_check.not_deleted_message(attempt.final, problem)
+        problem = yield (lambda: checkpoint_check.delete(doomed)) if main else _no_parts
         return problem
 
     def proceed(self) -> Path | None:
@@ -128,7 +128,7 @@ class AsyncSaver:
         try:
             result = attempt.run_together(part.result)
         except BaseException:
-            self._forget()
+            self._clear()
             raise
         if self._workers.world > 1:
             try:
@@ -137,7 +137,7 @@ class AsyncSaver:
                 result = end.value
             else:
                 return None
-        self._forget()
+        self._clear()
         if result:
             say(self._workers, result, loud=True)
         return attempt.final
@@ -157,11 +157,11 @@ class AsyncSaver:
         """Wait for the thread to finish. If a run cannot continue, a rank may call this alone."""
         self._thread.shutdown()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._attempt = self._parts = self._part = None
 
 
-def _through(parts: Parts) -> str | None:
+def _run_parts(parts: Parts) -> str | None:
     """Run all parts on a single worker, which exchanges nothing."""
     result = None
     while True:
@@ -173,5 +173,5 @@ def _through(parts: Parts) -> str | None:
         result = part()
 
 
-def _nothing() -> None:
+def _no_parts() -> None:
     """The part of ranks other than 0 if only rank 0 has work."""

@@ -67,16 +67,16 @@ def _needed(folder: Path) -> set[str]:
     return needed
 
 
-def problem_together(folder: Path, workers: Workers) -> str | None:
+def problem_on_all_ranks(folder: Path, workers: Workers) -> str | None:
     """Return what is wrong with a checkpoint, or None. Call it on every rank. Each reads its share of the files."""
     return next((p for p in workers.gather(problem_of(folder, workers.rank, workers.world)) if p), None)
 
 
-def newest_whole(root: Path, workers: Workers) -> tuple[Path | None, list[str]]:
+def newest_complete(root: Path, workers: Workers) -> tuple[Path | None, list[str]]:
     """Return the newest complete checkpoint, and the problems of newer ones. Call it on every rank."""
     passed_over: list[str] = []
     for folder in workers.broadcast(candidates(root)):
-        problem = problem_together(folder, workers)
+        problem = problem_on_all_ranks(folder, workers)
         if problem is None:
             return folder, passed_over
         passed_over.append(f"{folder.name}: {problem}")
@@ -97,9 +97,9 @@ def delete_older(newest: Path, keep: int, protected: int | None, workers: Worker
     doomed = workers.broadcast(surplus(newest, keep, protected))
     if not doomed:
         return None
-    problem = problem_together(newest, workers)
+    problem = problem_on_all_ranks(newest, workers)
     if problem:
-        return not_deleted(newest, problem)
+        return not_deleted_message(newest, problem)
     return delete(doomed) if workers.is_main else None
 
 
@@ -109,7 +109,7 @@ def surplus(newest: Path, keep: int, protected: int | None) -> list[Path]:
     return [folder for folder in older[keep - 1 :] if step_of(folder) != protected]
 
 
-def not_deleted(newest: Path, problem: str) -> str:
+def not_deleted_message(newest: Path, problem: str) -> str:
     return f"{newest.name} was written, but cannot be read back ({problem}): older checkpoints are kept"
 
 

@@ -4,8 +4,8 @@ The format has eight bytes with the length of the header, the header, and the te
 JSON with type, shape and position of each tensor, padded with spaces to a multiple of eight. Tensors are sorted by
 the size of their elements, so that each is aligned for its type.
 
-:func:`write` needs a few blocks of memory in addition to the tensors, which may be on any device. :func:`copy_whole`
-builds the file in memory. :func:`write_copy` can then write it while the tensors change.
+:func:`write` needs a few blocks of memory in addition to the tensors, which may be on any device.
+:func:`copy_to_memory` builds the file in memory. :func:`write_copy` can then write it while the tensors change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rapidformer_templates.system.files import PAGE, Seal, unbuffered, write_at
 BLOCK = 16 << 20  # bytes per write
 IN_FLIGHT = 3  # number of blocks that are written concurrently
 COPY = 8 << 20  # bytes that a thread copies at a time
-COPIERS = 4  # number of threads: more do not make memory faster
+COPY_THREADS = 4  # number of threads: more do not make memory faster
 NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -61,7 +61,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
         OSError: it cannot be written.
         ValueError: the format does not support a type.
     """
-    header, by_itemsize, size = _lay_out(tensors, metadata)
+    header, by_itemsize, size = _header_and_tensors(tensors, metadata)
     return _write_blocks(path, size, _blocks(header, by_itemsize))
 
 
@@ -78,7 +78,7 @@ class Copy:
     size: int
 
 
-def copy_whole(
+def copy_to_memory(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None, memory: torch.Tensor | None = None
 ) -> Copy:
     """Build the file in memory.
@@ -93,11 +93,11 @@ def copy_whole(
         OSError, MemoryError: there is not enough memory.
         ValueError: the format does not support a type.
     """
-    header, by_itemsize, size = _lay_out(tensors, metadata)
+    header, by_itemsize, size = _header_and_tensors(tensors, metadata)
     if memory is None or len(memory) < size:
         memory = host_memory(size, pinned=any(accelerator.is_asynchronous(tensor.device) for tensor in by_itemsize))
     # Not torch's threads: they wait for each other after each tensor, for a long time if other jobs use the cores.
-    with ThreadPoolExecutor(min(torch.get_num_threads(), COPIERS)) as pool:
+    with ThreadPoolExecutor(min(torch.get_num_threads(), COPY_THREADS)) as pool:
         deque(pool.map(_copy_together, _batches(memory, [_tensor_of(header), *map(_bytes_of, by_itemsize)])), maxlen=0)
     return Copy(memory, size)
 
@@ -131,7 +131,7 @@ def _copy_together(batch: Batch) -> None:
 
 
 def write_copy(path: Path, copy: Copy) -> Seal:
-    """Write the result of :func:`copy_whole`, and flush it to disk. It uses no torch, and may run in a thread.
+    """Write the result of :func:`copy_to_memory`, and flush it to disk. It uses no torch, and may run in a thread.
 
     Raises:
         OSError: it cannot be written.
@@ -141,7 +141,7 @@ def write_copy(path: Path, copy: Copy) -> Seal:
     return _write_blocks(path, copy.size, blocks)
 
 
-def _lay_out(
+def _header_and_tensors(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, list[torch.Tensor], int]:
     """Return (length and header, the tensors in the order of the file, size of the file in bytes)."""

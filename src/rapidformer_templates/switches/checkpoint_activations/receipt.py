@@ -51,7 +51,7 @@ Storages = dict[int, tuple[StorageWeakRef, int]]
 """Bytes of storages by id. The weak reference reserves the id without keeping the data."""
 
 
-def _note(tensor: torch.Tensor, storages: Storages) -> None:
+def _record_storage(tensor: torch.Tensor, storages: Storages) -> None:
     storage = local_part(tensor).untyped_storage()
     reference = StorageWeakRef(storage)
     storages[reference.cdata] = (reference, storage.nbytes())
@@ -80,7 +80,7 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in PRODUCTS:
-            _note(result, self._storages)
+            _record_storage(result, self._storages)
             self.products.append((result.detach(), self._checksum(result.detach())))
         return result
 
@@ -101,14 +101,14 @@ class _Products(TorchDispatchMode):
                 )
 
 
-def _noting(forward: Callable[..., Any], storages: Storages) -> Callable[..., Any]:
-    def noting(*args: Any, **kwargs: Any) -> Any:
+def _recording(forward: Callable[..., Any], storages: Storages) -> Callable[..., Any]:
+    def recording(*args: Any, **kwargs: Any) -> Any:
         with _Products(storages) as products:
             result = forward(*args, **kwargs)
         products.check(getattr(forward, "__qualname__", type(forward).__name__))
         return result
 
-    return noting
+    return recording
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def _saved_products(model: nn.Module) -> Iterator[Storages]:
     compiled = "compile_records" in vars(model)
     plain = {f: f.forward for f in _checkpointed(model) if f.keeps and not compiled}
     for checkpointed, forward in plain.items():
-        checkpointed.forward = _noting(forward, storages)
+        checkpointed.forward = _recording(forward, storages)
     try:
         yield storages
     finally:
@@ -131,11 +131,11 @@ def _saved_by_forward(probe: Probe, storages: Storages) -> int:
     # References keep the ids reserved: ZeRO-3 frees empty weights in the forward, and their ids with them.
     weights: Storages = {}
     for parameter in probe.engine.model.parameters():
-        _note(parameter, weights)
+        _record_storage(parameter, weights)
 
     def pack(tensor: torch.Tensor) -> None:
         """Count a tensor without keeping it. This graph never runs a backward, so its memory is not needed."""
-        _note(tensor, storages)
+        _record_storage(tensor, storages)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
         probe.forward()

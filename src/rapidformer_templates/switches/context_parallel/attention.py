@@ -30,7 +30,7 @@ HEADS, TOKENS = 1, 2
 
 def attend_over_context(model: PreTrainedModel, shards: ContextSequenceShards) -> None:
     """Let the attention of the blocks see whole sequences."""
-    name = _inner(model)
+    name = _attention_name(model)
     AttentionInterface.register(name + SUFFIX, partial(attention, inner=name))
     AttentionMaskInterface.register(name + SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[name])
     model.set_attn_implementation(name + SUFFIX)
@@ -38,7 +38,7 @@ def attend_over_context(model: PreTrainedModel, shards: ContextSequenceShards) -
         module.context_shards = shards  # type: ignore[assignment]
 
 
-def _inner(model: PreTrainedModel) -> str:
+def _attention_name(model: PreTrainedModel) -> str:
     """Return transformers' name of the attention to divide."""
     name: str = model.config._attn_implementation.removesuffix(SUFFIX)
     return "sdpa" if name == "eager" else name  # the same result, but eager attention also returns its weights
@@ -50,7 +50,7 @@ def check_attention(model: PreTrainedModel) -> None:
     Raises:
         ModelError: the implementation of the attention cannot be replaced.
     """
-    name = _inner(model)
+    name = _attention_name(model)
     chosen = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     fixed = [
         type(part).__name__ for part in chosen if not (part._supports_sdpa and part._can_set_attn_implementation())

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from rapidformer_templates.models.divided_tensor import DividedTensor, Handler, is_by_index
+from rapidformer_templates.models.divided_tensor import DividedTensor, Handler, has_class_indices
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
 from rapidformer_templates.switches.context_parallel.collectives import all_reduce_both_ways
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
@@ -205,7 +205,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """``torch.nn.functional.cross_entropy`` of logits (rows, tokens) or (tokens,) with class indices as targets."""
-    if not isinstance(input, DividedRows) or not is_by_index(input, target, size_average, reduce):
+    if not isinstance(input, DividedRows) or not has_class_indices(input, target, size_average, reduce):
         return NotImplemented
     targets = target.reshape(-1)
     losses = function(

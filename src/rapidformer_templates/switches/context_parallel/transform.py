@@ -15,7 +15,7 @@ from rapidformer_templates.switches.context_parallel.sequence_shards import Cont
 from rapidformer_templates.switches.context_parallel.trial import DivisionTrial
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams, draws_random_numbers
-from rapidformer_templates.switches.tensor_parallel.transform import TensorParallel, lists_of
+from rapidformer_templates.switches.tensor_parallel.transform import TensorParallel, block_lists
 from rapidformer_templates.system.workers import Workers
 
 
@@ -35,7 +35,7 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
         raise _refusal(model, "is not a transformers model: only the attention of those can be divided from outside")
     if getattr(part.config, "is_encoder_decoder", False):
         raise _refusal(model, "has an encoder and a decoder, with two sequences")
-    blocks = lists_of(building, model)
+    blocks = block_lists(building, model)
     if not blocks:
         raise _refusal(model, "has no repeated blocks")
     check_attention(part)

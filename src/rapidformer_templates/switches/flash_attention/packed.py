@@ -156,17 +156,17 @@ def _(
     return torch.empty_like(query), torch.empty_like(key), value.new_empty(value.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     query, key, value, borders, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, *output, borders)
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     return (*_backward_on_cpu(gradient, *ctx.saved_tensors, ctx.scale), None, None)
 
 
-_on_cpu.register_autograd(_differentiate, setup_context=_keep)
+_on_cpu.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _like_output(query: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.checks import PARTITIONING, idle_alone
+from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
@@ -124,7 +124,7 @@ SWITCHES = (
         family=PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS, Resource.PARAMETERS}),
         divides_copies=True,
-        notes=idle_alone("fsdp: one worker, so there is nothing to shard"),
+        notes=idle_without_copies("fsdp: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.fsdp.engine:FSDPEngine",
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
         acted=_SHARES,

@@ -57,12 +57,12 @@ def write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -
     Args:
         weights: full tensors by name: adapters, fully trained modules, buffers.
     """
-    adapters = {PREFIX + name: tensor.contiguous() for name, tensor in named_as_peft_does(weights).items()}
+    adapters = {PREFIX + name: tensor.contiguous() for name, tensor in peft_state_dict(weights).items()}
     save_file(adapters, folder / WEIGHTS, metadata={"format": "pt"})
     describe(model, folder)
 
 
-def named_as_peft_does(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def peft_state_dict(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Select adapters and fully trained modules, and name them as peft does in files: without ``default``.
 
     The vector of DoRA is a module in a model and a tensor in a file.

@@ -58,7 +58,7 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
     refuse_missing(model, of_all, options.lora_target_modules, options.lora_modules_to_save)
     identity, fingerprints = _identify(model, building.workers, of_all) if building.has_values else ("", {})
     config = _peft_config(targets, options)
-    with warnings.catch_warnings(), nullcontext() if building.has_values else _moving_nothing():
+    with warnings.catch_warnings(), nullcontext() if building.has_values else _without_device_moves():
         warnings.simplefilter("ignore")  # peft warns that Conv1D stores its matrix transposed, and then handles it
         try:
             _inject(config, model)
@@ -70,7 +70,7 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
             ) from error
     matrices.install(model, ADAPTER)
     if options.quantize_base == "half":
-        _halve(model, COMPUTE_TYPES[building.plan.precision])
+        _cast_adapted_weights(model, COMPUTE_TYPES[building.plan.precision])
     elif options.quantize_base:
         _quantize(model, options.quantize_base, has_values=building.has_values)
     if building.has_values:
@@ -80,7 +80,7 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
     described = _peft_config(of_all, options)
     # peft sets this while it adds adapters to a Conv1D.
     described.fan_in_fan_out = any(building.workers.gather(config.fan_in_fan_out)) if building.has_values else False
-    vars(model)[CONFIG] = as_peft_reads(described, model, of_all)
+    vars(model)[CONFIG] = peft_loadable_config(described, model, of_all)
     return model
 
 
@@ -102,7 +102,7 @@ _planned: ContextVar[bool] = ContextVar("adapters of a model without data", defa
 
 
 @contextmanager
-def _moving_nothing() -> Iterator[None]:
+def _without_device_moves() -> Iterator[None]:
     """Make ``Module.to`` do nothing inside the context, for a model whose shapes are planned.
 
     torch cannot move fake tensors, and these are already on the right device.
@@ -266,10 +266,10 @@ def renamed_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Return the names that peft would map to other layers in this architecture."""
     if not hasattr(getattr(model, "config", None), "model_type"):
         return set()
-    return {name for name in names if _means_another(name.rpartition(".")[2], model)}
+    return {name for name in names if _matches_other_layer(name.rpartition(".")[2], model)}
 
 
-def _means_another(end: str, model: nn.Module) -> bool:
+def _matches_other_layer(end: str, model: nn.Module) -> bool:
     tried = LoraConfig(target_modules=[end])
     try:
         convert_peft_config_for_transformers(tried, model, None)
@@ -278,7 +278,7 @@ def _means_another(end: str, model: nn.Module) -> bool:
     return set(tried.target_modules or ()) != {end}
 
 
-def as_peft_reads(config: LoraConfig, model: nn.Module, targets: Targets) -> LoraConfig:
+def peft_loadable_config(config: LoraConfig, model: nn.Module, targets: Targets) -> LoraConfig:
     """Return a configuration from which peft adds adapters to the same layers after transformers has loaded the model.
 
     If peft maps the name of a layer to another layer, the weight of that layer is listed as a matrix instead. Adapters
@@ -332,7 +332,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
             yield name, module
 
 
-def _halve(model: nn.Module, kind: torch.dtype) -> None:
+def _cast_adapted_weights(model: nn.Module, kind: torch.dtype) -> None:
     """Store the adapted weights in the type to which autocast would round them in each product.
 
     The weight of a router stays, because it is rounded together with the adapter's product.

@@ -9,7 +9,7 @@ from typing import Any
 
 from rapidformer_templates.models.expert_architectures import CONVERTED, OWN_EXPERTS
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes, idle_alone
+from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes, idle_without_copies
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE
@@ -330,7 +330,7 @@ SWITCHES = (
             | {"time": "tokens to the experts and back, each over the same distance"},
             always(activations="as if as many tokens arrived as left: the gate decides how many do"),
         ),
-        notes=idle_alone("expert-parallel: one worker, so there is nothing to divide"),
+        notes=idle_without_copies("expert-parallel: one worker, so there is nothing to divide"),
         transform="rapidformer_templates.switches.mixture_of_experts.expert_parallel:divide_experts",
         engine="rapidformer_templates.switches.mixture_of_experts.expert_parallel:ExpertParallelEngine",
         copies_differ=True,

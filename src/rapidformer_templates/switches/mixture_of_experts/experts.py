@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rapidformer_templates.engines.pieces import local_part
-from rapidformer_templates.models.adapters import ReadStack, factors_beside, reader_of
+from rapidformer_templates.models.adapters import ReadStack, reader_of, stack_factors
 
 GROUPED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Types that torch's grouped product supports."""
@@ -150,7 +150,7 @@ def stack_product(
         product = grouped_product(inputs, turned, counts, all_routed=all_routed)
     else:
         product = _product_of_codes(inputs, stack, counts, read, all_routed)
-    factors = factors_beside(experts, name)
+    factors = stack_factors(experts, name)
     if factors is None:
         return product
     first = getattr(experts, SHARE, 0) * len(counts)

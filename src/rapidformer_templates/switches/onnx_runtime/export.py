@@ -120,8 +120,8 @@ def export(module: fx.GraphModule, name: str) -> Exported:
     take_out_idle_expansions(graph)
     placeholders = graph.find_nodes(op="placeholder")
     symbols = _symbols(placeholders)
-    noise = [_into_placeholder(graph, node) for node in graph.find_nodes(op="call_function", target=dropout_noise)]
-    constants = [_into_placeholder(graph, node) for node in graph.find_nodes(op="get_attr")]
+    noise = [_replace_by_input(graph, node) for node in graph.find_nodes(op="call_function", target=dropout_noise)]
+    constants = [_replace_by_input(graph, node) for node in graph.find_nodes(op="get_attr")]
     results = _results(graph, placeholders, symbols)
     computed = list(dict.fromkeys(r for r in results if isinstance(r, fx.Node)))
     graph.output_node().args = (tuple(computed),)
@@ -157,7 +157,7 @@ def _symbols(placeholders: Sequence[fx.Node]) -> dict[Any, int]:
     return {expression: i for expression, i in numbers.items() if expression.is_symbol}
 
 
-def _into_placeholder(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
+def _replace_by_input(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
     """Replace ``node`` by an input. Return the input and the arguments of the node."""
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):

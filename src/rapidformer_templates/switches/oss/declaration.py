@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import PARTITIONING, idle_alone
+from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.shard_checks import check_even_shards
 from rapidformer_templates.planning.switch import Precedence, Prediction, Resource, Switch
@@ -40,7 +40,7 @@ SWITCHES = (
         claims=frozenset({Resource.OPTIMIZER_STATE}),
         needs_package="fairscale",
         install=INSTALL,
-        notes=idle_alone("oss: one worker, so there is nothing to shard"),
+        notes=idle_without_copies("oss: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.oss.engine:OSSEngine",
         receipt=("optimizer_state_bytes",),
         acted=check_even_shards(updated_elements="optimizer state"),
@@ -63,7 +63,7 @@ SWITCHES = (
         claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS}),
         needs_package="fairscale",
         install=INSTALL,
-        notes=idle_alone("oss-sdp: one worker, so there is nothing to shard"),
+        notes=idle_without_copies("oss-sdp: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.oss.engine:SDPEngine",
         receipt=("optimizer_state_bytes", "gradient_bytes"),
         acted=check_even_shards(updated_elements="optimizer state", gradient_elements="gradients"),

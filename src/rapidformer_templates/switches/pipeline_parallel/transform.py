@@ -32,7 +32,7 @@ def cut_into_stages(model: nn.Module, building: Building) -> nn.Module:
     workers, options = building.workers, building.options
     cut = PipelineCut(model, building)
     sizes = cut.sizes(workers.pipeline * options.virtual_pipeline_size, options.pipeline_stages)
-    set_placement(model, cut.leave(sizes, workers.pipeline_rank))
+    set_placement(model, cut.remove_other_stages(sizes, workers.pipeline_rank))
     return model
 
 
@@ -120,7 +120,7 @@ class PipelineCut:
         modules = [self.model.get_submodule(name) for name in names]
         return float(sum(math.prod(shape_of(p)) for m in modules for p in m.parameters(recurse=False)))
 
-    def leave(self, sizes: list[int], rank: int) -> Placement:
+    def remove_other_stages(self, sizes: list[int], rank: int) -> Placement:
         """Remove the modules of other pipeline ranks. Return the placement of the rest, by names of the whole model."""
         stage_of = dict(zip(self.blocks, (s for s, size in enumerate(sizes) for _ in range(size)), strict=True))
         first_names = {id(tensor): name for name, tensor in named_tensors(self.model).items()}

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.models.divided_tensor import DividedTensor, Handler, is_by_index
+from rapidformer_templates.models.divided_tensor import DividedTensor, Handler, has_class_indices
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
 from rapidformer_templates.models.vocabulary_loss import VocabularyShard, losses_and_slope
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers, all_reduce, gather
@@ -100,7 +100,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """``torch.nn.functional.cross_entropy`` of logits (samples, tokens) or (tokens,) with class indices as targets."""
-    by_index = isinstance(input, DividedLogits) and is_by_index(input, target, size_average, reduce)
+    by_index = isinstance(input, DividedLogits) and has_class_indices(input, target, size_average, reduce)
     if weight is not None or not by_index:
         return NotImplemented
     local = input.local

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.adapters import adapter_parts, plain_name, trained_whole
+from rapidformer_templates.models.adapters import adapter_parts, name_without_adapters, trained_whole
 from rapidformer_templates.models.placeholders import AbsentModule
 from rapidformer_templates.models.vocabulary_loss import LossHead
 from rapidformer_templates.switches.tensor_parallel.styles import (
@@ -182,7 +182,7 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
     styles: dict[str, str] = {}
     copies = trained_whole(model)
     for name in sorted((names | parameters) - set(copies.values())):  # peft calls only the copy
-        named = plain_name(name) if name in parameters else name
+        named = name_without_adapters(name) if name in parameters else name
         for copy, original in copies.items():
             named = original + named.removeprefix(copy) if f"{named}.".startswith(f"{copy}.") else named
         style = next((style for expression, style in expressions if expression.fullmatch(named)), None)
@@ -202,13 +202,13 @@ def _with_adapter_styles(model: nn.Module, styles: Mapping[str, str]) -> tuple[d
     So each worker has a part of the second matrix's gradient.
     """
     styles_with_adapters, layers = dict(styles), {}
-    stacks = {plain_name(name): style for name, style in styles.items()}
+    stacks = {name_without_adapters(name): style for name, style in styles.items()}
     for name, module in model.named_modules():
         parts = adapter_parts(module)
         if parts is None:
             continue
         if parts.stack:
-            style = stacks.get(f"{plain_name(name)}.{parts.stack}", REPLICATED)
+            style = stacks.get(f"{name_without_adapters(name)}.{parts.stack}", REPLICATED)
             down, up = STACK_ADAPTER_STYLES.get(style, (REPLICATED, REPLICATED))
             styles_with_adapters |= {f"{name}.{parts.down}.weight": down, f"{name}.{parts.up}.weight": up}
             continue

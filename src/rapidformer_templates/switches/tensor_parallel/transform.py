@@ -86,7 +86,7 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     tensor_plan.check_sizes(model, plan, peers.size)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
     shards = SequenceShards(peers, streams) if "sequence-parallel" in building.plan.switches else None
-    blocks = lists_of(building, model)
+    blocks = block_lists(building, model)
     if shards is not None and not blocks:
         raise ModelError("sequence parallelism found no repeated blocks", where=type(model).__name__)
     if shards is not None and plan.is_user_plan:
@@ -99,11 +99,11 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
         shards.install(model, blocks)
     _shard_parameters(model, plan, mesh, peers)
     model.tensor_parallel = TensorParallel(peers, head, shards)  # type: ignore[assignment]
-    model.forward = _explained(model.forward, type(model).__name__)
+    model.forward = _explain_foreign_parameters(model.forward, type(model).__name__)
     return model
 
 
-def _explained(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _explain_foreign_parameters(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Explain torch's error for a module that computes with the parameters of another one, as some mixers do."""
 
     @wraps(forward)
@@ -120,7 +120,7 @@ def _explained(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     return explained
 
 
-def lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
+def block_lists(building: Building, model: nn.Module) -> list[list[nn.Module]]:
     """Return the lists of blocks of this model. In a pipeline, there is one list per stage on this worker."""
     parts = placement_of(model).parts
     if parts is not None:
@@ -144,7 +144,7 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
     head = _install_layers(modules, plan, regions)
     _install_regions(model, modules, plan, regions)
     if regions.shards is not None:
-        for name in _run_whole(plan):
+        for name in _undivided_modules(plan):
             modules[name].forward = OnWholeSequence(modules[name].forward, regions.shards)
     return head
 
@@ -183,7 +183,7 @@ def _regions_of(plan: TensorPlan, modules: dict[str, nn.Module]) -> list[str]:
     return sorted({plan.adapted.get(name, name).rpartition(".")[0] for name in columns})
 
 
-def _run_whole(plan: TensorPlan) -> list[str]:
+def _undivided_modules(plan: TensorPlan) -> list[str]:
     """Return the names of the modules in blocks whose layers have whole inputs and outputs."""
     return plan.parents(frozenset({tensor_styles.GATHERED_COLUMN, tensor_styles.EXPERTS}))
 
@@ -211,7 +211,7 @@ def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequ
         ModelError: one of them is a matrix. Parts of a block that are not divided must process each token separately,
             as norms and biases do. Attention without a plan does not.
     """
-    whole = {id(p) for name in _run_whole(plan) for p in model.get_submodule(name).parameters()}
+    whole = {id(p) for name in _undivided_modules(plan) for p in model.get_submodule(name).parameters()}
     inside = {id(p) for blocks in lists for block in blocks for p in block.parameters()} - whole
     named = dict(model.named_parameters(remove_duplicate=False))
     partial = {name for name, p in named.items() if id(p) in inside and name not in plan.divisions}

@@ -139,10 +139,10 @@ def folder(device: str) -> Path:
     Raises a :class:`PartError` if DeepSpeed or torch is not installed.
     """
     user_folder = os.environ.get(FOLDER)
-    return Path(user_folder) if user_folder and not is_ours(Path(user_folder)) else _our_root() / _key(device)
+    return Path(user_folder) if user_folder and not is_own_folder(Path(user_folder)) else _our_root() / _key(device)
 
 
-def is_ours(root: Path) -> bool:
+def is_own_folder(root: Path) -> bool:
     """Return whether this package created the folder of parts, and not the user."""
     return root.parent == _our_root()
 
@@ -225,9 +225,9 @@ def build(parts: Sequence[str], device: str, say: Say = say_once) -> None:
             raise PartError(f"DeepSpeed's {part} cannot be built here: {lacking[0]}", hint=lacking[1])
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _alone(root, say) as descriptor:
+        with _exclusive_build(root, say) as descriptor:
             for lock in locks(parts, root):
-                _clear(lock, is_ours(root), say)
+                _clear(lock, is_own_folder(root), say)
             for part in missing:
                 if not is_built(part, root):  # another process may have built it while this one waited
                     _build_one(part, device, root, descriptor, say)
@@ -237,7 +237,7 @@ def build(parts: Sequence[str], device: str, say: Say = say_once) -> None:
 
 
 @contextmanager
-def _alone(root: Path, say: Say) -> Iterator[int]:
+def _exclusive_build(root: Path, say: Say) -> Iterator[int]:
     """Make this process the only builder. Yield the descriptor of the lock.
 
     The lock is released when all processes that inherit the descriptor have ended.
@@ -253,7 +253,7 @@ def _alone(root: Path, say: Say) -> Iterator[int]:
 
 def _build_one(part: str, device: str, root: Path, descriptor: int, say: Say) -> None:
     """Build a part in a child process. No lock remains, even if the child or this process is interrupted."""
-    for name in PARTS[part].folders if is_ours(root) else ():  # remains of a killed build or of other sources
+    for name in PARTS[part].folders if is_own_folder(root) else ():  # remains of a killed build or of other sources
         shutil.rmtree(root / name, ignore_errors=True)
     say(f"building DeepSpeed's {part} ({PARTS[part].takes}, once for this version) …")
     started = time.monotonic()
@@ -273,7 +273,7 @@ def _build_one(part: str, device: str, root: Path, descriptor: int, say: Say) ->
         try:
             status = child.wait()
         finally:
-            _end(child.pid)
+            _kill_session(child.pid)
             child.wait()
             for lock in (root / name / "lock" for name in PARTS[part].folders):
                 if holder(lock) is None:  # our own lock, and its builder has just ended
@@ -283,7 +283,7 @@ def _build_one(part: str, device: str, root: Path, descriptor: int, say: Say) ->
     say(f"built DeepSpeed's {part} in {time.monotonic() - started:.0f} s")
 
 
-def _end(session: int) -> None:
+def _kill_session(session: int) -> None:
     """Kill all processes of a session. ninja puts each compiler into a separate process group."""
     while members := [pid for pid in _processes() if _session(pid) == session]:
         for pid in members:
@@ -321,7 +321,9 @@ def _failure(part: str, status: int, log: Path) -> PartError:
 
 def locks(parts: Iterable[str], root: Path) -> list[Path]:
     """Return torch's locks: all of them in our folder, only those of these parts in a user's folder."""
-    names = [path.name for path in root.glob("*")] if is_ours(root) else [n for p in parts for n in PARTS[p].folders]
+    names = (
+        [path.name for path in root.glob("*")] if is_own_folder(root) else [n for p in parts for n in PARTS[p].folders]
+    )
     return [root / name / "lock" for name in sorted(names) if (root / name / "lock").exists()]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, needs_template
+from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies, needs_template
 from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
 from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, MOST
 from rapidformer_templates.planning.deepspeed_file.schedules import AUTO
@@ -106,7 +106,7 @@ def _engine_options(request: Request) -> Mapping[str, Any]:
     return {"deepspeed": deepspeed_file.effective(request, precision(request.config, request.environment))}
 
 
-_IDLE_ALONE = idle_alone("ZeRO: one worker, so there is nothing to shard")
+_IDLE_ALONE = idle_without_copies("ZeRO: one worker, so there is nothing to shard")
 
 
 def _notes(request: Request) -> Sequence[str]:

@@ -67,7 +67,7 @@ class DeepSpeedEngine(SingleEngine):
 
         self.config = self._config_for(width_of(model))
         named = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
-        differing = recipe.differences((name, zero_state.as_built(p)) for name, p in named)
+        differing = recipe.differences((name, zero_state.with_built_shape(p)) for name, p in named)
         self._parameters = [p for _, p in named]
         masters = None
         if self.compute_type is not None:
@@ -90,7 +90,7 @@ class DeepSpeedEngine(SingleEngine):
         self._sequence_check = self._state.sequence_check()
         self._needs_zero_gradients = self.zero_stage == 3
         self._sequence = GradientSequence(
-            len(self._parameters), self._state.sequenced(self._parameters, self._on_gradient_ready)
+            len(self._parameters), self._state.hook_gradients(self._parameters, self._on_gradient_ready)
         )
         self.receipts["zero_optimization"] = _numbers(self._deepspeed._config.zero_config.model_dump())
 

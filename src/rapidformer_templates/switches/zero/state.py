@@ -44,7 +44,7 @@ class Fragment:
         return flat.detach()[self.offset : self.offset + self.count]
 
 
-def as_built(parameter: nn.Parameter) -> nn.Parameter:
+def with_built_shape(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter of the whole shape without data, for code that reads only the shape."""
     empty = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
@@ -75,20 +75,20 @@ class ZeroState(ABC):
         """Return the index of the optimizer's parameter group that a partition belongs to."""
 
     @abstractmethod
-    def _publish(self) -> None:
+    def _copy_to_model(self) -> None:
         """Copy the values of the masters to the model."""
 
     @abstractmethod
-    def _whole(self, parameter: Any) -> torch.Tensor:
+    def _gather_trained(self, parameter: Any) -> torch.Tensor:
         """Gather a trained parameter in fp32. This is a collective operation."""
 
     @contextmanager
-    def _gathered(self, tensor: torch.Tensor, *, write: bool = False) -> Iterator[torch.Tensor]:
+    def _gather_unpartitioned(self, tensor: torch.Tensor, *, write: bool = False) -> Iterator[torch.Tensor]:
         """Gather a tensor that is in no partition: a frozen parameter or a buffer."""
         yield tensor
 
     @abstractmethod
-    def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+    def hook_gradients(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
         """Replace DeepSpeed's gradient hooks. They call ``came`` with the index of a parameter whose gradient is ready.
 
         Returns:
@@ -127,15 +127,15 @@ class ZeroState(ABC):
         for index, fragments in enumerate(self.fragments):
             with self.partition(index, write=False) as flat:
                 state = self._optimizer_state(flat)
-                state |= group_values.entries(self.optimizer.optimizer, self._group(index), state)
+                state |= group_values.group_entries(self.optimizer.optimizer, self._group(index), state)
                 for fragment in fragments:
                     if kind == "weights":
                         yield from pieces_of(fragment.name, fragment.shape, fragment.start, fragment.of(flat))
                     else:
                         yield from self._state_pieces(fragment, flat, state)
         if kind == "weights":
-            for number, (name, tensor) in enumerate(self._rest()):
-                with self._gathered(tensor) as whole:
+            for number, (name, tensor) in enumerate(self._unpartitioned_tensors()):
+                with self._gather_unpartitioned(tensor) as whole:
                     if number % self.workers.world == self.workers.rank:
                         yield Piece(name, whole.detach().clone(), tuple(whole.shape), (0,) * whole.ndim)
 
@@ -152,7 +152,7 @@ class ZeroState(ABC):
     def _optimizer_state(self, flat: torch.Tensor) -> dict[str, Any]:
         return dict(self.optimizer.optimizer.state.get(flat, {}))
 
-    def _rest(self) -> list[tuple[str, torch.Tensor]]:
+    def _unpartitioned_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the frozen parameters and persistent buffers."""
         return [(n, t) for n, t in engine_state.named_tensors(self.model).items() if not t.requires_grad]
 
@@ -176,17 +176,17 @@ class ZeroState(ABC):
                     self._read_group(self._group(index), [f.name for f in fragments], reader)
                 for fragment in fragments:
                     read_into(fragment.of(flat), reader, "weights", fragment.name, fragment.shape, fragment.start)
-        for name, tensor in self._rest():
-            with self._gathered(tensor, write=True) as whole:
+        for name, tensor in self._unpartitioned_tensors():
+            with self._gather_unpartitioned(tensor, write=True) as whole:
                 whole.detach().copy_(reader.read("weights", name, (0,) * whole.ndim, tuple(whole.shape)))
-        self._publish()
+        self._copy_to_model()
 
     def exchange_averages(self) -> None:
         """Swap the averages with the masters, and update the model."""
         for index in range(len(self.fragments)):
             with self.partition(index, write=True) as flat:
                 weight_average.exchange(flat, self.optimizer.optimizer.state.get(flat, {}))
-        self._publish()
+        self._copy_to_model()
 
     def _read_group(self, index: int, names: list[str], reader: StateReader) -> None:
         optimizer = self.optimizer.optimizer
@@ -232,11 +232,11 @@ class ZeroState(ABC):
         weights = {}
         for name, tensor in engine_state.named_tensors(self.model).items():
             if tensor.requires_grad:
-                whole = self._whole(tensor)
+                whole = self._gather_trained(tensor)
                 if self.workers.is_main:
                     weights[name] = whole.detach().cpu()
                 continue
-            with self._gathered(tensor) as whole:
+            with self._gather_unpartitioned(tensor) as whole:
                 if self.workers.is_main:
                     weights[name] = whole.detach().cpu().clone()
         return weights if self.workers.is_main else None
@@ -264,10 +264,10 @@ class FlatGroups(ZeroState):
     def _group(self, index: int) -> int:
         return index
 
-    def _publish(self) -> None:
+    def _copy_to_model(self) -> None:
         self.optimizer.update_lp_params()
 
-    def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+    def hook_gradients(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
         process = self.optimizer.process_gradients
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}
         groups = {id(p): number for number, group in enumerate(self.optimizer.bit16_groups) for p in group}
@@ -290,7 +290,7 @@ class FlatGroups(ZeroState):
             "buckets": self._buckets(),
         }
 
-    def _whole(self, parameter: Any) -> torch.Tensor:
+    def _gather_trained(self, parameter: Any) -> torch.Tensor:
         whole: torch.Tensor = parameter.get_full_hp_param()
         return whole
 
@@ -358,14 +358,14 @@ class PartitionedParameters(ZeroState):
             "buckets": self._buckets(),
         }
 
-    def _publish(self) -> None:
+    def _copy_to_model(self) -> None:
         kept_whole = self.optimizer.persistent_parameters
         self.optimizer.parameter_offload.partition_all_parameters()  # a forward may have left old values whole
         if kept_whole:
             kept_whole[0].partition(kept_whole, has_been_updated=False)
             kept_whole[0].all_gather(kept_whole)
 
-    def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+    def hook_gradients(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
         process = self.optimizer.reduce_ready_partitions_and_remove_grads
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}
         self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: came(indices[id(parameter)])
@@ -397,12 +397,12 @@ class PartitionedParameters(ZeroState):
                 trained[name] = [canonical_name(f"{name}.{n}") for n, p in parameters.items() if p.requires_grad]
         return ForwardSequenceCheck(modules, trained, self.workers, "ZeRO-3")
 
-    def _whole(self, parameter: Any) -> torch.Tensor:
+    def _gather_trained(self, parameter: Any) -> torch.Tensor:
         whole: torch.Tensor = self.optimizer.get_full_hp_param(parameter)
         return whole
 
     @contextmanager
-    def _gathered(self, tensor: Any, *, write: bool = False) -> Iterator[torch.Tensor]:
+    def _gather_unpartitioned(self, tensor: Any, *, write: bool = False) -> Iterator[torch.Tensor]:
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
         with GatheredParameters([tensor], modifier_rank=0 if write else None, enabled=hasattr(tensor, "ds_id")):
