@@ -32,7 +32,7 @@ from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, layout_of
-from rapidformer_templates.switches.auto_strategy.memory import Memory, held_by_worker, predict
+from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE
 from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions, memory_options_of
@@ -308,7 +308,7 @@ def _result(case: Case, told: list[dict[str, Any]]) -> Result:
     return Result(
         case,
         predict(shapes, case.layout, setting),
-        list(zip(held_by_worker(shapes, case.layout, setting), measured, strict=True)),
+        list(zip(states_by_worker(shapes, case.layout, setting), measured, strict=True)),
         measured=int(max(statistics.median(rank["peaks"]) for rank in told)),
         highest=max(max(rank["peaks"]) for rank in told),
         allocator=int(max(recorded)) if recorded else None,

@@ -16,7 +16,7 @@ from benchmarks.planner import run_in_groups
 from benchmarks.planner_worker import MODELS
 from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
+from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
 
 FLAGS = (Flag("workers", 4, "maximum number of worker processes"),)
 
@@ -79,7 +79,7 @@ def measure(workers: int, advance: Advance = lambda text: None) -> list[Row]:
 
 def _held(layout: Layout, ranks: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     """Return bytes per parameter of each worker's part of the model, by kind."""
-    whole = held_by_worker(MODELS[MODEL].shapes(""), replace(layout, partitioning="none"))
+    whole = states_by_worker(MODELS[MODEL].shapes(""), replace(layout, partitioning="none"))
     counts = [held.parameters / 4 for held in whole]  # the planner's default is fp32
     return [
         {kind: size / count for kind, size in rank["held"].items() if isinstance(size, int)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
@@ -248,6 +249,44 @@ def _terms_in(name: str) -> list[tuple[str, ...]]:
                 terms.append(term)
                 words[begin : begin + len(term)] = [""] * len(term)
     return terms
+
+
+PARTICIPLES = {
+    "answered", "asked", "beside", "counted", "found", "given", "held", "here", "kept", "looked", "made", "mine",
+    "ours", "taken", "theirs", "there", "told", "waited", "wanted",
+}  # fmt: skip
+"""Words that say what happened to a value. A name says what it is: ``options``, not ``asked``."""
+PARTICIPLES_OF_INTERFACES = {
+    ("errors.py", "asked"), ("planning/switch.py", "asked"), ("run/calls.py", "asked"), ("run/calls.py", "here"),
+}  # fmt: skip
+"""Names that other packages' switches use, and a module that will go."""
+
+
+def _bound_names(path: Path) -> Iterator[str]:
+    """Yield the names that a module binds: functions, parameters, attributes and variables."""
+    for node in _nodes(path):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_names_say_what_a_value_is() -> None:
+    uses = {(str(path.relative_to(SOURCE)), name) for path in MODULES for name in _bound_names(path)}
+    assert {use for use in uses if use[1] in PARTICIPLES} == PARTICIPLES_OF_INTERFACES
+
+
+NAMED_TWICE = {"Finetuner"}
+"""``compat/rapidformer.py`` has the class names of the scripts that it runs."""
+
+
+def test_a_class_name_exists_once() -> None:
+    classes = Counter(node.name for path in MODULES for node in _nodes(path) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in classes.items() if count > 1} == NAMED_TWICE
 
 
 def _definitions(path: Path) -> Iterator[str]:

@@ -200,7 +200,7 @@ def show(registry: Registry) -> None:
 
 
 if __name__ == "__main__":
-    folder, found = Path(sys.argv[1]), list(compatibility(REGISTRY))
+    folder, pairs = Path(sys.argv[1]), list(compatibility(REGISTRY))
     parallelism = (folder / "parallelism.md").read_text(encoding="utf-8")
-    for name, text in (*pages(REGISTRY, found).items(), ("parallelism.md", filled(parallelism, REGISTRY, found))):
+    for name, text in (*pages(REGISTRY, pairs).items(), ("parallelism.md", filled(parallelism, REGISTRY, pairs))):
         (folder / name).write_text(text, encoding="utf-8")

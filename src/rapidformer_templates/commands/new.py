@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         )
     text = (EXAMPLES / "new" / f"{options.kind}.py").read_text(encoding="utf-8")
     command = shlex.quote(str(target))
-    named = re.sub(rf"{STEM}(\.py)?", lambda found: command if found[1] else target.stem, text)
+    named = re.sub(rf"{STEM}(\.py)?", lambda match: command if match[1] else target.stem, text)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text(target, named)

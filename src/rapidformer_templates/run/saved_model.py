@@ -61,7 +61,7 @@ class SavedModel:
     run: Path | None
     values: Mapping[str, tuple[Any, str]]
 
-    def config(self, names: Sequence[str] = OF_THE_SAMPLES, user: type | None = None, **given: Any) -> RunConfig:
+    def config(self, names: Sequence[str] = OF_THE_SAMPLES, user: type | None = None, **overrides: Any) -> RunConfig:
         """Return the flags for using the model: those of the run with these names, and the given ones.
 
         Args:
@@ -72,7 +72,7 @@ class SavedModel:
         """
         run_values = {name: value for name, value in self.values.items() if name in names}
         run_values["pretrained_model_name_or_path"] = (str(self.folder), "RUN")
-        now = {name: (value, "command line") for name, value in given.items() if value is not None}
+        now = {name: (value, "command line") for name, value in overrides.items() if value is not None}
         if "task" not in run_values | now:
             run_values["task"] = (_task_of(self.folder), "the folder")
         return REGISTRY.merge_files(parse([], REGISTRY.options(), user=user, in_code={**run_values, **now}))

@@ -14,7 +14,7 @@ from rapidformer_templates import Trainer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.deepspeed_file.buckets import by_width
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
+from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.setting import MasterWeights, MemoryOptions
@@ -69,9 +69,9 @@ def test_the_copy_is_divided_as_it_is_predicted(gpt_folder: Path, tmp_path: Path
     )
     for name, (_, partitioning, setting) in ENGINES.items():
         layout = Layout(1, 1, 2, partitioning=partitioning)
-        more = zip(held_by_worker(beside, layout, setting), held_by_worker(alone, layout, setting), strict=True)
+        more = zip(states_by_worker(beside, layout, setting), states_by_worker(alone, layout, setting), strict=True)
         assert [b.parameters - a.parameters for b, a in more] == [rank[name] for rank in ranks], name
-        with_copy, without = (held_by_worker(model, layout, setting) for model in (beside, alone))
+        with_copy, without = (states_by_worker(model, layout, setting) for model in (beside, alone))
         assert [held.optimizer for held in with_copy] == [held.optimizer for held in without]
 
 

@@ -22,7 +22,7 @@ from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.suggest import nearest
 from rapidformer_templates.planning.switch import FORECAST, Switch
 from rapidformer_templates.switches.auto_strategy.layouts import layout_of
-from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
+from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES, ParameterShape
@@ -316,7 +316,7 @@ def predicted(case: Case) -> list[StateBytes]:
     job = JOBS[template]([*words(values, "run"), "--nproc-per-node", str(workers)])
     plan = resolve(job.config, detect(template, "test", device="cpu", world_size=workers))
     of_model = shapes(job.config, plan)
-    return held_by_worker(of_model, layout_of(plan), memory_options_of(plan, of_model.width))
+    return states_by_worker(of_model, layout_of(plan), memory_options_of(plan, of_model.width))
 
 
 @pytest.fixture(scope="module")

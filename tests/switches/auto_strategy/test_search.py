@@ -22,7 +22,7 @@ from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy import command, timing
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware, find_hardware
 from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, RECOMPUTED, Layout
-from rapidformer_templates.switches.auto_strategy.memory import held_by_worker, predict
+from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
 from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions, memory_options_of
@@ -209,7 +209,7 @@ def test_fsdp_is_tried_inside_of_nodes_too(more: str, sizes: set[int | None], mo
     ]
     assert {layout.shard_size for layout in layouts} == sizes
     for layout in layouts:
-        (held,) = {held.parameters for held in held_by_worker(search.subject.shapes, layout)}
+        (held,) = {held.parameters for held in states_by_worker(search.subject.shapes, layout)}
         whole = 4 * search.subject.facts.parameters
         assert held == pytest.approx(whole / (layout.shard_size or 4), rel=0.01)
 

@@ -169,7 +169,7 @@ def test_recomputation_repeats_a_forward_and_keeps_less() -> None:
     plain, again = model.trace(Variant(4)), model.trace(Variant(4, recompute="full"))
     blocks = sum(phase.flops for phase in plain.phases if phase.name == "forward")
     assert again.flops == plain.flops + blocks
-    assert again.kept < plain.kept / 4
+    assert again.saved < plain.saved / 4
     assert again.peak < plain.peak
 
 
@@ -180,7 +180,7 @@ def test_selective_recomputation_repeats_no_product_with_weights() -> None:
     plain, selective, full = (model.trace(Variant(4, recompute)) for recompute in RECOMPUTED)
     attention = 4 * 5 * 2 * (2 * LENGTH * LENGTH * 32)
     assert selective.flops == plain.flops + attention
-    assert full.kept < selective.kept < plain.kept
+    assert full.saved < selective.saved < plain.saved
     assert full.peak < selective.peak < plain.peak
 
 
@@ -200,7 +200,7 @@ def test_the_logits_never_exist_whole_under_tensor_parallelism() -> None:
     of_two = {phase.name: phase for phase in shared.phases}["head"]
     logits = 4 * 32 * 128 * 4
     assert head.peak - head.end >= logits
-    assert of_two.peak - shared.kept < head.peak - whole.kept
+    assert of_two.peak - shared.saved < head.peak - whole.saved
     assert shared.peak < 0.75 * whole.peak
 
 
@@ -208,7 +208,7 @@ def test_the_logits_never_exist_whole_under_tensor_parallelism() -> None:
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> None:
     model = shapes("llama")
     plain = model.trace(Variant(4, tensor=2))
-    assert model.trace(Variant(4, tensor=2, sequence_parallel=True)).kept < 0.9 * plain.kept
+    assert model.trace(Variant(4, tensor=2, sequence_parallel=True)).saved < 0.9 * plain.saved
 
 
 SWITCHED = [("gpt2", {"num_experts": 4}), ("llama", {"fused_linear_cross_entropy": True})]

@@ -10,7 +10,7 @@ import torch
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.layouts import layout_of
-from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
+from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.setting import memory_options_of
@@ -65,7 +65,7 @@ def _predicted(name: str) -> list[StateBytes]:
         return dict.fromkeys(("input_ids", "labels"), torch.zeros((samples, 16), dtype=torch.long))
 
     of_model = ModelShapes(lambda blocks: with_switches(mixtures.tiny("mixtral", blocks or 4), job.config, plan), batch)
-    return held_by_worker(of_model, layout_of(plan), memory_options_of(plan, of_model.width))
+    return states_by_worker(of_model, layout_of(plan), memory_options_of(plan, of_model.width))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -35,7 +35,7 @@ def run_this_library(job: BenchJob, line: BenchConnection) -> None:
     from rapidformer_templates.data.types import Data
     from rapidformer_templates.trainer import Trainer
 
-    class Measured(Trainer):
+    class MeasuredScript(Trainer):
         def build_data(self) -> Data:
             return Data(train=RandomTokens(job))  # type: ignore[arg-type]
 
@@ -50,7 +50,7 @@ def run_this_library(job: BenchJob, line: BenchConnection) -> None:
             self.loss = result.loss
             line.step_ends()
 
-    template = Measured(flags_of(job))
+    template = MeasuredScript(flags_of(job))
     summary = template.fit()
     line.end(float(template.loss), summary["receipts"])
 
@@ -80,7 +80,7 @@ def run_user_command(job: BenchJob, line: BenchConnection) -> None:
     from rapidformer_templates.commands.train import template_of
     from rapidformer_templates.data.targets import samples_in
 
-    class MeasuredScript(template_of(job.words)):  # type: ignore[misc]
+    class MeasuredScriptScript(template_of(job.words)):  # type: ignore[misc]
         flops: float | None = None
 
         def build_model(self) -> Any:
@@ -105,7 +105,7 @@ def run_user_command(job: BenchJob, line: BenchConnection) -> None:
             line.step_ends()
 
     flags = ["--train-iters", str(job.total_steps), "--log-interval", str(job.total_steps), "--no-save"]
-    template = MeasuredScript([*job.words, *flags])
+    template = MeasuredScriptScript([*job.words, *flags])
     summary = template.fit()
     sizes = template.plan.sizes
     line.end(

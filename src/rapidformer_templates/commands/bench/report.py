@@ -90,8 +90,8 @@ class Report:
         It is the median over the turns, in which both alternate.
         """
         return [
-            statistics.median(b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True))
-            for ours, theirs in zip(self.runs[solution], self.runs[peer], strict=True)
+            statistics.median(b / a for a, b in zip(own_run.seconds, peer_run.seconds, strict=True))
+            for own_run, peer_run in zip(self.runs[solution], self.runs[peer], strict=True)
         ]
 
     def to_json(self) -> dict[str, Any]:

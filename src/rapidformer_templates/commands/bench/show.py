@@ -183,11 +183,11 @@ def draw(axes: Axes, report: Report) -> None:
     """Draw two panels: the speed, and the memory before the model with the rest on top of it."""
     figure: Any = axes.figure
     axes.remove()
-    ours = [name for name in report.of.solutions if name in report.runs]
-    names = ours + [name for name in report.runs if name not in ours]
+    own_names = [name for name in report.of.solutions if name in report.runs]
+    names = own_names + [name for name in report.runs if name not in own_names]
     figure.set_size_inches(11, 1.2 + 0.32 * len(names))
     left, right = figure.subplots(1, 2, sharey=True)
-    colours = ["tab:orange" if name in ours else "tab:blue" for name in names]
+    colours = ["tab:orange" if name in own_names else "tab:blue" for name in names]
     spreads = [spread(report.rates(name)) for name in names]
     speeds = left.barh(names, [report.samples_per_second(name) for name in names], xerr=spreads, color=colours)
     left.bar_label(speeds, fmt="%.2f", label_type="center", color="white", fontsize=8)

@@ -237,13 +237,13 @@ class Preference(_Preferences):
         return logps.sum(), len(logps)
 
     def compute_loss(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
-        training, counted = self.config.training, batch["counted"]
+        training, counts = self.config.training, batch["counted"]
         answers, beta = self._answers(model, batch), training.preference_beta
         if self._loss == "kto":
             weights = training.kto_desirable_weight, training.kto_undesirable_weight
             each = losses.kto(answers, batch["is_good"], beta, self._drift, weights)
-            self._record_rewards(beta * answers.ratios, batch["is_good"], counted)
-            return (each * counted).sum(), counted.sum()
+            self._record_rewards(beta * answers.ratios, batch["is_good"], counts)
+            return (each * counts).sum(), counts.sum()
         chosen, rejected = answers.halves()
         if self._loss == "orpo":
             each = chosen.whole_nll * self._drift + beta * losses.odds_ratio(chosen, rejected)
@@ -252,8 +252,8 @@ class Preference(_Preferences):
         else:
             each = {"dpo": losses.dpo, "ipo": losses.ipo}[self._loss](chosen, rejected, beta)
         scores = [half.ratios if self.needs_reference else half.means for half in (chosen, rejected)]
-        self._record_pairs(beta * scores[0].detach(), beta * scores[1].detach(), counted)
-        return (each * counted).sum(), counted.sum()
+        self._record_pairs(beta * scores[0].detach(), beta * scores[1].detach(), counts)
+        return (each * counts).sum(), counts.sum()
 
     def _answers(self, model: Any, batch: Batch) -> losses.Answers:
         """Return log-probabilities from the model and, if the loss needs them, from the reference."""

@@ -283,12 +283,12 @@ def _pool(recipe: EncodingRecipe, workers: int) -> Iterator[ProcessPoolExecutor]
     """Run worker processes inside the context. They also end if this process ends in any way."""
     # Start fresh processes. A fork would copy the locks of this process's threads, and its end of the pipe.
     context = multiprocessing.get_context("spawn")
-    alive, ours = context.Pipe(duplex=False)
+    alive, own_end = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(workers, context, start_worker, (recipe, alive))
     try:
         yield pool
     finally:
-        ours.close()
+        own_end.close()
         pool.shutdown(cancel_futures=True)
         alive.close()
 

@@ -186,11 +186,11 @@ def _blocks(header: bytes, by_itemsize: list[torch.Tensor]) -> Iterator[memoryvi
     memory = [host_memory(BLOCK, pinned=False) for _ in range(IN_FLIGHT)]
     number, filled = 0, 0
     for source in (_tensor_of(header), *map(_bytes_of, by_itemsize)):
-        taken = 0
-        while taken < len(source):
-            count = min(len(source) - taken, BLOCK - filled)
-            _copy(memory[number][filled : filled + count], source[taken : taken + count])
-            taken, filled = taken + count, filled + count
+        fill_level = 0
+        while fill_level < len(source):
+            count = min(len(source) - fill_level, BLOCK - filled)
+            _copy(memory[number][filled : filled + count], source[fill_level : fill_level + count])
+            fill_level, filled = fill_level + count, filled + count
             if filled == BLOCK:
                 yield memory[number].numpy().data
                 number, filled = (number + 1) % IN_FLIGHT, 0

@@ -26,11 +26,11 @@ def in_forks(tasks: Sequence[Callable[[], T]]) -> list[T]:
     gc.freeze()  # otherwise, garbage collection would write to all shared memory and so copy it
     under_way = []
     for task in tasks:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_tell, args=(task, theirs), daemon=True)
+        own_end, child_end = context.Pipe(duplex=False)
+        process = context.Process(target=_tell, args=(task, child_end), daemon=True)
         process.start()
-        theirs.close()
-        under_way.append((process, ours))
+        child_end.close()
+        under_way.append((process, own_end))
     returned = []
     for process, pipe in under_way:
         with contextlib.suppress(EOFError):

@@ -133,11 +133,11 @@ class Layout:
             **flags,
         }
 
-    def values_that_act(self, given: Container[str] = ()) -> dict[str, Any]:
+    def values_that_act(self, user_fields: Container[str] = ()) -> dict[str, Any]:
         """Return the entries of :meth:`values` that differ from a plain run and that the user has not given."""
         batches = ("micro_batch_size", "global_batch_size")
         acting = {n: v for n, v in self.values().items() if n in batches or v is True or v not in (None, False, 1)}
-        return {name: value for name, value in acting.items() if name not in given}
+        return {name: value for name, value in acting.items() if name not in user_fields}
 
     def flags(self) -> list[str]:
         """Return the flags to add to the training command."""

@@ -89,16 +89,16 @@ def predict(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN, 
     if setting.by_parallel_engine(layout):
         stages = peak_stage_candidates(model, layout, setting)
         return max((of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
-    held = max(held_by_worker(model, layout, setting), key=_sum_of_states)
+    states = max(states_by_worker(model, layout, setting), key=_sum_of_states)
     trace = model.trace(variant, exact=exact)
-    return _with_host(_worst(model, layout, setting, held, trace), trace.sent)
+    return _with_host(_worst(model, layout, setting, states, trace), trace.sent)
 
 
-def held_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN) -> list[StateBytes]:
+def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN) -> list[StateBytes]:
     """Return the states of every worker, by rank. Tensor-parallel peers are adjacent, then replicas, then stages."""
     if setting.by_parallel_engine(layout):
         return [
-            Stage(model, layout, stage, setting, peer).held(replica)
+            Stage(model, layout, stage, setting, peer).states(replica)
             for stage in range(layout.pipeline)
             for replica in range(layout.replicas)
             for peer in range(layout.tensor)
@@ -109,10 +109,15 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions = 
     width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32
     everything = model.all_parameters.values()
     frozen = [p for p in model.frozen_of(everything) if not p.code_bytes]
-    typed = (formula(mine, layout.shares, width, setting.how) for mine in (list(model.parameters.values()), frozen))
+    typed = (
+        formula(parameters, layout.shares, width, setting.how)
+        for parameters in (list(model.parameters.values()), frozen)
+    )
     codes = sum(p.code_bytes for p in everything)
     narrower = sum((FP32 - p.width) * p.count for p in frozen)
-    return [mine.beside(other, codes - narrower) for mine, other in zip(*typed, strict=True)] * layout.copies
+    return [
+        parameters.with_frozen(other, codes - narrower) for parameters, other in zip(*typed, strict=True)
+    ] * layout.copies
 
 
 def _beside_experts(layout: Layout) -> Formula:
@@ -126,22 +131,22 @@ def _beside_experts(layout: Layout) -> Formula:
 def states_alone(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> Memory:
     """Return only the states of the worker that holds most of them. It is a lower bound that costs nothing."""
     if setting.by_parallel_engine(layout):
-        held = [stage.held() for stage in peak_stage_candidates(model, layout, setting)]
+        states = [stage.states() for stage in peak_stage_candidates(model, layout, setting)]
     else:
-        held = held_by_worker(model, layout, setting)
-    most = max(held, key=_sum_of_states)
-    here = most.on_gpu if setting.gpu else most
-    return Memory(here.parameters, here.gradients, here.optimizer, 0, 0)
+        states = states_by_worker(model, layout, setting)
+    most = max(states, key=_sum_of_states)
+    on_device = most.on_gpu if setting.gpu else most
+    return Memory(on_device.parameters, on_device.gradients, on_device.optimizer, 0, 0)
 
 
-def _sum_of_states(held: StateBytes) -> int:
-    return held.parameters + held.gradients + held.optimizer
+def _sum_of_states(states: StateBytes) -> int:
+    return states.parameters + states.gradients + states.optimizer
 
 
 def of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
     """Return the memory of a stage's worker."""
-    held = stage.held()
-    memory = _memory(model, held, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
+    states = stage.states()
+    memory = _memory(model, states, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
     return _with_host(memory, stage.sent(variant, exact=exact))
 
 
@@ -174,22 +179,22 @@ def variant_of(layout: Layout, setting: MemoryOptions) -> Variant:
     return variant
 
 
-def _worst(model: ModelShapes, layout: Layout, setting: MemoryOptions, held: StateBytes, trace: Trace) -> Memory:
-    here = held.on_gpu if setting.gpu else held
+def _worst(model: ModelShapes, layout: Layout, setting: MemoryOptions, states: StateBytes, trace: Trace) -> Memory:
+    on_device = states.on_gpu if setting.gpu else states
     if layout.partitioning == "fsdp":
         moments = [*Sharded(model, layout, setting, _width(layout, setting), trace.phases).moments()]
     else:
-        moments = [moment for phase in trace.phases for moment in _beside(model, layout, setting, here, phase)]
-    return _memory(model, held, [*moments, _update(layout, here)], gpu=setting.gpu)
+        moments = [moment for phase in trace.phases for moment in _beside(model, layout, setting, on_device, phase)]
+    return _memory(model, states, [*moments, _update(layout, on_device)], gpu=setting.gpu)
 
 
-def _memory(model: ModelShapes, held: StateBytes, moments: Sequence[MemorySnapshot], *, gpu: bool) -> Memory:
+def _memory(model: ModelShapes, states: StateBytes, moments: Sequence[MemorySnapshot], *, gpu: bool) -> Memory:
     """Report the moment with the highest total, in the parts that people know."""
-    here, beside = (held.on_gpu, held.beside_gpu) if gpu else (held, 0)
+    on_device, on_host = (states.on_gpu, states.beside_gpu) if gpu else (states, 0)
     worst = max(moments, key=lambda moment: moment.total)
-    activations = worst.total - worst.buffers - here.gradients
+    activations = worst.total - worst.buffers - on_device.gradients
     buffers = worst.buffers + model.buffer_bytes + min(activations, 0)
-    return Memory(here.parameters, here.gradients, here.optimizer, buffers, max(activations, 0), beside)
+    return Memory(on_device.parameters, on_device.gradients, on_device.optimizer, buffers, max(activations, 0), on_host)
 
 
 def _width(layout: Layout, setting: MemoryOptions) -> int:
@@ -198,7 +203,7 @@ def _width(layout: Layout, setting: MemoryOptions) -> int:
 
 
 def _beside(
-    model: ModelShapes, layout: Layout, setting: MemoryOptions, held: StateBytes, phase: Phase
+    model: ModelShapes, layout: Layout, setting: MemoryOptions, states: StateBytes, phase: Phase
 ) -> list[MemorySnapshot]:
     """Memory in a phase beyond parameters and optimizer state, in the first micro batch and in later ones."""
     width = _width(layout, setting)
@@ -209,7 +214,7 @@ def _beside(
     bucket = setting.bucket * width
     match layout.partitioning:
         case "none" | "oss" if layout.replicas > 1:
-            return [MemorySnapshot(alone, held.gradients, 0)]  # only in DDP's buckets
+            return [MemorySnapshot(alone, states.gradients, 0)]  # only in DDP's buckets
         case "none" | "oss" | "oss-sdp":
             return [MemorySnapshot(alone, apart, 0)] + ([MemorySnapshot(alone, whole, 0)] if later else [])
         case "zero-1" if later:
@@ -218,21 +223,21 @@ def _beside(
         case "zero-1" | "zero-2":
             # From the first gradient on, there are the bucket and the parameters' gradients until they are freed.
             begun = phase.after_first_gradient
-            added_up = held.gradients if layout.partitioning == "zero-2" and later else 0
+            added_up = states.gradients if layout.partitioning == "zero-2" and later else 0
             return [
                 MemorySnapshot(
                     phase.peak if begun and not later else alone, 2 * added_up, bucket + whole if begun else 0
                 )
             ]
         case "zero-3":
-            return [MemorySnapshot(alone, held.gradients, bucket + _gathered_by_zero(model, setting, width))]
+            return [MemorySnapshot(alone, states.gradients, bucket + _gathered_by_zero(model, setting, width))]
     raise KeyError(layout.partitioning)
 
 
-def _update(layout: Layout, held: StateBytes) -> MemorySnapshot:
+def _update(layout: Layout, states: StateBytes) -> MemorySnapshot:
     """Memory during the update. ZeRO-1 and -2 flatten the gradients of their share once more, in fp32."""
-    flat = held.optimizer // 3 if layout.partitioning in ("zero-1", "zero-2") else 0
-    return MemorySnapshot(0, held.gradients, flat)
+    flat = states.optimizer // 3 if layout.partitioning in ("zero-1", "zero-2") else 0
+    return MemorySnapshot(0, states.gradients, flat)
 
 
 def _gathered_by_zero(model: ModelShapes, setting: MemoryOptions, width: int) -> int:

@@ -61,8 +61,8 @@ class Subject:
         self._model_config = build_config(config, self._auto_class, _tokenizer(config))
         self._tokens = seq_length_of(config, self._model_config)
         self._plan = plan or Plan("Trainer")
-        asked = config.get("pipeline_stages") if plan else None
-        stages = [int(word) for word in asked.split(",")] if asked and asked != AUTO_MEMORY else None
+        stage_sizes = config.get("pipeline_stages") if plan else None
+        stages = [int(word) for word in stage_sizes.split(",")] if stage_sizes and stage_sizes != AUTO_MEMORY else None
         copied = has_frozen_copy(config, (REGISTRY[name] for name in self._plan.switches))
         self.shapes = ModelShapes(self._build, self._batch, gpu=gpu, stages=stages, has_copy=copied)
         self.facts = CommunicationSizes(
@@ -83,8 +83,8 @@ class Subject:
     def experts(self) -> int:
         """Greatest common divisor of the numbers of experts in all blocks. 0 without experts."""
         whole = self.shapes.whole
-        ours = [len(experts.up) for experts in whole.modules() if isinstance(experts, Experts)]
-        return math.gcd(*ours, *(experts.num_experts for experts in own_experts(whole)))
+        expert_counts = [len(experts.up) for experts in whole.modules() if isinstance(experts, Experts)]
+        return math.gcd(*expert_counts, *(experts.num_experts for experts in own_experts(whole)))
 
     def _build(self, blocks: int | None) -> nn.Module:
         model_config = self._model_config if blocks is None else _shortened(self._model_config, blocks)

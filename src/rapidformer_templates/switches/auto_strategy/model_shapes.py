@@ -261,8 +261,8 @@ class ModelShapes:
         return self._most_in_a_block(self.parameters, experts)
 
     def _most_in_a_block(self, parameters: Mapping[str, ParameterShape], experts: int) -> int:
-        here = {name: facts.among(experts) for name, facts in parameters.items()}
-        return max(self._by_block(here).values(), default=0)
+        local = {name: facts.among(experts) for name, facts in parameters.items()}
+        return max(self._by_block(local).values(), default=0)
 
     @cached_property
     def outside_blocks(self) -> int:
@@ -400,8 +400,8 @@ class ModelShapes:
 
     def frozen_of(self, parameters: Iterable[ParameterShape]) -> list[ParameterShape]:
         """Return the frozen ones of some parameters, plus all of them again if there is a frozen copy of the model."""
-        mine = list(parameters)
-        return [facts for facts in mine if not facts.is_trained] + (mine if self.has_copy else [])
+        shapes = list(parameters)
+        return [facts for facts in shapes if not facts.is_trained] + (shapes if self.has_copy else [])
 
     def _everything_of_stage(self, coordinates: Coordinates) -> dict[str, ParameterShape]:
         if coordinates not in self._stages:
@@ -463,11 +463,11 @@ class ModelShapes:
             of_kinds = buckets_by_key(
                 kinds, limit, ranks=lambda kind: data // kind.over, whole=whole, is_tied=lambda kind: bool(kind.ends)
             )
-            found = [
+            buckets = [
                 GradientBucket(bucket, kind.has_masters, bool(kind.ends), kind.part, kind.over)
                 for bucket, kind in of_kinds.items()
             ]
-            self._buckets[key] = sorted(found, key=lambda each: (each.is_tied, -each.first))
+            self._buckets[key] = sorted(buckets, key=lambda each: (each.is_tied, -each.first))
         return self._buckets[key]
 
     def runs(

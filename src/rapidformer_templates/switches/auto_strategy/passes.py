@@ -54,7 +54,7 @@ def passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tuple
 
 @cache
 def _passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tuple[Pass, ...]:
-    found: dict[Pass, None] = {}
+    passes_seen: dict[Pass, None] = {}
     alive: list[Action] = []
     come: Counter[tuple[int, int]] = Counter()
     sent: Counter[Kind] = Counter()
@@ -71,7 +71,7 @@ def _passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tupl
         come[place] = 0
         alive = [other for other in alive if (other.stage, other.microbatch) != place]
         others = Counter(other.stage // workers for other in alive)
-        found[
+        passes_seen[
             Pass(
                 part,
                 kind is Kind.FORWARD,
@@ -90,4 +90,4 @@ def _passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tupl
         else:
             added |= {part}
             summed |= {part} if number == microbatches - 1 else set()
-    return tuple(found)
+    return tuple(passes_seen)

@@ -96,7 +96,7 @@ COLUMNS = ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning"
 
 def _table(result: SearchResult) -> Table:
     table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
-    more = [name for name in ("context", "experts") if any(getattr(found.layout, name) > 1 for found in result.layouts)]
+    more = [name for name in ("context", "experts") if any(getattr(each.layout, name) > 1 for each in result.layouts)]
     for name in (*COLUMNS[:2], *more, *COLUMNS[2:]):
         table.add_column(name, justify="right", min_width=WIDTHS.get(name))
     for name in ("state GB", "activ. GB", "needed GB", "bubble", "comm.", "s/step", "samples/s"):

@@ -43,11 +43,13 @@ class StageBalance:
     def line(self) -> str:
         """Return a summary for people."""
         sizes, needed = self.by_parameters
-        mine = (
+        by_memory = (
             f"{_numbers(self.sizes)} blocks, at most {max(self.needed) / GB:.3g} GB per worker ({_in_gb(self.needed)})"
         )
         usual = f"by parameters {_numbers(sizes)}, {max(needed) / GB:.3g} GB ({_in_gb(needed)})"
-        return f"--pipeline-stages auto-memory: {mine}; {usual}; the largest stage has {self.slower:+.0%} parameters"
+        return (
+            f"--pipeline-stages auto-memory: {by_memory}; {usual}; the largest stage has {self.slower:+.0%} parameters"
+        )
 
 
 def _numbers(sizes: Sequence[int]) -> str:

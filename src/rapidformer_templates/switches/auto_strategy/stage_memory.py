@@ -120,26 +120,26 @@ class Stage:
         layout = self.layout
         return passes(layout.pipeline, self.rank, layout.virtual, layout.accumulation)
 
-    def held(self, replica: int | None = None) -> StateBytes:
+    def states(self, replica: int | None = None) -> StateBytes:
         """States of a replica's worker (default: the largest one).
 
         Gradients are those at the end of the last backward.
         """
         replica = self.largest_replica if replica is None else replica
-        mine = list(self.parameters.values())
+        shapes = list(self.parameters.values())
         if self._is_sharded:
-            mine = self._runs_of(replica)
+            shapes = self._runs_of(replica)
         parameters = self._narrow_bytes + sum(p.frozen_bytes for p in self.model.stage_frozen(self.coordinates))
         gradients = sum(self._sums)
         if self._is_sharded:
             gradients = self._share(replica)
-        optimizer = self.setting.how.optimizer.bytes_of(mine)
+        optimizer = self.setting.how.optimizer.bytes_of(shapes)
         if self._has_masters:
-            optimizer += FP32 * sum(part.count for part in mine if part.has_master)
+            optimizer += FP32 * sum(part.count for part in shapes if part.has_master)
         if not self.setting.offload:
             return StateBytes(parameters, gradients, optimizer)
         # copies of weights and gradients for the update on the host
-        copies = 2 * FP32 * sum(part.count for part in mine)
+        copies = 2 * FP32 * sum(part.count for part in shapes)
         return StateBytes(parameters, gradients, optimizer, on_host=(0, 0, optimizer), host_copies=copies)
 
     @cached_property
@@ -200,15 +200,15 @@ class Stage:
     def moments(self, variant: Variant, *, exact: bool) -> list[MemorySnapshot]:
         """Memory beyond the states in each phase of every forward and backward of a step, and after them."""
         parts = self._parts(variant, exact=exact)
-        found: list[MemorySnapshot] = []
+        snapshots: list[MemorySnapshot] = []
         others = [self._beside(parts, each) for each in self._passes]
-        for each, beside in zip(self._passes, others, strict=True):
+        for each, of_others in zip(self._passes, others, strict=True):
             part, left = parts[each.part], 0
             for phase, alone in part.phases(forward=each.is_forward):
                 leaving = bisect_right(self._leaving[each.part].complete, phase.finished - part.head_gradients)
-                found.append(self._moment(phase, alone + beside, each, left, leaving))
+                snapshots.append(self._moment(phase, alone + of_others, each, left, leaving))
                 left = leaving
-        return [*found, *self._after(max(others))]
+        return [*snapshots, *self._after(max(others))]
 
     def sent(self, variant: Variant, *, exact: bool) -> int:
         """Peak bytes of this stage's micro batches on the host."""
@@ -239,7 +239,7 @@ class Stage:
 
     def _beside(self, parts: Sequence[StagePart], each: Pass) -> int:
         """Bytes of other micro batches in flight during a pass, and of tensors that travel between stages."""
-        waiting = sum(count * parts[part].kept for part, count in each.others)
+        waiting = sum(count * parts[part].saved for part, count in each.others)
         if each.newest is not None:  # the last blocks of the others are on the host
             sent = sum(count * parts[part].kept_by_last for part, count in each.others)
             waiting -= sent - parts[each.newest].kept_by_last
@@ -270,16 +270,16 @@ class Stage:
         if each.is_forward or not self._exchanges(each):
             gradients = self._added_up(each.part, each) if adds else unfinished
             return self._beside_states(activations, others + gradients, 0)
-        mine, unshared = self._leaving[each.part], self._unshared[each.part]
+        traffic, unshared = self._leaving[each.part], self._unshared[each.part]
         summed = adds and not self._sums_early
         gradients = self._sums[each.part] if summed else unfinished
         if self._is_sharded:  # packed gradients are freed, and gradients without an earlier sum have 16 bits
-            waiting = max(0, gradients - mine.sums[left] - unshared)
+            waiting = max(0, gradients - traffic.sums[left] - unshared)
             if not summed:
                 waiting = waiting * self._narrow_bytes // sum(self._sums)
-            gradients = waiting + mine.shares[-1 if adds and self._sums_early else leaving] + unshared
+            gradients = waiting + traffic.shares[-1 if adds and self._sums_early else leaving] + unshared
         flights = (1 if left or each.summed else 0) + (1 if leaving > left else 0)
-        begun = [*mine.largest[leaving], *(size for part in each.summed for size in self._leaving[part].largest[-1])]
+        begun = [*traffic.largest[leaving], *(size for part in each.summed for size in self._leaving[part].largest[-1])]
         return self._beside_states(activations, others + gradients, self._on_their_way(begun, flights))
 
     def _exchanges(self, each: Pass) -> bool:
@@ -298,12 +298,12 @@ class Stage:
         ``others`` are the bytes of other micro batches.
         """
         tied = [each for each in self._buckets if each.is_tied]
-        kept, copied = sum(self._sums), self._copied_for_update()
+        sums, copied = sum(self._sums), self._copied_for_update()
         largest = [self._packed(each) for each in self._buckets]
         waiting = self._on_their_way(largest, 2) if self.layout.replicas > 1 or tied else 0
         if not self._is_sharded:
             copies_elsewhere = sum(self._packed(each) for each in tied)
-            return [self._beside_states(0, kept, max(waiting + copies_elsewhere, copied))]
+            return [self._beside_states(0, sums, max(waiting + copies_elsewhere, copied))]
         shares, late = self._share(self.largest_replica), sum(self._sum_of(each) for each in tied)
         sent = self._beside_states(others if self._sums_early else 0, shares + late, waiting)
         gathered = max(self._width(each.has_masters, BF16) * self._gathered(each.bucket) for each in self._buckets)
@@ -323,12 +323,12 @@ class Stage:
 
     def _beside_states(self, activations: int, gradients: int, buffers: int) -> MemorySnapshot:
         """Build a moment in which gradients beyond those that the update needs count as buffers."""
-        there = min(gradients, self._held_gradients)
-        return MemorySnapshot(activations, there, buffers + gradients - there)
+        counted_gradients = min(gradients, self._gradient_bytes)
+        return MemorySnapshot(activations, counted_gradients, buffers + gradients - counted_gradients)
 
     @cached_property
-    def _held_gradients(self) -> int:
-        return self.held().gradients
+    def _gradient_bytes(self) -> int:
+        return self.states().gradients
 
     # Exchange with the other replicas.
 

@@ -33,15 +33,15 @@ class StagePart:
     offloads: bool
 
     @cached_property
-    def kept(self) -> int:
+    def saved(self) -> int:
         """Bytes that a micro batch keeps here until its backward."""
         trace = self.trace
-        kept = trace.kept - self.casts
+        bytes_kept = trace.saved - self.casts
         if not self.is_last:
-            kept -= trace.kept_output  # the stage does not keep the values that it sends
+            bytes_kept -= trace.kept_output  # the stage does not keep the values that it sends
         if not self.is_first:
-            kept += trace.hidden - trace.phases[0].kept
-        return kept
+            bytes_kept += trace.hidden - trace.phases[0].saved
+        return bytes_kept
 
     @cached_property
     def casts(self) -> int:
@@ -69,13 +69,13 @@ class StagePart:
             input_bytes = self.trace.hidden  # it arrives in place of the embedding
             # without offloading, the embedding's output is no longer there
             input_bytes -= 0 if self.offloads else phases[0].end
-        made = {phase.stack: phase.casts for phase in phases if phase.name == "forward"}
+        casts_by_stack = {phase.stack: phase.casts for phase in phases if phase.name == "forward"}
         for number, phase in enumerate(phases):
             if forward is self._is_forward(phase) and self._has(number):
                 others = self.tied_bytes if phase.name in BACKWARD else 0
                 yield phase, phase.peak_without_gradients + input_bytes + released_casts - others
             if phase.name == "backward" and self.shares_casts:
-                released_casts += made[phase.stack]
+                released_casts += casts_by_stack[phase.stack]
 
     @staticmethod
     def _is_forward(phase: Phase) -> bool:

@@ -41,7 +41,7 @@ class StateBytes:
     def per_parameter(self, count: int) -> tuple[float, float, float]:
         return self.parameters / count, self.gradients / count, self.optimizer / count
 
-    def beside(self, frozen: StateBytes, more: int = 0) -> StateBytes:
+    def with_frozen(self, frozen: StateBytes, more: int = 0) -> StateBytes:
         """Return these bytes plus those of frozen parameters, which have no gradients and no optimizer state.
 
         Args:
@@ -111,9 +111,9 @@ def replicated_with_masters(
     parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
 ) -> list[StateBytes]:
     """16-bit weights, fp32 masters and fp32 gradient sums: every worker has everything."""
-    (held, *_) = replicated(parameters, 1, width, how)
+    (states, *_) = replicated(parameters, 1, width, how)
     with_masters = sum(p.count for p in parameters if p.has_master)
-    parts = (held.parameters - (FP32 - BF16) * with_masters, held.gradients, held.optimizer + FP32 * with_masters)
+    parts = (states.parameters - (FP32 - BF16) * with_masters, states.gradients, states.optimizer + FP32 * with_masters)
     return [StateBytes(*parts)] * workers
 
 
@@ -121,9 +121,9 @@ def replicated_on_host(
     parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
 ) -> list[StateBytes]:
     """DDP with offload: the optimizer is in host memory, with copies of weights and gradients."""
-    (held, *_) = replicated(parameters, 1, width, how)
-    copies = held.parameters + held.gradients
-    return [replace(held, on_host=(0, 0, held.optimizer), host_copies=copies)] * workers
+    (states, *_) = replicated(parameters, 1, width, how)
+    copies = states.parameters + states.gradients
+    return [replace(states, on_host=(0, 0, states.optimizer), host_copies=copies)] * workers
 
 
 def divided_experts(
@@ -184,12 +184,12 @@ def divided_in_rows_beside_experts(
 def _in_parts(parts: Sequence[Sequence[ParameterShape]], how: StateOptions) -> list[StateBytes]:
     """``parts`` lists each rank's parameters. All workers allocate as much memory for them as the first one."""
     count = FP32 * sum(p.count for p in parts[0])
-    return [StateBytes(count, count, how.optimizer.bytes_of(mine)) for mine in parts]
+    return [StateBytes(count, count, how.optimizer.bytes_of(of_rank)) for of_rank in parts]
 
 
 def _of_expert(parameter: ParameterShape, rank: int, over: int, shards: int) -> ParameterShape:
-    mine = parameter.among(over)
-    return _part(mine, rank, shards, widthwise(mine.shape, shards))
+    share = parameter.among(over)
+    return _part(share, rank, shards, widthwise(share.shape, shards))
 
 
 def _part(parameter: ParameterShape, rank: int, workers: int, dim: int = 0) -> ParameterShape:
@@ -209,11 +209,11 @@ def divided_groups(
     whole = width * sum(p.count for p in parameters)
     groups, shares = _groups(parameters, workers, how)
     optimizer = FP32 * sum(shares) + how.optimizer.bytes_of(runs(shares))
-    held = []
+    states = []
     for rank in range(workers):
         gradients = sum(_overlapping(group, rank * n, (rank + 1) * n) for group, n in zip(groups, shares, strict=True))
-        held.append(StateBytes(whole, width * gradients, optimizer))
-    return held
+        states.append(StateBytes(whole, width * gradients, optimizer))
+    return states
 
 
 def divided_groups_on_host(

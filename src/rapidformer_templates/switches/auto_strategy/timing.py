@@ -107,8 +107,8 @@ def predict_seconds(
     tensor = exchanges * ring * hidden_bytes / (near if layout.tensor <= local_world else far)
     # Queries, keys, values and the output of a block go to the other workers, and again in the backward.
     sent = (layout.context - 1) / layout.context * hidden_bytes / layout.tensor
-    beside = near if layout.tensor * layout.context <= local_world else far
-    tensor += 2 * exchanges * sent / beside
+    bandwidth = near if layout.tensor * layout.context <= local_world else far
+    tensor += 2 * exchanges * sent / bandwidth
 
     # A token goes to the experts that it visits and returns. Its gradients do the same.
     trips = (4 if layout.recompute == "none" else 6) * facts.visits * largest
@@ -126,8 +126,8 @@ def predict_seconds(
     hidden = OVERLAP * _hides(layout, setting) * computed
     replicas = layout.shares if layout.partitioning != "none" else 1
     traffic = ADAM_TRAFFIC + (2 if setting.masters else 0)  # plus the 16-bit weight
-    here = facts.parameters - facts.experts + facts.experts / layout.experts
-    update = traffic * here / share / replicas / (hardware.memory_bandwidth * GB)
+    local_parameters = facts.parameters - facts.experts + facts.experts / layout.experts
+    update = traffic * local_parameters / share / replicas / (hardware.memory_bandwidth * GB)
     return Timing(
         compute=layout.accumulation * computed,
         bubble=waiting,

@@ -57,8 +57,8 @@ class Phase:
         traffic: bytes that its other operations read and write.
         after_first_gradient: whether a parameter has its gradient when the phase begins.
         finished: bytes of finished gradients at its end.
-        kept: bytes made in it that are alive when the backward begins.
-        casts: the part of ``kept`` that is autocast copies of weights.
+        saved: bytes made in it that are alive when the backward begins.
+        casts: the part of ``saved`` that is autocast copies of weights.
         sent: bytes of earlier blocks that are sent to the host in it.
         blocks: number of equal blocks that it represents.
         kept_by_each: bytes that each of these blocks keeps for its backward.
@@ -74,7 +74,7 @@ class Phase:
     traffic: int
     after_first_gradient: bool = False
     finished: int = 0
-    kept: int = 0
+    saved: int = 0
     casts: int = 0
     sent: int = 0
     blocks: int = 1
@@ -113,13 +113,13 @@ class Trace:
         return sum(phase.traffic for phase in self.phases)
 
     @property
-    def kept(self) -> int:
+    def saved(self) -> int:
         """Bytes that the forward keeps for the backward, up to the last block."""
-        return sum(phase.kept for phase in self._up_to_last_block)
+        return sum(phase.saved for phase in self._up_to_last_block)
 
     @property
     def casts(self) -> int:
-        """The part of ``kept`` that is autocast copies of weights."""
+        """The part of ``saved`` that is autocast copies of weights."""
         return sum(phase.casts for phase in self._up_to_last_block)
 
     @property
@@ -136,7 +136,7 @@ class Trace:
     def kept_by_last(self) -> int:
         """Bytes that the last block keeps on the device. They would go to the host if another forward followed."""
         forwards = [phase for phase in self.phases if phase.name == "forward"]
-        return max(forwards[-1].kept - forwards[-2].kept, 0) if len(forwards) > 1 else 0
+        return max(forwards[-1].saved - forwards[-2].saved, 0) if len(forwards) > 1 else 0
 
     def at(self, micro_batch: int, other: Trace, traced: tuple[int, int]) -> Trace:
         """Return the trace of another micro-batch size, from this trace and ``other``.
@@ -153,7 +153,7 @@ class Trace:
             return {name: a + (b - a) * (micro_batch - first) // (second - first) for name, (a, b) in pairs.items()}
 
         peaks = ("peak", "peak_without_gradients", "peak_beside_earlier")
-        amounts = (*peaks, "end", "flops", "traffic", "kept", "casts", "sent")
+        amounts = (*peaks, "end", "flops", "traffic", "saved", "casts", "sent")
         phases = [replace(a, **between(a, b, amounts)) for a, b in zip(self.phases, other.phases, strict=True)]
         return replace(self, phases=tuple(phases), **between(self, other, ("hidden", "kept_output")))
 
@@ -183,17 +183,17 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
     turn = next(i for i, phase in enumerate(phases) if phase.name == "turn")
     # Autocast's copies of weights live until the forward ends, even if the backward does not need them.
     in_forward = missing * (phases[middle].end - phases[first].end)
-    in_backward = missing * phases[middle].kept
+    in_backward = missing * phases[middle].saved
     gradients *= missing
     deeper = []
     for i, phase in enumerate(phases):
-        kept = in_forward if i < turn else in_backward
-        alive = kept if last <= i <= backward[0] else 0
+        saved = in_forward if i < turn else in_backward
+        alive = saved if last <= i <= backward[0] else 0
         finished = gradients if i > backward[1] else 0
         times = 1
         if i in (middle, backward[1]):  # this phase also represents the missing blocks
-            alive, times = kept, 1 + missing
-            finished = max(gradients - kept, 0) if i == backward[1] and missing > 0 else 0
+            alive, times = saved, 1 + missing
+            finished = max(gradients - saved, 0) if i == backward[1] and missing > 0 else 0
         deeper.append(
             replace(
                 phase,
@@ -204,12 +204,12 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 finished=phase.finished + (gradients if i >= backward[1] else 0),
                 flops=phase.flops * times,
                 traffic=phase.traffic * times,
-                kept=phase.kept * times,
+                saved=phase.saved * times,
                 casts=phase.casts * times,
                 # a block is sent during the forward of the next one
                 sent=phase.sent * (1 + missing if i == last else 1),
                 blocks=times,
-                kept_by_each=phases[middle].kept,
+                kept_by_each=phases[middle].saved,
             )
         )
     return tuple(deeper)
@@ -290,12 +290,12 @@ class _TraceWatch(LiveStorages):
 
     def turn(self) -> None:
         """End the forward. Everything alive now is kept for the backward."""
-        kept, casts = Counter[int](), Counter[int]()
+        saved, casts = Counter[int](), Counter[int]()
         for key, phase in self._made_in.items():
-            kept[phase] += self._sizes[key]
+            saved[phase] += self._sizes[key]
             casts[phase] += self._sizes[key] if key in self._casts else 0
         self.enter("turn")
-        self.phases = [replace(phase, kept=kept[i], casts=casts[i]) for i, phase in enumerate(self.phases)]
+        self.phases = [replace(phase, saved=saved[i], casts=casts[i]) for i, phase in enumerate(self.phases)]
         self.kept_output = self._sizes.get(self._output, 0) if self._output is not None else 0
 
     def passes_on(self, hidden: torch.Tensor) -> None:

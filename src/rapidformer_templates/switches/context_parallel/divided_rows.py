@@ -63,9 +63,9 @@ class DividedRows(DividedTensor):
         filled = local.new_zeros(math.prod(self.rows), *local.shape[1:])
         return all_reduce_both_ways(filled.index_copy(0, self._index(local), local), self.peers)
 
-    def _index(self, beside: torch.Tensor) -> torch.Tensor:
-        """Return the places as an index tensor on the device of ``beside``."""
-        return torch.tensor(self.places, device=beside.device)
+    def _index(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the places as an index tensor on the device of ``like``."""
+        return torch.tensor(self.places, device=like.device)
 
     def part_of(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[self._index(rows)]

@@ -184,7 +184,7 @@ class FSDPEngine(SingleEngine):
 
     def _reduce(self) -> None:
         for parameter in self._parameters:
-            if parameter.grad is not None and _is_placed_along(parameter, EXPERTS):
+            if parameter.grad is not None and _has_mesh_dimension(parameter, EXPERTS):
                 # These gradients are sums over the workers that sent tokens, averaged over the workers that have the
                 # expert.
                 local_part(parameter.grad).div_(self._experts_over)
@@ -205,7 +205,7 @@ class FSDPEngine(SingleEngine):
 
     def _unsharded_fraction(self) -> float:
         """Return the fraction of the parameters' elements that are whole on this rank."""
-        sizes = [(p.numel(), _is_placed_along(p, SHARDS)) for p in self.model.parameters()]
+        sizes = [(p.numel(), _has_mesh_dimension(p, SHARDS)) for p in self.model.parameters()]
         return sum(count for count, divided in sizes if not divided) / sum(count for count, _ in sizes)
 
     def _reduce_type_names(self) -> list[str]:
@@ -258,7 +258,7 @@ def _shared_modules(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for module in shared if module not in inner]
 
 
-def _is_placed_along(parameter: nn.Parameter, dimension: str) -> bool:
+def _has_mesh_dimension(parameter: nn.Parameter, dimension: str) -> bool:
     """Return whether a parameter is placed on a mesh with this dimension."""
     return isinstance(parameter, DTensor) and dimension in (parameter.device_mesh.mesh_dim_names or ())
 
