@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.commands import catalogue as document
-from rapidformer_templates.commands.compatibility import CompatibilityTable, compatibility, refused_pairs, whose
+from rapidformer_templates.commands.compatibility import CompatibilityTable, compatibility, refused_pairs, rule_origin
 from rapidformer_templates.commands.explain import explain
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import SECTIONS
@@ -146,7 +146,7 @@ def test_matrix_agrees_with_the_rules(pairs: list[list[CompatibilityTable]]) -> 
 def test_every_pair_that_is_refused_has_a_rule_and_whose_it_is(pairs: list[list[CompatibilityTable]]) -> None:
     refused = [(rules, names) for rules, names in refused_pairs(REGISTRY, pairs)]
     assert sum(len(names) for _, names in refused) == sum(not pair.templates for row in pairs for pair in row)
-    reasons = {name: {whose(rule) for rule in rules} for rules, names in refused for name in names}
+    reasons = {name: {rule_origin(rule) for rule in rules} for rules, names in refused for name in names}
     assert reasons["tensor-parallel × fsdp"] == {"documented"}
     assert reasons["context-parallel × onnx-runtime"] == {"of a package"}
     assert not any("own" in found for found in reasons.values())

@@ -7,7 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rapidformer_templates.commands.compatibility import Pairs, against_groups, compatibility, refused_pairs, whose
+from rapidformer_templates.commands.compatibility import (
+    Pairs,
+    against_groups,
+    compatibility,
+    refused_pairs,
+    rule_origin,
+)
 from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
@@ -176,7 +182,7 @@ def _matrix(registry: Registry, pairs: Pairs) -> str:
 def _refused(pairs: Sequence[tuple[tuple[Rule, ...], list[str]]]) -> str:
     rows = []
     for rules, names in pairs:
-        codes, reasons = " ".join(rule.code for rule in rules), ", ".join(dict.fromkeys(map(whose, rules)))
+        codes, reasons = " ".join(rule.code for rule in rules), ", ".join(dict.fromkeys(map(rule_origin, rules)))
         rows.append((codes, reasons, str(len(names)), ", ".join(names)))
     return table(("rules", "source of the reason", "pairs", "which"), rows)
 

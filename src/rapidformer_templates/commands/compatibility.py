@@ -85,7 +85,7 @@ def compatibility(registry: Registry) -> Iterator[list[CompatibilityTable]]:
         yield [compatibility_of(registry, switch, other) for other in registry.switches[: i + 1]]
 
 
-def whose(rule: Rule) -> str:
+def rule_origin(rule: Rule) -> str:
     """Return the origin of a rule: the documents, a package that the library uses, or the library itself."""
     sources = sources_of(rule.source)
     if any(source in DOCUMENTS for source in sources):

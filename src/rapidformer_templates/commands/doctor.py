@@ -213,8 +213,8 @@ def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> DoctorF
     if probed["error"]:
         return DoctorFinding(name, "does not import", installed, probed["error"], needed_by)
     if probed["gone"]:
-        gone = "; ".join(f"no {what}: without it, {broken}" for what, broken in probed["gone"])
-        return DoctorFinding(name, "lacks what this version uses", installed, gone, needed_by)
+        missing_names = "; ".join(f"no {what}: without it, {broken}" for what, broken in probed["gone"])
+        return DoctorFinding(name, "lacks what this version uses", installed, missing_names, needed_by)
     return DoctorFinding(name, "ok", installed, serves=needed_by)
 
 

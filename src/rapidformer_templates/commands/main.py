@@ -223,12 +223,12 @@ def _plan_script(script: str, words: list[str]) -> int:
 
     options, rest = split(words, PlanFlags)
 
-    def look(template: Template) -> tuple[Template, Environment, tuple[str, ...]]:
+    def inspect(template: Template) -> tuple[Template, Environment, tuple[str, ...]]:
         kind, config = type(template), template.config
         world, local = options.world_size or config.launch.nproc_per_node, options.local_world_size
         return template, configure.environment_of(kind, config, world, local), unused_flags(kind, config)
 
-    template, environment, notes = planning_of_script.capture_template(script, rest, look)
+    template, environment, notes = planning_of_script.capture_template(script, rest, inspect)
     kind, config = type(template), template.config
     detected = _planned_environment(environment, config, options)
     checks: list[Check] = []

@@ -220,15 +220,15 @@ def on_device(batches: Iterable[MicroBatch], device: torch.device, ahead: int) -
                 microbatch.batch = to_device(microbatch.batch, device)
         moving.append((microbatch, accelerator.recorded_event(device, side)))
         if len(moving) > ahead:
-            yield _arrived(*moving.popleft())
+            yield _wait_for_copy(*moving.popleft())
     while moving:
-        yield _arrived(*moving.popleft())
+        yield _wait_for_copy(*moving.popleft())
 
 
-def _arrived(microbatch: MicroBatch, moved: torch.Event) -> MicroBatch:
+def _wait_for_copy(microbatch: MicroBatch, copy_event: torch.Event) -> MicroBatch:
     """Make the compute stream wait for the copy. The host does not wait."""
     computes = torch.accelerator.current_stream()
-    computes.wait_event(moved)
+    computes.wait_event(copy_event)
     for leaf in _leaves(microbatch.batch):
         if isinstance(leaf, torch.Tensor) and accelerator.is_asynchronous(leaf.device):
             leaf.record_stream(computes)  # the side stream owns its memory and must not reuse it too early
@@ -260,8 +260,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, dict):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        moved = [to_device(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+        parts = [to_device(value, device) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, UserDict):  # transformers' BatchEncoding: its own method waits for each copy
         other = copy.copy(batch)
         other.data = to_device(batch.data, device)

@@ -129,8 +129,8 @@ def _check_rebuilds(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Modul
 def _same_state(optimizer: Optimizer, fresh: Optimizer) -> bool:
     """Whether an optimizer still has its initial state. Most start without state, Adagrad starts with sums."""
     for parameter, state in optimizer.state.items():
-        begun = fresh.state.get(parameter, {}) if parameter.requires_grad else state
-        if begun.keys() != state.keys() or not all(_equal(value, begun[key]) for key, value in state.items()):
+        initial = fresh.state.get(parameter, {}) if parameter.requires_grad else state
+        if initial.keys() != state.keys() or not all(_equal(value, initial[key]) for key, value in state.items()):
             return False
     return True
 

@@ -131,15 +131,15 @@ def schedule(
         return schedule_of_transformers(training, warmup, decay_steps)
     floor = training.min_lr / training.lr if training.lr else 0.0
     shape = {
-        "linear": lambda done: 1.0 - done,
-        "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
-        "constant": lambda done: 1.0,
+        "linear": lambda progress: 1.0 - progress,
+        "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "constant": lambda progress: 1.0,
     }[style]
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        done = min(1.0, (step - warmup) / max(1, decay_steps - warmup))
-        return floor + (1.0 - floor) * shape(done)
+        progress = min(1.0, (step - warmup) / max(1, decay_steps - warmup))
+        return floor + (1.0 - floor) * shape(progress)
 
     return factor

@@ -30,24 +30,24 @@ def with_unused_parameters(
     Args:
         then: called at the end of the backward, before other callbacks that are queued for its end.
     """
-    passed: torch.Tensor = _ReachParameters.apply(loss, then, *parameters)
-    return passed
+    result: torch.Tensor = _ReachParameters.apply(loss, then, *parameters)
+    return result
 
 
 def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the parameters that a backward from ``loss`` reaches. It takes about a microsecond per operation."""
     reached: list[torch.Tensor] = []
     visited: set[Any] = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
+    pending = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
         if node is None or node in visited:
             continue
         visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
             reached.append(variable)
-        waiting.extend(following for following, _ in node.next_functions)
+        pending.extend(following for following, _ in node.next_functions)
     return reached
 
 
@@ -158,12 +158,12 @@ class ForwardSequenceCheck:
         """Detect that the backward reaches a module, at the first gradient of its outputs."""
         if not self._is_active:
             return
-        waiting = True
+        is_first = True
 
         def visit_once(gradient: Any) -> None:
-            nonlocal waiting
-            if waiting and self._is_active:
-                waiting = False
+            nonlocal is_first
+            if is_first and self._is_active:
+                is_first = False
                 self._visit(name, True)
 
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -39,8 +39,8 @@ def replace(values: Mapping[str, Any], note: str = "") -> Change:
 def drop(off: Mapping[str, Any], note: str = "") -> Change:
     """Remove flags. A choice such as ``--data-iterator`` is spelled with the value that turns it off."""
     replacements = {name: value for name, value in off.items() if isinstance(value, str)}
-    gone = [spelling(name) for name in off if name not in replacements]
-    words = ([spell(replacements)] if replacements else []) + ([f"{WITHOUT}{' '.join(gone)}"] if gone else [])
+    dropped = [spelling(name) for name in off if name not in replacements]
+    words = ([spell(replacements)] if replacements else []) + ([f"{WITHOUT}{' '.join(dropped)}"] if dropped else [])
     return Change(" ".join(words), DROP, off, note=note)
 
 

@@ -78,10 +78,10 @@ def apply(request: Request, changes: Iterable[Change], registry: Registry) -> Re
 def to_suggestion(path: Sequence[Change]) -> Suggestion:
     """Format the changes as text. Removed flags come last."""
     words = [change.describe for change in path]
-    gone = " ".join(word.removeprefix(WITHOUT) for word in words if word.startswith(WITHOUT))
+    removals = " ".join(word.removeprefix(WITHOUT) for word in words if word.startswith(WITHOUT))
     additions = [word for word in words if not word.startswith(WITHOUT)]
     notes = dict.fromkeys(change.note for change in path if change.note)
-    return Suggestion(" ".join([*additions, WITHOUT + gone] if gone else additions), "; ".join(notes))
+    return Suggestion(" ".join([*additions, WITHOUT + removals] if removals else additions), "; ".join(notes))
 
 
 def _ways_out(request: Request, registry: Registry) -> list[Change] | None:

@@ -113,12 +113,12 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
 def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any], workers: Workers) -> None:
     """Restore each callback's state from a checkpoint. Callbacks without a saved state start fresh."""
     named = dict(_named(callbacks))
-    gone, new = sorted(saved.keys() - named.keys()), sorted(states_of(callbacks).keys() - saved.keys())
+    dropped, new = sorted(saved.keys() - named.keys()), sorted(states_of(callbacks).keys() - saved.keys())
     load_callback_states(callbacks, saved)
-    if gone:
+    if dropped:
         say(
             workers,
-            f"the checkpoint has a state of {', '.join(gone)}, which this run does not have: it is lost",
+            f"the checkpoint has a state of {', '.join(dropped)}, which this run does not have: it is lost",
             loud=True,
         )
     if new:

@@ -72,8 +72,8 @@ def next_step(config: RunConfig, plan: Plan, resolve: Callable[[RunConfig], Plan
             resolve(config.replace("the ladder", **changed))
         except Refused:
             continue
-        gone = [name for name, value in changed.items() if not value]
-        return spell(changed) + (f" in place of {' '.join(map(spelling, gone))}" if gone else "")
+        turned_off = [name for name, value in changed.items() if not value]
+        return spell(changed) + (f" in place of {' '.join(map(spelling, turned_off))}" if turned_off else "")
     return None
 
 

@@ -24,9 +24,9 @@ def entries(path: Path) -> Iterator[bytes]:
     data = path.read_bytes()
     position, entry = HEAD, b""
     while position + HEAD <= len(data):
-        left = BLOCK - position % BLOCK
-        if left < HEAD:
-            position += left  # the rest of a block has no room for a header
+        room = BLOCK - position % BLOCK
+        if room < HEAD:
+            position += room  # the rest of a block has no room for a header
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
         piece = data[position + HEAD : position + HEAD + length]

@@ -32,7 +32,7 @@ def accelerate_fsdp(job: BenchJob, line: BenchConnection) -> None:
     """Run accelerate's FSDP2, which shards each block separately.
 
     Raises:
-        Absent: the device is a CPU.
+        PeerUnavailable: the device is a CPU.
     """
     from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
@@ -106,7 +106,7 @@ def torch_fully_shard(job: BenchJob, line: BenchConnection) -> None:
     """Run a plain loop around torch's ``fully_shard``, as in its tutorial.
 
     Raises:
-        Absent: the precision is fp16, for which the tutorial has no loss scale.
+        PeerUnavailable: the precision is fp16, for which the tutorial has no loss scale.
     """
     import torch
     import torch.distributed as dist
@@ -146,7 +146,7 @@ def plain_pytorch(job: BenchJob, line: BenchConnection, *, compiled: bool = Fals
     """Run a hand-written loop for one device, which follows all of torch's tuning guide.
 
     Raises:
-        Absent: the precision is fp16, for which the loop has no loss scale, or there are several workers.
+        PeerUnavailable: the precision is fp16, for which the loop has no loss scale, or there are several workers.
     """
     import torch
 
@@ -162,9 +162,9 @@ def plain_pytorch(job: BenchJob, line: BenchConnection, *, compiled: bool = Fals
     for parts in _steps(job, 0):
         loss = torch.zeros((), device=job.device)
         for batch in parts:
-            moved = {name: tensor.to(job.device, non_blocking=True) for name, tensor in batch.items()}
+            on_device = {name: tensor.to(job.device, non_blocking=True) for name, tensor in batch.items()}
             with autocast:
-                part = forward(**moved).loss / len(parts)
+                part = forward(**on_device).loss / len(parts)
             part.backward()
             loss += part.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -178,7 +178,7 @@ def transformers_trainer(job: BenchJob, line: BenchConnection, *, compiled: bool
     """Run transformers' Trainer with its best options: a 16-bit type, a fused optimizer, prefetching loaders.
 
     Raises:
-        Absent: there are several workers.
+        PeerUnavailable: there are several workers.
     """
     import tempfile
 

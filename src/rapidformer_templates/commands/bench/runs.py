@@ -106,8 +106,8 @@ class Contender:
         answers: dict[int, dict[str, Any]] = {}
         until = time.monotonic() + SILENCE_SECONDS
         while len(answers) < len(self._lines):
-            waiting = {line: rank for rank, line in self._lines.items() if rank not in answers}
-            for line in wait(list(waiting), POLL_SECONDS):
+            unanswered = {line: rank for rank, line in self._lines.items() if rank not in answers}
+            for line in wait(list(unanswered), POLL_SECONDS):
                 assert isinstance(line, Connection)
                 try:
                     answer = line.recv()
@@ -117,7 +117,7 @@ class Contender:
                     raise CannotRun("a worker ended early") from None
                 if "absent" in answer:
                     raise CannotRun(answer["absent"])
-                answers[waiting[line]] = answer
+                answers[unanswered[line]] = answer
             self._check(until, finished=kind == "figures")
         return [answers[rank] for rank in sorted(answers)]
 

@@ -159,14 +159,14 @@ def notes(report: Report) -> list[str]:
     lines = []
     for name, peer in _compared(report):
         ratio = statistics.mean(report.ratios(name, peer))
-        reached = "reached" if ratio >= GOAL else "missed"
-        lines.append(f"{name}: {ratio:.2f} × {peer}; goal {GOAL:.1f} ×: {reached}")
+        verdict = "reached" if ratio >= GOAL else "missed"
+        lines.append(f"{name}: {ratio:.2f} × {peer}; goal {GOAL:.1f} ×: {verdict}")
     for name, goal in ((name, report.of.utilisation.get(report.device)) for name in report.of.solutions):
         share = report.utilisation(name) if name in report.runs else None
         if goal and share is not None:
-            reached = "reached" if share >= goal else "missed"
+            verdict = "reached" if share >= goal else "missed"
             what = f"utilisation in {report.precision[name]}"
-            lines.append(f"{name}: {what} {share:.3f} of a matrix product in it; goal {goal:.2f}: {reached}")
+            lines.append(f"{name}: {what} {share:.3f} of a matrix product in it; goal {goal:.2f}: {verdict}")
     lines += [f"{name} did not run: {in_short(why)}" for name, why in report.absent.items()]
     for name, why in WHY_DIFFERENT.items():
         if name in report.runs and name in report.expected:

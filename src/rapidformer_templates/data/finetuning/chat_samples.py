@@ -129,15 +129,17 @@ class ChatReader:
         return EncodedChat(ids[: self.seq_length], learned[: self.seq_length], tokens.split)
 
     def _add_notes(self, name: str, part: DataPart, counts: _Counts, usable: int) -> None:
-        lost, length = counts.texts - usable, self.seq_length
+        unused, length = counts.texts - usable, self.seq_length
         if not usable and self.whole:
             message = f"no token of an answer is within the first {length} tokens of any of the {counts.texts} samples"
             raise DataError(message, where=part.files[0], hint="use a greater --seq-length, or shorter prompts")
         if counts.truncated:
             note = f"{name}: {counts.truncated:,} of {counts.texts:,} samples are cut to {length} tokens"
-            self.notes.append(note + (f"; {lost:,} with no part of an answer left are not used" if lost else ""))
-        elif lost:
-            self.notes.append(f"{name}: {lost:,} of {counts.texts:,} samples are not used: their answers have no token")
+            self.notes.append(note + (f"; {unused:,} with no part of an answer left are not used" if unused else ""))
+        elif unused:
+            self.notes.append(
+                f"{name}: {unused:,} of {counts.texts:,} samples are not used: their answers have no token"
+            )
         if counts.split and self.answers_only:
             self.notes.append(
                 f"{name}: {counts.split:,} answers begin inside a token that begins in their prompt; "

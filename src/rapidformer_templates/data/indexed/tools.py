@@ -47,8 +47,10 @@ def prefixes_of(inputs: Sequence[str], leave_out: str | None = None) -> list[str
 
 def _prefixes_in(folder: Path) -> set[str]:
     """Return all prefixes with an index. Tokens with checksums but no index count, too, so that a loss is noticed."""
-    lost = [str(path).removesuffix(".sums.json") for path in folder.glob("*.sums.json")]
-    return {prefix_of(path) for path in folder.glob("*.idx")} | {name for name in lost if bin_path(name).is_file()}
+    without_index = [str(path).removesuffix(".sums.json") for path in folder.glob("*.sums.json")]
+    return {prefix_of(path) for path in folder.glob("*.idx")} | {
+        name for name in without_index if bin_path(name).is_file()
+    }
 
 
 def _existing(name: str) -> str:

@@ -131,8 +131,8 @@ class CausalLM(Task):
             if not learnable:
                 hint = "longer texts are needed" if self.seq_length > 1 else "use a greater --seq-length"
                 raise DataError("no text has a token to predict from another", where=part.where(first), hint=hint)
-            lost = f"{len(ended) - len(learnable):,} of {len(ended):,} texts are not used"
-            self.notes.append(f"{name}: {lost}: they are empty, or too short to learn from ({part.where(first)} …)")
+            unused = f"{len(ended) - len(learnable):,} of {len(ended):,} texts are not used"
+            self.notes.append(f"{name}: {unused}: they are empty, or too short to learn from ({part.where(first)} …)")
         return TokenizedSamples({"input_ids": Ragged(learnable)})
 
     def _set(self, columns: Columns, name: str, part: DataPart, block: Block | None) -> TokenizedSamples:

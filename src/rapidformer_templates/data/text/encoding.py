@@ -102,7 +102,7 @@ class Encoder:
     """Tokenizes jobs.
 
     Raises:
-        Differs: the fast tokenizer does not equal the one of transformers.
+        NotEquivalent: the fast tokenizer does not equal the one of transformers.
     """
 
     def __init__(self, recipe: EncodingRecipe) -> None:
@@ -114,7 +114,7 @@ class Encoder:
 
         Raises:
             DataError: a line cannot be used.
-            Differs: the fast tokenizer gave other tokens than the reference.
+            NotEquivalent: the fast tokenizer gave other tokens than the reference.
         """
         bad = BadLines(skip=self.recipe.skip)
         rows = [texts for number, row in self._rows(job, bad) if (texts := self._texts(row, job.path, number, bad))]

@@ -114,7 +114,7 @@ class Gigatoken:
         description: contents of the ``tokenizer.json`` of a byte-level BPE.
 
     Raises:
-        Differs: it does not support this tokenizer.
+        NotEquivalent: it does not support this tokenizer.
     """
 
     def __init__(self, description: str) -> None:
@@ -144,7 +144,7 @@ def compare(fast: Encode, reference: Encode, texts: Sequence[str], where: str) -
         where: the source of the texts, for the message.
 
     Raises:
-        Differs: the ids differ. The message names the first such text.
+        NotEquivalent: the ids differ. The message names the first such text.
     """
     texts = [text[:COMPARED] for text in texts]
     (ids, lengths), (right, right_lengths) = fast(texts), reference(texts)
@@ -204,7 +204,7 @@ def verified(way: EncodingMethod, description: str) -> tuple[Encode, Reference]:
     """Return a tokenizer that gives the ids of the reference on :func:`hard_texts`, and the reference.
 
     Raises:
-        Differs: the ids differ.
+        NotEquivalent: the ids differ.
     """
     reference = Reference(description)
     if way == "whole":

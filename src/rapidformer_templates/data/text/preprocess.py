@@ -261,16 +261,16 @@ def encoded(jobs: Iterator[EncodingJob], recipe: EncodingRecipe, workers: int) -
         encoder = Encoder(recipe)
         yield from ((job, encoder(job)) for job in jobs)
         return
-    waiting: deque[tuple[EncodingJob, Future[Encoded]]] = deque()
+    pending: deque[tuple[EncodingJob, Future[Encoded]]] = deque()
     with _pool(recipe, workers) as pool, closing(jobs):  # type: ignore[type-var]
         try:
             for job in jobs:
-                waiting.append((job, pool.submit(work, job)))
-                if len(waiting) >= AHEAD * workers:
-                    job, future = waiting.popleft()
+                pending.append((job, pool.submit(work, job)))
+                if len(pending) >= AHEAD * workers:
+                    job, future = pending.popleft()
                     yield job, future.result()
-            while waiting:
-                job, future = waiting.popleft()
+            while pending:
+                job, future = pending.popleft()
                 yield job, future.result()
         except BrokenProcessPool as error:
             hint = "usually memory ran out: use fewer --workers or a smaller --chunk-size, and run it again"

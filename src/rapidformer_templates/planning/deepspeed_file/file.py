@@ -90,19 +90,19 @@ def read(text: str) -> DeepSpeedFile:
         ConfigError: the file does not exist or is not a JSON object, or it has a key twice.
     """
     file = parse(text)
-    content, moved = _booleans(file.content), {}
+    content, renamed = _booleans(file.content), {}
     zero = content.get("zero_optimization")
     if isinstance(zero, dict):
         if "aio" in zero and "aio" not in content:  # its place in the guide
-            content["aio"], moved["aio"] = zero.pop("aio"), "zero_optimization.aio"
+            content["aio"], renamed["aio"] = zero.pop("aio"), "zero_optimization.aio"
         for name in [name for name in zero if f"stage3_{name}" in _ZERO_STAGE_3]:
             zero[f"stage3_{name}"] = zero.pop(name)
-            moved[f"zero_optimization.stage3_{name}"] = f"zero_optimization.{name}"
+            renamed[f"zero_optimization.stage3_{name}"] = f"zero_optimization.{name}"
     aio = content.get("aio")
     if isinstance(aio, dict) and "thread_count" in aio:  # its name in the guide
         aio["intra_op_parallelism"] = aio.pop("thread_count")
-        moved["aio.intra_op_parallelism"] = f"{moved.get('aio', 'aio')}.thread_count"
-    return replace(file, content=content, moved=moved)
+        renamed["aio.intra_op_parallelism"] = f"{renamed.get('aio', 'aio')}.thread_count"
+    return replace(file, content=content, renamed=renamed)
 
 
 _ZERO_STAGE_3 = {entry.path.rpartition(".")[2] for entry in ENTRIES} | {"stage3_max_reuse_distance"}

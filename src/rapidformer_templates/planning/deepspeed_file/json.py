@@ -27,18 +27,18 @@ class DeepSpeedFile:
         name: its name in messages.
         content: its values.
         lines: the line of each key, by its path with dots.
-        moved: keys that are read at another path than the file's: new path → the file's.
+        renamed: keys that are read at another path than the file's: new path → the file's.
     """
 
     name: str
     content: Mapping[str, Any]
     lines: Mapping[str, int] = field(default_factory=dict)
-    moved: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, path: str) -> str:
         """Return the location of a key, or of the section where it would be: ``ds.json:12``."""
         while path and path not in self.lines:
-            path = self.moved.get(path, path.rpartition(".")[0])
+            path = self.renamed.get(path, path.rpartition(".")[0])
         line = self.lines.get(path)
         return self.name if line is None or self.name == INLINE else f"{self.name}:{line}"
 

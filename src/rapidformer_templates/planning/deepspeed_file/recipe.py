@@ -71,7 +71,7 @@ def notes(request: Request) -> Iterator[str]:
 
 
 def _moved(file: DeepSpeedFile) -> Iterator[str]:
-    for new, old in file.moved.items():
+    for new, old in file.renamed.items():
         yield f"{file.name}: {old} is read as {new}, where DeepSpeed looks for it"
 
 

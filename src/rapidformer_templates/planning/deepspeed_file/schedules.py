@@ -128,8 +128,8 @@ def _cosine(p: Mapping[str, Any], lr: float) -> Rate:
             return 0.0
         if iteration < steps:
             return float(lr * (lowest + _risen(p, iteration, steps) * (1.0 - lowest)))
-        done = min(1.0, (iteration - steps + 1) / max(1, total - steps))
-        return float(lr * max(0.0, end + (1.0 - end) * (1 + math.cos(math.pi * done)) / 2))
+        progress = min(1.0, (iteration - steps + 1) / max(1, total - steps))
+        return float(lr * max(0.0, end + (1.0 - end) * (1 + math.cos(math.pi * progress)) / 2))
 
     return rate
 

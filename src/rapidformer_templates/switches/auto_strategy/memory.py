@@ -209,14 +209,14 @@ def _beside(
     width = _width(layout, setting)
     whole = width * sum(p.count for p in model.parameters.values())
     later = layout.accumulation > 1
-    apart = phase.peak - phase.peak_without_gradients
+    finished_bytes = phase.peak - phase.peak_without_gradients
     alone = phase.peak_without_gradients
     bucket = setting.bucket * width
     match layout.partitioning:
         case "none" | "oss" if layout.replicas > 1:
             return [MemorySnapshot(alone, states.gradients, 0)]  # only in DDP's buckets
         case "none" | "oss" | "oss-sdp":
-            return [MemorySnapshot(alone, apart, 0)] + ([MemorySnapshot(alone, whole, 0)] if later else [])
+            return [MemorySnapshot(alone, finished_bytes, 0)] + ([MemorySnapshot(alone, whole, 0)] if later else [])
         case "zero-1" if later:
             # Accumulated gradients are whole and separate from new ones. The bucket exists from the first one on.
             return [MemorySnapshot(alone, whole, bucket + (whole if phase.after_first_gradient else 0))]

@@ -64,8 +64,8 @@ class MemoryOptions:
 
         Only this engine has masters and exchanges gradients in buckets.
         """
-        apart = layout.experts > 1 and (layout.partitioning not in ("none", "fsdp") or self.offload != "")
-        return self.masters is not None or layout.is_divided or apart
+        has_own_engine = layout.experts > 1 and (layout.partitioning not in ("none", "fsdp") or self.offload != "")
+        return self.masters is not None or layout.is_divided or has_own_engine
 
 
 def memory_options_of(plan: Plan, width: int) -> MemoryOptions:

@@ -202,11 +202,11 @@ class Stage:
         parts = self._parts(variant, exact=exact)
         snapshots: list[MemorySnapshot] = []
         others = [self._beside(parts, each) for each in self._passes]
-        for each, of_others in zip(self._passes, others, strict=True):
+        for each, bytes_of_others in zip(self._passes, others, strict=True):
             part, left = parts[each.part], 0
             for phase, alone in part.phases(forward=each.is_forward):
                 leaving = bisect_right(self._leaving[each.part].complete, phase.finished - part.head_gradients)
-                snapshots.append(self._moment(phase, alone + of_others, each, left, leaving))
+                snapshots.append(self._moment(phase, alone + bytes_of_others, each, left, leaving))
                 left = leaving
         return [*snapshots, *self._after(max(others))]
 

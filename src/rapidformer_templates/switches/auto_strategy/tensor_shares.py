@@ -57,7 +57,7 @@ def divide(model: nn.Module, workers: Workers, *, sequence_parallel: bool) -> nn
 
 
 def divide_sequences(model: nn.Module, workers: Workers, kind: str | None) -> nn.Module:
-    """Return the model as the first worker has it, which computes its stretch of each sequence.
+    """Return the model as the first worker has it, which computes its shard of each sequence.
 
     Raises:
         ModelError: the model cannot be divided.

@@ -214,8 +214,8 @@ def _send_to_next(peers: Peers, tensors: Sequence[torch.Tensor]) -> list[tuple[l
     return transfers
 
 
-def _wait_for(begun: tuple[list[Any], torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    works, coming, _ = begun
+def _wait_for(transfer: tuple[list[Any], torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    works, incoming, _ = transfer
     for work in works:
         work.wait()
-    return coming
+    return incoming

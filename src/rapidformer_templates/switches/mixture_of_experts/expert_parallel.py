@@ -120,14 +120,14 @@ class TokenDispatcher:
         incoming = incoming.view(world, -1)  # [senders, experts on this worker]
         sent, received = counts.view(world, -1).sum(1).tolist(), incoming.sum(1).tolist()
         routed = sum(sent)
-        arrived: torch.Tensor = Exchange.apply(tokens[:routed], sent, received, self._group)
+        local_tokens: torch.Tensor = Exchange.apply(tokens[:routed], sent, received, self._group)
 
         # The tokens arrive sorted by sender, and are regrouped by expert.
         local_experts = incoming.shape[1]
         expert_of_token = (
             torch.arange(local_experts, device=tokens.device).repeat(world).repeat_interleave(incoming.flatten())
         )
-        grouped = group_by_expert(arrived, expert_of_token.unsqueeze(1), None, local_experts)
+        grouped = group_by_expert(local_tokens, expert_of_token.unsqueeze(1), None, local_experts)
         outputs = experts(grouped.tokens, grouped.counts)
         outputs = ungroup(outputs, grouped, torch.ones_like(expert_of_token, dtype=outputs.dtype).unsqueeze(1))
 

@@ -160,12 +160,12 @@ class BalanceLosses:
             balance = (balance_loss(logits, chosen, mask) * real.sum(1)).sum()
             z = (z_loss(logits) * real).sum()
             visits = F.one_hot(chosen, self.experts).sum(2).to(logits.dtype) * real.unsqueeze(-1)
-            lost = (
+            dropped = (
                 logits.new_zeros(())
                 if is_kept is None
                 else (~is_kept * real.bool().unsqueeze(-1)).sum().to(logits.dtype)
             )
-            record = torch.cat([torch.stack([balance.detach(), z.detach(), lost]), visits.sum((0, 1))])
+            record = torch.cat([torch.stack([balance.detach(), z.detach(), dropped]), visits.sum((0, 1))])
             loss = self.balance * balance + self.z * z
         if not weights.requires_grad:  # neither the router nor anything before it is trained
             self._without_backward[layer] = record

@@ -262,9 +262,9 @@ class Offloader:
 
     def _likely_after(self, call: BlockCall) -> BlockCall | None:
         """Guess the call whose backward is next. A pipeline takes the oldest micro batch, part by part."""
-        waiting = [forward for forward in self._forwards if forward.is_waiting]
+        pending = [forward for forward in self._forwards if forward.is_waiting]
         part = call.forward.calls[-1].number
-        forward = min(waiting, key=lambda forward: forward.calls[-1].number != part, default=None)
+        forward = min(pending, key=lambda forward: forward.calls[-1].number != part, default=None)
         return forward.last() if forward else None
 
     def _send_last(self) -> None:

@@ -93,15 +93,15 @@ def with_transfers(workers: int, per_worker: int, microbatches: int) -> tuple[tu
     This simulates the schedules. A result is sent as soon as it is ready, and the receive is added to the receiver's
     actions at the same time. So any two workers list their transfers in the same order, and there is no deadlock.
     """
-    waiting = [compute_schedule(workers, rank, per_worker, microbatches) for rank in range(workers)]
+    pending = [compute_schedule(workers, rank, per_worker, microbatches) for rank in range(workers)]
     sequences: list[list[Action]] = [[] for _ in range(workers)]
     completed: set[Action] = set()
     last = workers * per_worker - 1
-    while any(waiting):
-        ready = [rank for rank in range(workers) if waiting[rank] and _needs(waiting[rank][0], last) <= completed]
+    while any(pending):
+        ready = [rank for rank in range(workers) if pending[rank] and _needs(pending[rank][0], last) <= completed]
         assert ready, "a schedule that waits for itself"
         for rank in ready:
-            action = waiting[rank].pop(0)
+            action = pending[rank].pop(0)
             sequences[rank].append(action)
             completed.add(action)
             for send, receive in _transfer(action, last):

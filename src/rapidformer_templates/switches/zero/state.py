@@ -88,7 +88,7 @@ class ZeroState(ABC):
         yield tensor
 
     @abstractmethod
-    def hook_gradients(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+    def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
         """Replace DeepSpeed's gradient hooks. They call ``came`` with the index of a parameter whose gradient is ready.
 
         Returns:
@@ -267,11 +267,11 @@ class FlatGroups(ZeroState):
     def _copy_to_model(self) -> None:
         self.optimizer.update_lp_params()
 
-    def hook_gradients(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+    def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
         process = self.optimizer.process_gradients
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}
         groups = {id(p): number for number, group in enumerate(self.optimizer.bit16_groups) for p in group}
-        self.optimizer.process_gradients = lambda parameter, group: came(indices[id(parameter)])
+        self.optimizer.process_gradients = lambda parameter, group: on_ready(indices[id(parameter)])
 
         def send(index: int) -> None:
             parameter = parameters[index]
@@ -365,10 +365,10 @@ class PartitionedParameters(ZeroState):
             kept_whole[0].partition(kept_whole, has_been_updated=False)
             kept_whole[0].all_gather(kept_whole)
 
-    def hook_gradients(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+    def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
         process = self.optimizer.reduce_ready_partitions_and_remove_grads
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: came(indices[id(parameter)])
+        self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: on_ready(indices[id(parameter)])
 
         def send(index: int) -> None:
             parameter = parameters[index]
