@@ -97,11 +97,13 @@ class OnLocalParameters:
 
     def parts(self) -> dict[str, torch.Tensor | None]:
         """Return the local part of each parameter. Through autograd, whole parameters get whole gradients."""
-        parts = self.local_parameters()
+        local = self.local_parameters()
         if self.partial and torch.is_grad_enabled():
-            whole = copy_all_to_region([part for key in self.partial if (part := parts[key]) is not None], self.peers)
-            parts |= dict(zip(self.partial, whole, strict=True))
-        return parts
+            # No walrus: whether torch.compile can trace one in a comprehension depends on how the variables are named.
+            partial = [local[key] for key in self.partial]
+            whole = copy_all_to_region([part for part in partial if part is not None], self.peers)
+            local |= dict(zip(self.partial, whole, strict=True))
+        return local
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         attributes = self.module.__dict__
