@@ -514,7 +514,7 @@ def template_of_session(
     }
     if optimizer is not None:
         # Switches replace some parameters, so the recipe is made once, from those that the optimizer was created for.
-        recipe = cache(lambda *names: as_recipe(optimizer, model, _given_flags(template.config, *names)))
+        recipe = cache(lambda *names: as_recipe(optimizer, model, _explicit_flags(template.config, *names)))
         hooks["build_optimizer"] = lambda self: recipe(*OF_A_CLASS)
     if compute_loss is not None:
         hooks["compute_loss"] = lambda self, model, batch: compute_loss(model, batch)
@@ -527,7 +527,7 @@ def template_of_session(
     return template
 
 
-def _given_flags(config: RunConfig, *names: str) -> dict[str, Any]:
+def _explicit_flags(config: RunConfig, *names: str) -> dict[str, Any]:
     """Return the values of those flags in ``names`` that were given."""
     return {name: config.get(name) for name in names if name in config.origins}
 

@@ -162,13 +162,13 @@ def _drawn_again() -> Any:
     return torch.equal(first.cpu(), torch.rand(4, device=stand_in.NAME).cpu())
 
 
-HELD = "leaf.record_stream(computes)  # the side stream owns its memory and must not reuse it too early"
+RECORD = "leaf.record_stream(computes)  # the side stream owns its memory and must not reuse it too early"
 HEARD = "self._event.synchronize()"
 RESTORED = "accelerator.set_random_state(device, tensors[device.type])"
 SUMS = [2000.0 * i for i in range(4)]
 DIRECT = {
     "batches are waited for": (_sums, SUMS, Line("data.loader", "computes.wait_event(copy_event)", side=0.1)),
-    "memory of batches is kept": (_sums, SUMS, Line("data.loader", HELD, main=0.05)),
+    "memory of batches is kept": (_sums, SUMS, Line("data.loader", RECORD, main=0.05)),
     "values on the host are waited for": (_read, [4.0] * 3, Line("system.host_copy", HEARD, main=0.1)),
     "the device's random numbers are put back": (_drawn_again, True, Line("system.random_state", RESTORED)),
 }

@@ -83,7 +83,7 @@ def _broken(workers: Any, found: Combination, name: str, act: str) -> None:
     def receipts(engine: Any, template: Any, order: Any) -> Receipts:
         return Receipts(engine, asked, order)
 
-    with mock.patch.dict(REGISTRY._by_name, plain), mock.patch.object(run, "Receipts", receipts):
+    with mock.patch.dict(REGISTRY._switches_by_name, plain), mock.patch.object(run, "Receipts", receipts):
         trained.fit()
 
 

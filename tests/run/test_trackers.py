@@ -101,7 +101,7 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def told_of(run: Path) -> Iterator[tuple[str, int, float]]:
+def metric_rows(run: Path) -> Iterator[tuple[str, int, float]]:
     """Yield the values that must be logged, from metrics.jsonl."""
     for line in read_metrics(run / "metrics.jsonl"):
         numbers = {name: v for name, v in line.items() if isinstance(v, int | float) and not is_test_line(line)}
@@ -120,7 +120,7 @@ def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_an
     assert [which for which, times in Counter((name, step) for name, step, _ in held).items() if times > 1] == []
     assert sorted(step for name, step, _ in held if name == "loss") == list(range(1, STEPS + 1))
     curves = {(name.replace("@", "_"), step): value for name, step, value in held}
-    wanted = {(name.replace("@", "_"), step): value for name, step, value in told_of(killed_and_resumed)}
+    wanted = {(name.replace("@", "_"), step): value for name, step, value in metric_rows(killed_and_resumed)}
     assert wanted.keys() <= curves.keys()
     assert {name for name, _ in curves.keys() - wanted.keys() if not name.startswith(("summary/", "test/"))} == set()
     for (name, step), value in wanted.items():

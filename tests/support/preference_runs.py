@@ -71,7 +71,7 @@ def make(folder: Path, tokenizer: Path, rows: Sequence[dict[str, Any]], layers: 
     return [*FLAGS.split(), "--data-dir", str(folder), "--pretrained-model-name-or-path", str(model)]
 
 
-TOLD = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+METRICS = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
 
 def run(flags: Sequence[str]) -> Curve:
@@ -82,21 +82,21 @@ def run(flags: Sequence[str]) -> Curve:
     """
     task = [] if "--task" in flags else ["--task", "preference"]
     where = [] if "--save" in flags else ["--no-save"]
-    return told_of(parity.trained(Trainer([*flags, *task, *where]))["lines"])
+    return metric_rows(parity.trained(Trainer([*flags, *task, *where]))["lines"])
 
 
 def curve_of(save: Path | str) -> Curve:
     """Return the same numbers for a run folder."""
-    return told_of(read_metrics(Path(save) / "metrics.jsonl"))
+    return metric_rows(read_metrics(Path(save) / "metrics.jsonl"))
 
 
-def told_of(lines: Sequence[Mapping[str, Any]]) -> Curve:
+def metric_rows(lines: Sequence[Mapping[str, Any]]) -> Curve:
     """Return the same numbers for lines of metrics.
 
     A number that is not finite becomes NaN, because ``metrics.jsonl`` does not contain such numbers.
     """
-    told = [[line[name] for name in (*TOLD, "eval_loss") if name in line] for line in lines]
-    return [[value if value is not None and math.isfinite(value) else math.nan for value in line] for line in told]
+    rows = [[line[name] for name in (*METRICS, "eval_loss") if name in line] for line in lines]
+    return [[value if value is not None and math.isfinite(value) else math.nan for value in line] for line in rows]
 
 
 def run_all(workers: Any, runs: Mapping[str, Sequence[str]]) -> dict[str, Curve]:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = _output(options, adapters.with_name("merged"), reads=adapters)
         _merge(adapters, output, options.base)
     elif options.step is None and run.export.is_dir() and not options.output:
-        raise _is_there(run, options.merge, adapters)
+        raise _nothing_to_export(run, options.merge, adapters)
     else:
         output = _export(run, options)
     print(f"wrote {output}")
@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _is_there(run: RunFolder, merge: bool, adapters: Path | None) -> ConfigError:
+def _nothing_to_export(run: RunFolder, merge: bool, adapters: Path | None) -> ConfigError:
     if merge:
         return ConfigError(
             f"{run.path} holds no adapters", where="RUN", hint=f"a whole model is in its {run.export.name}/"

@@ -171,7 +171,7 @@ class OwnLoop:
 
     def _stepping(self, batches: list[Batch]) -> Iterator[Batch]:
         """Yield the batches of one step. The engine waits for the loss of each."""
-        self._leave()  # an older iterator may still be in a step
+        self._end_step()  # an older iterator may still be in a step
         self._real, self.is_last = len(batches), not batches
         try:
             self._tell(STEP, batches)
@@ -183,9 +183,9 @@ class OwnLoop:
             if not batches:  # the other workers need this one for the last step
                 self.optimizer.step()
         finally:
-            self._leave()
+            self._end_step()
 
-    def _leave(self) -> None:
+    def _end_step(self) -> None:
         """End an unfinished step and drop its gradients."""
         self._precision.close()
         if self._heard[0] in (BATCH, OUTPUT, FAILED, READY):

@@ -70,7 +70,7 @@ def _recipe_of(optimizer: Optimizer, model: object) -> OptimizerSpec:
     missing = [name for name in names if name not in known_values]
     if missing:
         raise ConfigError(f"cannot tell the {', '.join(missing)} of the {kind.__name__}", where=WHERE, hint=AS_RECIPE)
-    recipe = OptimizerSpec(kind, {name: known_values[name] for name in names}, _by_name(optimizer, model))
+    recipe = OptimizerSpec(kind, {name: known_values[name] for name in names}, _options_by_name(optimizer, model))
     _check_rebuilds(optimizer, recipe, model)
     return recipe
 
@@ -149,7 +149,7 @@ def _equal(one: Any, other: Any) -> bool:
     return one is other or bool(one == other)
 
 
-def _by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parameter], Mapping[str, Any]]:
+def _options_by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parameter], Mapping[str, Any]]:
     """Map parameter names to the options in which their group differs from the optimizer's defaults."""
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     different: dict[str, dict[str, Any]] = {}

@@ -56,7 +56,7 @@ class AdapterParts:
 def name_without_adapters(name: str) -> str:
     """Return the name that a tensor of an adapted layer had without adapters.
 
-    >>> plain_name("mlp.experts.base_layer.base_layer.down_proj")
+    >>> name_without_adapters("mlp.experts.base_layer.base_layer.down_proj")
     'mlp.experts.down_proj'
     """
     return ".".join(part for part in name.split(".") if part != _BASE)

@@ -43,10 +43,10 @@ class Registry:
         Raises:
             KeyError: there is no such switch.
         """
-        return self._by_name[name]
+        return self._switches_by_name[name]
 
     @cached_property
-    def _by_name(self) -> Mapping[str, Switch]:
+    def _switches_by_name(self) -> Mapping[str, Switch]:
         return {switch.name: switch for switch in self.switches}
 
     @cached_property

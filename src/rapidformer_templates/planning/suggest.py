@@ -94,8 +94,8 @@ def _changes(request: Request, finding: Finding, registry: Registry) -> list[Cha
     changes = list(finding.changes)
     for name in finding.switches:
         switch = request.active[name]
-        changes += [_exchanged(switch, other) for other in _relatives(request, switch, registry)]
-        changes.append(drop(_given(request, switch)))
+        changes += [_exchange(switch, other) for other in _relatives(request, switch, registry)]
+        changes.append(drop(_off_flags(request, switch)))
     return sorted(changes, key=lambda change: change.cost)
 
 
@@ -106,7 +106,7 @@ def _relatives(request: Request, switch: Switch, registry: Registry) -> list[Swi
     return [other for other in registry.switches if other.family == switch.family and other != switch]
 
 
-def _exchanged(switch: Switch, other: Switch) -> Change:
+def _exchange(switch: Switch, other: Switch) -> Change:
     difference = len(switch.claims ^ other.claims)
     note = f"in place of {switch.name}"
     if switch.family == PARTITIONING:
@@ -115,7 +115,7 @@ def _exchanged(switch: Switch, other: Switch) -> Change:
     return Change(spell(other.on), REPLACE + difference / 10, {**switch.off, **other.on}, note=note)
 
 
-def _given(request: Request, switch: Switch) -> Mapping[str, Any]:
+def _off_flags(request: Request, switch: Switch) -> Mapping[str, Any]:
     """Return the values that turn the switch off, without flags that are already off."""
     return {name: off for name, off in switch.off.items() if request.config.get(name) != off}
 

@@ -393,7 +393,7 @@ def test_a_memory_that_is_no_number_is_refused(
     assert "DEVICE_MEMORY_GB must be a positive number, not 'much'" in capsys.readouterr().err
 
 
-def told_of(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def metric_rows(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     monkeypatch.setenv("DEVICE_MEMORY_GB", "4")
     common = f"{TINY} --auto-strategy --local-world-size 1 --micro-batch-size 1 --json"
     assert main(["plan", *common.split(), *flags.split()]) == 0
@@ -404,7 +404,7 @@ def told_of(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.mark.longer
 def test_memory_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def memory(flags: str) -> dict[str, float]:
-        best: dict[str, float] = told_of(flags, monkeypatch, capsys)["layouts"][0]["memory_gb"]
+        best: dict[str, float] = metric_rows(flags, monkeypatch, capsys)["layouts"][0]["memory_gb"]
         return best
 
     plain = memory("--device cpu")
@@ -416,15 +416,15 @@ def test_memory_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert memory("--device cpu --fused-linear-cross-entropy")["activations"] < plain["activations"]
     on_gpu = memory("--device cuda --cpu-offload")
     assert (on_gpu["optimizer"], on_gpu["host"]) == pytest.approx((0, 2 * plain["optimizer"]), rel=0.01)
-    halves = told_of("--device cpu --world-size 2 --oss-memory-optimization", monkeypatch, capsys)["layouts"]
+    halves = metric_rows("--device cpu --world-size 2 --oss-memory-optimization", monkeypatch, capsys)["layouts"]
     assert {layout["partitioning"] for layout in halves} == {"oss"}
     assert halves[0]["memory_gb"]["optimizer"] == pytest.approx(8 * 50304 * 32 / 1e9, rel=0.001)  # with the whole table
 
 
 @pytest.mark.slow
 def test_what_is_not_predicted_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told_of("--device cpu", monkeypatch, capsys)["not_predicted"] == []
-    told = told_of("--device cpu --torch-compile", monkeypatch, capsys)["not_predicted"]
+    assert metric_rows("--device cpu", monkeypatch, capsys)["not_predicted"] == []
+    told = metric_rows("--device cpu --torch-compile", monkeypatch, capsys)["not_predicted"]
     assert [(entry["switch"], entry["kinds"]) for entry in told] == [
         ("torch-compile", ["activations"]),
         ("torch-compile", ["time"]),

@@ -104,7 +104,7 @@ class StreamedSamples(Endless):
         self._beginning = self._known = copy.deepcopy(self.bookmark)
         self._next = self.bookmark
         self._blocks: list[_Block] = []
-        self._asked: dict[int, _Block] = {}
+        self._block_of_position: dict[int, _Block] = {}
 
     def go_to(self, bookmark: Bookmark) -> None:
         """Move to the position at which a stream of the same files, seed and buffer returned this bookmark."""
@@ -122,7 +122,7 @@ class StreamedSamples(Endless):
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """Return several items. Two blocks are kept, so that a batch may cross their border."""
         blocks = [self._block(position) for position in positions]
-        self._asked = dict(zip(positions, blocks, strict=True))
+        self._block_of_position = dict(zip(positions, blocks, strict=True))
         self.bookmark = blocks[-1].bookmark
         return [block.samples[block.index(p)] for block, p in zip(blocks, positions, strict=True)]
 
@@ -132,7 +132,7 @@ class StreamedSamples(Endless):
         return self._size_of if self._blocks and hasattr(self._blocks[-1].samples, "size_of") else None
 
     def _size_of(self, positions: list[int]) -> tuple[int, int]:
-        sizes = [block.samples.size_of([block.index(p)]) for p in positions for block in (self._asked[p],)]  # type: ignore[attr-defined]
+        sizes = [block.samples.size_of([block.index(p)]) for p in positions for block in (self._block_of_position[p],)]  # type: ignore[attr-defined]
         return sum(size[0] for size in sizes), sum(size[1] for size in sizes)
 
     def _block(self, position: int) -> _Block:
@@ -189,7 +189,7 @@ class StreamedSamples(Endless):
         return rows, skipped
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_blocks": [], "_asked": {}}
+        return self.__dict__ | {"_blocks": [], "_block_of_position": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -65,7 +65,7 @@ class Sharded:
         )
 
     def _root_leaves(self, finished: int) -> MemorySnapshot:
-        """Moment in which the root's gradients are sent. FSDP's loop over the gradients still holds the last one."""
+        """Memory while the root's gradients are sent. FSDP's loop over the gradients still holds the last one."""
         outside = [facts.count for name, facts in self.model.parameters.items() if not self.model.block_of(name)]
         width = FP32 if self._adds_up else self.width
         leaving = 2 * FP32 * sum(outside) + width * sum(outside[-1:])

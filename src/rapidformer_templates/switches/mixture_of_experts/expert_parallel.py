@@ -165,8 +165,8 @@ class ExpertParallelEngine(DDPEngine):
     """DDP for everything except the experts, which differ between the workers."""
 
     def _distribute(self) -> nn.Module:
-        self._divided = [p for p in self._parameters if isinstance(p, DTensor)]
-        self._copied = [p for p in self._parameters if not isinstance(p, DTensor)]
+        self._divided_parameters = [p for p in self._parameters if isinstance(p, DTensor)]
+        self._replicated_parameters = [p for p in self._parameters if not isinstance(p, DTensor)]
         named = [(name, p) for name, p in self.model.named_parameters() if isinstance(p, DTensor)]
         # A single worker divides nothing.
         self._replica_group = copies_of(named[0][1], self.workers) if named else NO_COPIES
@@ -176,23 +176,25 @@ class ExpertParallelEngine(DDPEngine):
     def _reduce(self) -> None:
         if self._replica_group.size > 1:
             self._sum_over_copies()
-        for parameter in self._divided:
+        for parameter in self._divided_parameters:
             if parameter.grad is not None:
                 # The losses are weighted for an average over the workers, and these gradients are sums.
                 local_part(parameter.grad).div_(self.workers.world)
 
     def _sum_over_copies(self) -> None:
-        has_gradient = torch.tensor([float(p.grad is not None) for p in self._divided], device=self.workers.device)
+        has_gradient = torch.tensor(
+            [float(p.grad is not None) for p in self._divided_parameters], device=self.workers.device
+        )
         dist.all_reduce(has_gradient, group=self._replica_group.group)
-        for parameter, is_used in zip(self._divided, has_gradient.tolist(), strict=True):
+        for parameter, is_used in zip(self._divided_parameters, has_gradient.tolist(), strict=True):
             if is_used:
                 if parameter.grad is None:  # it has a gradient in another copy
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(local_part(parameter.grad), group=self._replica_group.group)
 
     def _grad_norm(self) -> torch.Tensor:
-        divided = [local_part(p.grad) for p in self._divided if p.grad is not None]
-        copied = [p.grad for p in self._copied if p.grad is not None]
+        divided = [local_part(p.grad) for p in self._divided_parameters if p.grad is not None]
+        copied = [p.grad for p in self._replicated_parameters if p.grad is not None]
         local_norm = get_total_norm(divided).to(self.workers.device, torch.float64)
         square_of_experts = self.workers.sum_tensor(local_norm.square()) / self._replica_group.size
         norm = get_total_norm(copied)
@@ -200,5 +202,5 @@ class ExpertParallelEngine(DDPEngine):
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _clip(self, norm: torch.Tensor) -> None:
-        for parameters in (self._copied, self._divided):
+        for parameters in (self._replicated_parameters, self._divided_parameters):
             clip_grads_with_norm_(parameters, self.clip_grad, norm)

@@ -53,8 +53,8 @@ class AnyPrecisionAdamW(AdamLike):
         second = kept_second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
         update = torch.div(first, root, out=root).mul_(group["lr"] / (1 - beta1**step))
-        kept_first.copy_(_round(first, step))
-        kept_second.copy_(_round(second, step))
+        kept_first.copy_(_round_to_bfloat16(first, step))
+        kept_second.copy_(_round_to_bfloat16(second, step))
         decay, weight = 1 - group["lr"] * group["weight_decay"], local_part(parameter)
         if "compensation" not in state:
             weight.mul_(decay).sub_(update)
@@ -65,7 +65,7 @@ class AnyPrecisionAdamW(AdamLike):
         compensation.copy_(exact.sub_(weight))
 
 
-def _round(values: torch.Tensor, step: int) -> torch.Tensor:
+def _round_to_bfloat16(values: torch.Tensor, step: int) -> torch.Tensor:
     """Round fp32 values to one of the two adjacent bfloat16 numbers. The values are overwritten."""
     bits = values.view(torch.int32)
     bits.add_(step * TURN % 65536).bitwise_and_(-65536)

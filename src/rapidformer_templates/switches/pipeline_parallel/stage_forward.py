@@ -59,7 +59,7 @@ class StageRunner:
             _capture_outputs(model)  # while the model still has all blocks
         for block in placement.blocks.values():
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-            block.register_forward_hook(self._leave)
+            block.register_forward_hook(self._leave_stage)
         if ends:
             model.register_forward_hook(self._fill)
 
@@ -133,7 +133,7 @@ class StageRunner:
             )
         return with_hidden(args, kwargs, self._hidden)
 
-    def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
+    def _leave_stage(self, block: nn.Module, args: Any, output: Any) -> None:
         if block is self._last:
             raise LeaveStage(output[0] if isinstance(output, tuple) else output)
 

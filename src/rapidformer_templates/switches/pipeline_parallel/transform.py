@@ -135,7 +135,7 @@ class PipelineCut:
             [n for n, s in stage_of.items() if s == stage] for stage in range(rank, len(sizes), self.pipeline)
         ]
         for name in [*self.module_ranks, *self.blocks]:
-            if rank not in self._ranks_of(name, stage_of) and _is_there(self.model, name):
+            if rank not in self._ranks_of(name, stage_of) and _has_module(self.model, name):
                 put(self.model, name, self._placeholder(name))
         remaining = {name: first_names[id(tensor)] for name, tensor in named_tensors(self.model).items()}
         return Placement(
@@ -193,7 +193,7 @@ def _all_names(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _is_there(model: nn.Module, name: str) -> bool:
+def _has_module(model: nn.Module, name: str) -> bool:
     """Return whether a module still exists. It may have been removed together with its parent."""
     try:
         model.get_submodule(name)

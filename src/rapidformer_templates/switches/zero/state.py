@@ -89,7 +89,7 @@ class ZeroState(ABC):
 
     @abstractmethod
     def hook_gradients(self, parameters: Sequence[Any], on_ready: Callable[[int], None]) -> Callable[[int], None]:
-        """Replace DeepSpeed's gradient hooks. They call ``came`` with the index of a parameter whose gradient is ready.
+        """Replace DeepSpeed's gradient hooks. They call ``on_ready`` with the index of each parameter with a gradient.
 
         Returns:
             A function that runs DeepSpeed's original hook for an index, with a zero gradient if there is none.
