@@ -66,16 +66,16 @@ def explanation(rule: Rule, registry: Registry) -> Explanation:
 def explain(code: str, registry: Registry) -> str:
     """Return the explanation of a rule as a text for a terminal."""
     rule = next(rule for rule in registry.all_rules if rule.code == code)
-    found = explanation(rule, registry)
-    width = max((len(suggestion.change) for suggestion in found.instead), default=0)
+    entry = explanation(rule, registry)
+    width = max((len(suggestion.change) for suggestion in entry.instead), default=0)
     sections = {
-        "What it refuses": [found.refuses],
-        "Why": [found.why, f"Source: {found.source}."],
+        "What it refuses": [entry.refuses],
+        "Why": [entry.why, f"Source: {entry.source}."],
         "Example": [
-            f"$ {found.command}" + (f"   # on a machine with {found.machine}" if found.machine else ""),
-            *found.answer.splitlines(),
+            f"$ {entry.command}" + (f"   # on a machine with {entry.machine}" if entry.machine else ""),
+            *entry.answer.splitlines(),
         ],
-        "What to do instead": [f"{s.change:<{width}}  {s.note}".rstrip() for s in found.instead]
+        "What to do instead": [f"{s.change:<{width}}  {s.note}".rstrip() for s in entry.instead]
         or ["Nothing: the run starts."],
     }
     parts = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items()]

@@ -359,10 +359,10 @@ class SingleEngine:
         batch = to_device(microbatch.batch, self.workers.device)
         recorder = Recorder(self._callable)
         with self.precision():
-            loss, counted = loss_and_count((compute_loss or self.compute_loss)(recorder, batch))
+            loss, count = loss_and_count((compute_loss or self.compute_loss)(recorder, batch))
         if microbatch.idle or microbatch.targets == 0:
             return 0.0, recorder.output
-        return float(loss if counted is not None else loss * microbatch.targets), recorder.output
+        return float(loss if count is not None else loss * microbatch.targets), recorder.output
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:

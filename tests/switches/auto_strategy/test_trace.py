@@ -103,7 +103,7 @@ OFFLOADED = [("gpt2", "none", "fp32"), ("gpt2", "full", "fp32"), ("llama", "sele
 @pytest.mark.parametrize(("name", "recompute", "precision"), by_default(OFFLOADED[1:3], OFFLOADED))
 def test_a_trace_knows_what_goes_to_the_host(name: str, recompute: str, precision: str) -> None:
     variant = Variant(4, recompute, precision, offload=True)
-    with mock.patch(f"{ROOM}.offloader.LEAST_BYTES", 1024):
+    with mock.patch(f"{ROOM}.offloader.MIN_BYTES", 1024):
         predicted = same_shapes(name).trace(variant)
         model = real_model(name, 5, variant)
         offloader = Offloader(StandInHost(), torch.device("cpu"))

@@ -51,13 +51,13 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         RapidformerError: the file cannot be read, is of no known format, or asks for a training that is not supported.
     """
-    asked = build_parser().parse_args(dashed(argv))
-    file = Path(asked.file)
-    output = Path(asked.output) if asked.output else None
-    if output and output.exists() and not asked.overwrite:
+    arguments = build_parser().parse_args(dashed(argv))
+    file = Path(arguments.file)
+    output = Path(arguments.output) if arguments.output else None
+    if output and output.exists() and not arguments.overwrite:
         raise ConfigError(f"{output} already exists and is left unchanged", where="--output", hint="add --overwrite")
-    options = Options(asked.world_size, asked.samples, asked.task, (Path(), *file.absolute().parents))
-    name, result = converted(file, asked.format, options)
+    options = Options(arguments.world_size, arguments.samples, arguments.task, (Path(), *file.absolute().parents))
+    name, result = converted(file, arguments.format, options)
     text = as_yaml(result, f"Converted by rapidformer convert from {file.name} ({name})")
     with tempfile.TemporaryDirectory() as folder:
         target = output or Path(folder) / "converted.yaml"
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             print(text, end="")
             sys.stdout.flush()
-        refusal, packages = refusal_of(target, result.workers, asked.device_kind)
+        refusal, packages = refusal_of(target, result.workers, arguments.device_kind)
     workers = f"{result.workers} worker{'s' if result.workers > 1 else ''}"
     if refusal is not None:
         hints = [f"  help   {note}" for note in result.notes if "--samples" in note]

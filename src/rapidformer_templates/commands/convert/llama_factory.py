@@ -172,11 +172,11 @@ def _data_set(source: Source, result: Result, options: Options, name: str) -> No
         result.set("data_dir", folder)
         result.set("data_name", file or name)
     columns = info.get("columns")
-    for theirs, column in (columns if isinstance(columns, dict) else {}).items():
-        if theirs == "messages" and column not in ("messages", "conversations"):
+    for role, column in (columns if isinstance(columns, dict) else {}).items():
+        if role == "messages" and column not in ("messages", "conversations"):
             result.set("text_column", column)
-        elif theirs in ("images", "videos", "audios", "tools"):
-            raise ConfigError(f"dataset: {name} has {theirs}, which are not supported", where="dataset")
+        elif role in ("images", "videos", "audios", "tools"):
+            raise ConfigError(f"dataset: {name} has {role}, which are not supported", where="dataset")
 
 
 def _described(folder: Path, name: str) -> dict[str, Value] | None:

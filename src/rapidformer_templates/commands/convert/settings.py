@@ -39,16 +39,16 @@ NO_OPTIMIZER = "the default AdamW is used. Build another optimizer in build_opti
 
 def set_optimizer(result: Result, key: str, name: str) -> None:
     """Set the optimizer, or name one that has no counterpart."""
-    ours = OPTIMIZERS.get(name.lower())
-    if ours is None:
+    optimizer = OPTIMIZERS.get(name.lower())
+    if optimizer is None:
         result.miss(key, name, NO_OPTIMIZER)
         return
-    result.set("optimizer", ours)
+    result.set("optimizer", optimizer)
     if name.startswith("paged_"):
         result.note(
-            f"{key}: {name} pages its states to host memory. {ours} keeps them on the device (cpu-offload: true)"
+            f"{key}: {name} pages its states to host memory. {optimizer} keeps them on the device (cpu-offload: true)"
         )
-    if ours == "muon":
+    if optimizer == "muon":
         result.note(f"{key}: muon scales its updates like those of AdamW here, so the learning rate may differ")
 
 
@@ -171,8 +171,8 @@ def set_fsdp(result: Result, source: Source) -> None:
 
 def _fsdp_settings(options: Value) -> dict[str, Value]:
     """Return the options of FSDP by name, without the prefix that some versions write."""
-    given = options if isinstance(options, dict) else {}
-    settings = {name.removeprefix("fsdp_"): value for name, value in given.items()}
+    mapping = options if isinstance(options, dict) else {}
+    settings = {name.removeprefix("fsdp_"): value for name, value in mapping.items()}
     # transformers writes these into every file of arguments, also without FSDP.
     idle: dict[str, Value] = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
     return {name: value for name, value in settings.items() if value != idle.get(name, ...)}
@@ -208,9 +208,9 @@ def set_deepspeed(result: Result, source: Source, folders: Iterable[Path]) -> No
         if key not in ("stage", "offload_optimizer", "offload_param") and _tuned(one)
     )
     if tuned:
-        kept = "deepspeed-config: FILE in place of the ZeRO flag keeps them"
+        hint = "deepspeed-config: FILE in place of the ZeRO flag keeps them"
         result.note(
-            f"{source.own('deepspeed')}: ZeRO {number}. Its other settings ({', '.join(tuned)}) are not used. {kept}"
+            f"{source.own('deepspeed')}: ZeRO {number}. Its other settings ({', '.join(tuned)}) are not used. {hint}"
         )
 
 

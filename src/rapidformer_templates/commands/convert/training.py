@@ -145,12 +145,12 @@ def _schedule(source: Source, result: Result, length: Length) -> None:
 
 def _schedule_details(source: Source, result: Result, rate: float, style: str) -> None:
     details = source.get("lr_scheduler_kwargs")
-    taken = STYLES[style].takes if style in STYLES else ()
+    flags = STYLES[style].takes if style in STYLES else ()
     for name, value in (details if isinstance(details, dict) else {}).items():
         flag = SCHEDULE_KEYS.get(name)
         if name == "min_lr_rate" and isinstance(value, int | float):
             result.set("min_lr", rate * value)
-        elif flag in taken:
+        elif flag in flags:
             result.set(str(flag), value)
         else:
             result.miss(f"lr_scheduler_kwargs.{name}", value, "write the schedule in build_scheduler() of your script")

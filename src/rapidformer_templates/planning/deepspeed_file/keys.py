@@ -11,7 +11,7 @@ from typing import Any
 from rapidformer_templates.errors import did_you_mean
 from rapidformer_templates.planning.deepspeed_file.json import DeepSpeedFile
 from rapidformer_templates.planning.deepspeed_file.schedules import AUTO, NEEDED, PARAMETERS
-from rapidformer_templates.planning.deepspeed_file.schema import Keys, known_keys
+from rapidformer_templates.planning.deepspeed_file.schema import SectionKeys, known_keys
 
 OWN = frozenset(
     {
@@ -167,7 +167,7 @@ def unknown(file: DeepSpeedFile) -> Iterator[Problem]:
     yield from _unknown_words(file.content, "scheduler", parameters, ("type", "params"))
 
 
-def _unknown_in(section: Any, path: str, keys: Keys) -> Iterator[Problem]:
+def _unknown_in(section: Any, path: str, keys: SectionKeys) -> Iterator[Problem]:
     if not isinstance(section, Mapping):
         if section is not None:
             yield path, f"{path} must be a section, not {section!r}"

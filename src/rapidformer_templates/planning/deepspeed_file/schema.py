@@ -31,7 +31,7 @@ AIO = "runtime/swap_tensor/constants.py"
 
 
 @dataclass(frozen=True)
-class Keys:
+class SectionKeys:
     """The keys of a section.
 
     Attributes:
@@ -39,12 +39,12 @@ class Keys:
         replaced: deprecated keys of DeepSpeed, with their replacements.
     """
 
-    names: Mapping[str, Keys | None]
+    names: Mapping[str, SectionKeys | None]
     replaced: Mapping[str, str] = field(default_factory=dict)
 
 
 @cache
-def known_keys() -> Mapping[str, Keys]:
+def known_keys() -> Mapping[str, SectionKeys]:
     """Return the keys of the sections that are passed to DeepSpeed.
 
     Empty without DeepSpeed, or with unknown sources.
@@ -60,12 +60,12 @@ def known_keys() -> Mapping[str, Keys]:
         return {}
     classes = {c.name: c for tree in trees.values() for c in tree.body if isinstance(c, ast.ClassDef)}
     sections = {name: _keys(classes[kind], classes) for name, kind in SECTIONS.items() if kind in classes}
-    return {**sections, "aio": Keys(dict.fromkeys(aio))}
+    return {**sections, "aio": SectionKeys(dict.fromkeys(aio))}
 
 
-def _keys(model: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Keys:
+def _keys(model: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> SectionKeys:
     """Return the keys of a model: the names and aliases of its fields."""
-    names: dict[str, Keys | None] = {}
+    names: dict[str, SectionKeys | None] = {}
     replaced = {}
     for entry in model.body:
         if not isinstance(entry, ast.AnnAssign) or not isinstance(entry.target, ast.Name):
@@ -77,7 +77,7 @@ def _keys(model: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Keys:
             names[key] = inner
         if "deprecated" in (extra := _texts(options.get("json_schema_extra"))):
             replaced[name] = extra[extra.index("new_param") + 1] if "new_param" in extra else ""
-    return Keys(names, replaced)
+    return SectionKeys(names, replaced)
 
 
 def _is_section(model: ast.ClassDef) -> bool:

@@ -59,7 +59,7 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "manifest.json").is_file()
 
 
-class Source(Protocol):
+class PieceSource(Protocol):
     """The part of an engine that a checkpoint needs."""
 
     def pieces(self, kind: str) -> Iterator[Piece]:
@@ -91,7 +91,7 @@ class TensorFile:
     metadata: dict[str, str] | None = None
 
 
-def save(root: Path, step: int, engine: Source, progress: Mapping[str, Any], workers: Workers) -> Path:
+def save(root: Path, step: int, engine: PieceSource, progress: Mapping[str, Any], workers: Workers) -> Path:
     """Write a checkpoint. Call it on every rank: all return or all raise.
 
     Args:
@@ -136,7 +136,7 @@ class Attempt:
             shutil.rmtree(stale, ignore_errors=stale != self.folder)
         self.folder.mkdir(parents=True)
 
-    def write_share(self, engine: Source) -> Written:
+    def write_share(self, engine: PieceSource) -> Written:
         """Write the tensors of this rank."""
         written: Written = {"index": [], "files": {}}
 
@@ -218,7 +218,7 @@ def _describe_failure(failure: Exception | None) -> tuple[str, str | None] | Non
     return "".join(traceback.format_exception(failure)).rstrip(), None
 
 
-def for_each_file(engine: Source, rank: int, body: Callable[[TensorFile], None]) -> None:
+def for_each_file(engine: PieceSource, rank: int, body: Callable[[TensorFile], None]) -> None:
     """Call ``body`` with each file that a rank must write.
 
     An error in ``body`` is raised at the end. An engine may exchange tensors with other ranks while it yields its
@@ -235,7 +235,7 @@ def for_each_file(engine: Source, rank: int, body: Callable[[TensorFile], None])
         raise failure
 
 
-def _files(engine: Source, rank: int) -> Iterator[TensorFile]:
+def _files(engine: PieceSource, rank: int) -> Iterator[TensorFile]:
     """Yield each file as soon as it is full. Earlier files do not stay in memory."""
     for kind in KINDS:
         for number, pieces in enumerate(_parts(_keyed(engine.pieces(kind)))):
