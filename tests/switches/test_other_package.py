@@ -82,7 +82,7 @@ def test_it_is_in_the_help_the_catalogue_and_the_plan(place: Path) -> None:
     assert FLAG in usage
     assert "Shrunk gradients of embeddings are not captured." in rule
     assert NAME in switches
-    assert "error[GS001]: a captured graph has no gradient" in refused
+    assert "error[GS001]: a captured graph cannot contain a custom gradient" in refused
     assert FLAG in rapidformer(None, f"plan {RUN} {FLAG} 0.1", status=2)
 
 
