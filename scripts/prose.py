@@ -305,33 +305,32 @@ def _paragraphs(line: int, docstring: str) -> Iterator[Block]:
 
 
 def _tokenized_comments(source: str) -> Iterator[Block]:
-    """Yield the comments of a module. Lines of comments below each other are one block."""
-    start, block, last = 0, list[str](), -1
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            follows = token.start[0] == last + 1 and not token.line[: token.start[1]].strip()
-            if block and not follows:
-                yield start, "\n".join(block), "comment"
-                block = []
-            start = start if block else token.start[0]
-            block.append(token.string.lstrip("#").strip())
-            last = token.start[0]
-    if block:
-        yield start, "\n".join(block), "comment"
+    """Yield the comments of a module."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = (token for token in tokens if token.type == tokenize.COMMENT)
+    yield from _joined((t.start[0], t.string.lstrip("#").strip(), not t.line[: t.start[1]].strip()) for t in comments)
 
 
 def _comments(text: str) -> Iterator[Block]:
-    """Yield the comments of a YAML, TOML, shell or similar file, one block for lines below each other."""
+    """Yield the comments of a YAML, TOML, shell or similar file."""
+    lines = ((n, line, re.search(r"(?:^|\s)#+ (.*)$", line)) for n, line in enumerate(text.splitlines(), 1))
+    yield from _joined((n, match[1], line.strip().startswith("#")) for n, line, match in lines if match)
+
+
+def _joined(comments: Iterable[tuple[int, str, bool]]) -> Iterator[Block]:
+    """Join comments on lines below each other.
+
+    Args:
+        comments: the line, the text, and whether the line has nothing else.
+    """
     start, block, last = 0, list[str](), -1
-    for number, line in enumerate(text.splitlines(), 1):
-        match = re.search(r"(?:^|\s)#+ (.*)$", line)
-        if match:
-            if block and not (number == last + 1 and line.strip().startswith("#")):
-                yield start, "\n".join(block), "comment"
-                block = []
-            start = start if block else number
-            block.append(match[1])
-            last = number
+    for line, text, is_alone in comments:
+        if block and not (line == last + 1 and is_alone):
+            yield start, "\n".join(block), "comment"
+            block = []
+        start = start if block else line
+        block.append(text)
+        last = line
     if block:
         yield start, "\n".join(block), "comment"
 

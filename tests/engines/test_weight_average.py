@@ -16,7 +16,7 @@ from rapidformer_templates.engines.weight_average import KEY
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.run.checkpoint.format import Reader
 from rapidformer_templates.run.folder import read_metrics
-from tests.support.jobs import DeepJob
+from tests.support.jobs import KEEP_FIRST, DeepJob, FallingMetric
 from tests.support.parity import trained
 from tests.support.requests import codes
 from tests.support.selection import by_default
@@ -112,14 +112,10 @@ def test_it_is_torchs_average_and_disturbs_nothing(wanted: dict[str, Any], avera
 @pytest.mark.slow
 def test_the_best_average_is_exported(tmp_path: Path) -> None:
     """The first of two evaluations is best, so the export is the average of that step and not of the last one."""
-    flags = "--micro-batch-size 8 --keep-best --metric-for-best utility --metric-for-best-mode max"
+    flags = f"--micro-batch-size 8 {KEEP_FIRST}"
 
-    class Falling(DeepJob):
-        times = 0
-
-        def compute_metrics(self, predictions: Any, references: Any) -> dict[str, float]:
-            self.times += 1
-            return {"utility": -float(self.times)}
+    class Falling(FallingMetric, DeepJob):
+        pass
 
     found = run(f"{ON} {flags}", tmp_path / "best", Falling)
     assert json.loads((tmp_path / "best" / "summary.json").read_text())["best"]["step"] == 2

@@ -15,7 +15,7 @@ from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.run.export import export_checkpoint
 from tests.support import parity
 from tests.support.combinations import Combination, accepted, parsed, place, smallest
-from tests.support.jobs import VOCABULARY, CausalJob
+from tests.support.jobs import KEEP_FIRST, VOCABULARY, CausalJob, FallingMetric
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
@@ -34,7 +34,7 @@ KINDS = {
     "last block": "--lora-target-modules layers.3.self_attn.q_proj",
     "average": "--ema-decay 0.5",
     "int8": "--quantize-base int8",
-    "best": "--keep-best --metric-for-best utility --metric-for-best-mode max --eval-interval 1",
+    "best": f"{KEEP_FIRST} --eval-interval 1",
 }
 BEST_STEP = {"best": 1}
 """The step that a run exports, if it is not the last one."""
@@ -78,14 +78,8 @@ class Adapted(CausalJob):
         return model
 
 
-class Falling(Adapted):
-    """Its metric falls, so that the first of its checkpoints is the best one."""
-
-    times = 0
-
-    def compute_metrics(self, predictions: Any, references: Any) -> dict[str, float]:
-        self.times += 1
-        return {"utility": -float(self.times)}
+class Falling(FallingMetric, Adapted):
+    """The first of its checkpoints is the best one."""
 
 
 def _job(kind: str, root: str) -> type[Adapted]:

@@ -18,6 +18,8 @@ from torch import nn
 _ATTRIBUTE = "frozen_base"
 _BASE = "base_layer"
 _STACKS, _READERS = "stack_adapters", "stack_readers"
+SETTINGS = "adapter_config.json"
+"""peft's file in a folder of adapters."""
 SAMPLED = 65_536
 """Number of elements per tensor whose order is checked. The sum covers all elements."""
 

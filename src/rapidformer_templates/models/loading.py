@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from transformers.utils import logging as transformers_logging
 
 from rapidformer_templates.errors import ModelError, alike
+from rapidformer_templates.models.adapters import SETTINGS
 from rapidformer_templates.models.architectures import (
     CLASSIFICATION,
     SEQUENCE_CLASSIFICATION,
@@ -105,7 +106,7 @@ def _check_base(config: RunConfig) -> None:
     base, folder = config.model.base, Path(config.model.pretrained_model_name_or_path or "")
     if base is None:
         return
-    if not (folder / "adapter_config.json").is_file():
+    if not (folder / SETTINGS).is_file():
         hint = f"leave out --base; {_PRETRAINED} names the model to start from"
         raise ModelError("there are no adapters that need a base", where="--base", hint=hint)
     if not (Path(base) / "config.json").is_file():

@@ -18,7 +18,7 @@ from rapidformer_templates.errors import ConfigError, did_you_mean
 DEVICES = ("cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu", "musa", "mtia", "maia")
 """torch's names of the device types that it or a plugin supports. AMD GPUs are ``cuda``."""
 
-MAKERS_NAMES = {
+DEVICE_ALIASES = {
     "gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps", "apple": "mps",
     "intel": "xpu", "ascend": "npu", "gaudi": "hpu",
 }  # fmt: skip
@@ -239,7 +239,7 @@ def kind_of(device: str) -> str:
     if kind in DEVICES or kind == detect_accelerator():
         return kind
     names = ("auto", *DEVICES)
-    near = f"did you mean {MAKERS_NAMES[kind]}?" if kind in MAKERS_NAMES else did_you_mean(kind, names)
+    near = f"did you mean {DEVICE_ALIASES[kind]}?" if kind in DEVICE_ALIASES else did_you_mean(kind, names)
     hint = near or f"there are: {', '.join(names)}"
     raise ConfigError(f"'{device}' is not a kind of device that torch knows here", where="--device", hint=hint)
 

@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
     return folder / "run"
 
 
-def _words(command: str, run: Path, *more: str) -> list[str]:
+def _words(command: str, run: Path, folder: Path, *more: str) -> list[str]:
     own = {
         "evaluate": [],
         "predict": ["--input", str(run.parent / "rows.jsonl"), "--max-new-tokens", "2"],
@@ -49,7 +49,8 @@ def _words(command: str, run: Path, *more: str) -> list[str]:
     if command == "train":
         name = ["--data-dir", str(run.parent), "--pretrained-model-name-or-path", str(run / "export")]
         return [*own, *name, *more]
-    return [command, str(run), *own, *more]
+    output = ["--output", str(folder / "out")] if command in ("export", "predict") else []
+    return [command, str(run), *own, *output, *more]
 
 
 COMMANDS = ("evaluate", "predict", "chat", "export", "train")
@@ -62,8 +63,7 @@ def _call(words: list[str]) -> int:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_base_that_has_moved_is_named(command: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
-    output = ["--output", str(tmp_path / "out")] if command in ("export", "predict") else []
-    assert _call(_words(command, run, *output)) == 2
+    assert _call(_words(command, run, tmp_path)) == 2
     error = capsys.readouterr().err
     assert f"the base of the adapters no longer exists: {run.parent / 'start'}" in error
     assert "--base FOLDER" in error
@@ -71,11 +71,10 @@ def test_a_base_that_has_moved_is_named(command: str, run: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_new_place_can_be_named(command: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
-    output = ["--output", str(tmp_path / "out")] if command in ("export", "predict") else []
-    assert _call(_words(command, run, "--base", str(run.parent / "moved"), *output)) == 0
+    assert _call(_words(command, run, tmp_path, "--base", str(run.parent / "moved"))) == 0
     if command == "evaluate":
         capsys.readouterr()
-        assert _call(_words(command, run, "--base", str(run.parent / "moved"), "--json")) == 0
+        assert _call(_words(command, run, tmp_path, "--base", str(run.parent / "moved"), "--json")) == 0
         metrics = json.loads(capsys.readouterr().out)
         expected = json.loads((run / "summary.json").read_text())["metrics"]["eval_loss"]
         assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
@@ -95,8 +94,7 @@ def test_a_base_with_other_weights_is_refused(command: str, run: Path, tmp_path:
     name = next(name for name in weights if name.endswith("c_attn.weight"))
     weights[name][0, 0] += 1e-3
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    output = ["--output", str(tmp_path / "out")] if command in ("export", "predict") else []
-    assert _call(_words(command, run, "--base", str(other), *output)) == 2
+    assert _call(_words(command, run, tmp_path, "--base", str(other))) == 2
     error = capsys.readouterr().err
     assert "are not those with which the adapters" in error
     assert name in error

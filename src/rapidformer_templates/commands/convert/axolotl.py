@@ -148,7 +148,8 @@ def convert_axolotl(values: dict[str, Value], options: Options) -> Result:
     if source.is_on("sample_packing"):
         result.set("pack_sequences", True)
     replicas = _workers(source, result)
-    length = convert_training(_with_batch_size(source, replicas), result, options, held_out=None, replicas=replicas)
+    _derive_accumulation(source, replicas)
+    length = convert_training(source, result, options, held_out=None, replicas=replicas)
     _evaluation(source, result, options, length)
     _schedule(source, result)
     _memory(source, result)
@@ -210,12 +211,11 @@ def _data_set(one: Source, result: Result) -> None:
     result.close(one, DATA_KEYS, prefix="datasets.")
 
 
-def _with_batch_size(source: Source, replicas: int) -> Source:
-    """Return the configuration with the accumulation that follows from axolotl's total ``batch_size``."""
+def _derive_accumulation(source: Source, replicas: int) -> None:
+    """Set the default of the accumulation, which follows from axolotl's total ``batch_size``."""
     total, micro = source.whole("batch_size"), source.whole("per_device_train_batch_size") or 1
     if total and source.get("gradient_accumulation_steps") is None:
         source.defaults = {**source.defaults, "gradient_accumulation_steps": max(1, total // (micro * replicas))}
-    return source
 
 
 def _workers(source: Source, result: Result) -> int:

@@ -20,7 +20,13 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.adapters import FrozenBase, fp32_fingerprint, frozen_base_of, set_frozen_base
+from rapidformer_templates.models.adapters import (
+    SETTINGS,
+    FrozenBase,
+    fp32_fingerprint,
+    frozen_base_of,
+    set_frozen_base,
+)
 from rapidformer_templates.models.loading import class_of, own_reader
 from rapidformer_templates.switches.mixture_of_experts.exported import with_mixtures
 from rapidformer_templates.system.files import write_json
@@ -29,7 +35,6 @@ ADAPTER = "default"
 """The name that peft gives to a model's only adapter."""
 CONFIG = "adapter_config"
 """The attribute of an adapted model that holds peft's configuration of its adapters."""
-SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 BASE = "adapter_base.json"
 """The file with the fingerprints of the base. peft does not read it."""
