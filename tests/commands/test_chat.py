@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -120,6 +121,12 @@ def test_who_does_not_chat(folder: Path, capsys: Any) -> None:
     assert "a model for token_classification does not chat" in capsys.readouterr().err
 
 
+def _take_terminal() -> None:
+    """Make the terminal the controlling one, and Ctrl-C work: a job in the background inherits that it is ignored."""
+    os.close(os.open(os.ttyname(0), os.O_RDWR))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """The command in a terminal."""
 
@@ -129,7 +136,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rapidformer_templates", "chat", *words],
             stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
-            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # makes it the controlling terminal
+            preexec_fn=_take_terminal,
         )  # fmt: skip
         os.close(theirs)
         self.own = own
