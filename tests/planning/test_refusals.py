@@ -43,7 +43,7 @@ def test_a_missing_package_is_told_with_what_to_install() -> None:
         error[RF023]: adamw_torch_8bit needs torchao, which is not installed: pip install torchao
           why    nothing else is used instead, and a switch that cannot act is refused (this library)
           asked  --optimizer adamw_torch_8bit (command line)
-          works  --optimizer apex_adam
+          works  --optimizer adamw
           more   rapidformer explain RF023
         """
     )

@@ -73,9 +73,11 @@ def test_precision(flags: str, place: Environment, precision: str) -> None:
     ("flags", "place", "implementation"),
     [
         ("", CPU, "torch.optim.AdamW (fused)"),
-        ("", on(CPU, packages={"apex": "1"}), "torch.optim.AdamW (fused)"),
-        ("", GPUS, "apex.optimizers.FusedAdam"),
-        ("--fsdp-memory-optimization", GPUS, "torch.optim.AdamW (fused)"),
+        ("", GPUS, "torch.optim.AdamW (fused)"),
+        ("--optimizer apex_adam", CPU, "torch.optim.AdamW (fused)"),
+        ("--optimizer apex_adam", on(CPU, packages={"apex": "1"}), "torch.optim.AdamW (fused)"),
+        ("--optimizer apex_adam", GPUS, "apex.optimizers.FusedAdam"),
+        ("--optimizer apex_adam --fsdp-memory-optimization", GPUS, "torch.optim.AdamW (fused)"),
         ("--optimizer apex_lamb", CPU, "rapidformer_templates.switches.optimizer.lamb.Lamb"),
         ("--optimizer apex_lamb", GPUS, "apex.optimizers.FusedLAMB"),
         ("--optimizer adafactor", CPU, "torch.optim.Adafactor"),
@@ -92,6 +94,13 @@ def test_stand_ins_are_noted(flags: str, place: Environment, implementation: str
     assert plan.optimizer_implementation == implementation
     noted = any(f"{implementation} is used instead" in note for note in plan.notes)
     assert noted == (plan.optimizer.startswith("apex") and not implementation.startswith("apex"))
+
+
+@pytest.mark.parametrize("place", [CPU, GPUS])
+def test_a_plan_without_an_optimizer_does_not_mention_apex(place: Environment) -> None:
+    plan = resolve(config_of("--task causal_lm"), place)
+    assert plan.optimizer == "adamw"
+    assert "apex" not in json.dumps(plan.to_json())
 
 
 def test_notes_for_sizes_that_act_as_none_or_badly() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -52,6 +53,26 @@ def test_a_resume_tells_what_is_changed_and_what_is_left_once(
     told = lines(capsys, "--lr", "0.05", "--weight-decay", "0", "--resume", *folder)
     assert [line for line in told if "changed" in line] == []
     assert sum("resuming from" in line for line in told) == 1
+
+
+def test_a_run_of_the_former_default_optimizer_resumes_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate = ["--lr", "0.1", "--lr-decay-style", "constant"]
+    folder = [*rate, "--save-interval", "2", "--save", str(tmp_path / "run")]
+    lines(capsys, "--optimizer", "apex_adam", "--train-iters", "2", *folder)
+    plan = tmp_path / "run" / "plan.json"
+    content = json.loads(plan.read_text())
+    assert content["optimizer"] == "apex_adam"
+    del content["values"]["--optimizer"]  # it was the default
+    plan.write_text(json.dumps(content))
+    resumed = lines(capsys, "--resume", *folder)
+    assert any(line.startswith("resuming from") for line in resumed)
+    assert "apex" not in "".join(resumed)
+    assert "--optimizer" not in "".join(resumed)
+    lines(capsys, *rate, "--save", str(tmp_path / "whole"))
+    curves = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("run", "whole")]
+    assert json.loads(curves[0][-1])["eval_loss"] == json.loads(curves[1][-1])["eval_loss"]
 
 
 def test_a_run_goes_on_where_nobody_reads_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:

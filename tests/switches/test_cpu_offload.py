@@ -25,7 +25,7 @@ from tests.support.requests import CPU, GPUS, config_of
 from tests.support.worker_pool import run_in_workers
 
 STEPS = "--train-iters 4 --global-batch-size 8 --micro-batch-size 4 --clip-grad 0.1 --weight-decay 0.1"
-OPTIMIZERS = ["apex_adam", "adamw_torch", "adafactor"]
+OPTIMIZERS = ["adamw", "adamw_torch", "adafactor"]
 
 
 def _elsewhere() -> Any:

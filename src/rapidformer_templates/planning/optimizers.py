@@ -52,6 +52,7 @@ TORCHAO = "pip install torchao"
 DIVIDES_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "tensor-parallel"})
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
+    "adamw": OptimizerFacts(FUSED_ADAMW, 8),
     "apex_adam": OptimizerFacts("apex.optimizers.FusedAdam", 8, fallback=FUSED_ADAMW),
     "apex_lamb": OptimizerFacts(
         "apex.optimizers.FusedLAMB",
@@ -117,7 +118,7 @@ TORCH_ADAM = {FUSED_ADAMW: "torch.optim.Adam (fused)", "torch.optim.AdamW": "tor
 ADAM_W_MODE = {CPU_ADAM: "adamw_mode", "apex.optimizers.FusedAdam": "adam_w_mode"}
 """The option that selects AdamW in the other implementations."""
 
-ADAMS = tuple(OPTIMIZERS[name] for name in ("apex_adam", "adamw_torch", "adamw_torch_fused"))
+ADAMS = tuple(OPTIMIZERS[name] for name in ("adamw", "apex_adam", "adamw_torch"))
 """Optimizers that make AdamW's update on any device."""
 
 
@@ -216,7 +217,7 @@ def fallback_reason(request: Request) -> str | None:
 def refusal(request: Request, message: str, *switches: str) -> Finding:
     """Refuse the chosen optimizer and suggest the default, which runs everywhere."""
     flags = (*request.asked("optimizer"), *request.asked_for(*switches))
-    return Finding(message, flags, switches=switches, changes=(replace({"optimizer": "apex_adam"}),))
+    return Finding(message, flags, switches=switches, changes=(replace({"optimizer": "adamw"}),))
 
 
 def has_no_betas(request: Request) -> list[Finding]:
@@ -226,7 +227,7 @@ def has_no_betas(request: Request) -> list[Finding]:
     if OPTIMIZERS[name].has_betas or not fields:
         return []
     message = f"{name} has no {' and no '.join(map(spelling, fields))}"
-    changes = (replace({"optimizer": "apex_adam"}), drop(dict.fromkeys(fields)))
+    changes = (replace({"optimizer": "adamw"}), drop(dict.fromkeys(fields)))
     return [Finding(message, request.asked("optimizer", *fields), changes=changes)]
 
 

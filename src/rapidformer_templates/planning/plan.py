@@ -87,7 +87,7 @@ class Plan:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     precision: str = "fp32"
-    optimizer: str = "apex_adam"
+    optimizer: str = "adamw"
     optimizer_implementation: str = "torch.optim.AdamW (fused)"
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     schedule: Mapping[str, Any] | None = None

@@ -60,7 +60,7 @@ def _optimizer_on_cpu(request: Request) -> list[Finding]:
             f"{optimizer} cannot be offloaded: it has no CPU implementation",
             (*request.asked("optimizer"), *request.asked_for(*offloads)),
             switches=tuple(offloads),
-            changes=(replace({"optimizer": "apex_adam"}),),
+            changes=(replace({"optimizer": "adamw"}),),
         )
     ]
 

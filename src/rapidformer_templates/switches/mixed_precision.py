@@ -56,7 +56,7 @@ def _notes(request: Request) -> Sequence[str]:
     notes = [note if why else f"weights are {chosen}, with fp32 masters next to the optimizer's state"]
     if not why and request.config.get("grad_accum_dtype") != "fp32" and not updates_in_chunks(implementation(request)):
         together = f"{implementation(request)} needs all gradients at once, so all of them are copied to fp32"
-        notes.append(f"{together}; --optimizer adamw_torch_fused takes them bucket by bucket")
+        notes.append(f"{together}; --optimizer adamw takes them bucket by bucket")
     if request.config.get("mixed_precision") == "auto":
         device = request.environment.device.upper()
         notes.insert(0, f"--mixed-precision without a type: {chosen}, because the device is a {device}")

@@ -177,7 +177,7 @@ def test_the_planner_predicts_the_peak(apart: bool) -> None:
     assert (max(job.peaks[1:]) < 18 * parameters) == apart
 
 
-@pytest.mark.parametrize(("optimizer", "told"), [("apex_adam", "apex.optimizers.FusedAdam"), ("adamw_torch_fused", "")])
+@pytest.mark.parametrize(("optimizer", "told"), [("apex_adam", "apex.optimizers.FusedAdam"), ("adamw", "")])
 def test_the_plan_names_an_optimizer_that_takes_all_at_once(optimizer: str, told: str) -> None:
     flags = f"--mixed-precision bf16 --grad-accum-dtype bf16 --optimizer {optimizer}"
     notes = [note for note in resolve(config_of(flags), GPUS).notes if "at once" in note]

@@ -123,8 +123,8 @@ ONLY: dict[str, tuple[Any, str]] = {
 """Keys with the only value that fits the library, and why. It is DeepSpeed's default."""
 
 OPTIMIZERS = {
-    "adam": "apex_adam",
-    "adamw": "apex_adam",
+    "adam": "adamw",
+    "adamw": "adamw",
     "lamb": "lamb",
     "muon": "muon",
     "adafactor": "adafactor",

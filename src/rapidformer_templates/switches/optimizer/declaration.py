@@ -33,6 +33,7 @@ class OptimizerFlags:
     """Acceleration"""
 
     optimizer: Literal[
+        "adamw",
         "apex_adam",
         "apex_lamb",
         "adamw_torch",
@@ -45,7 +46,7 @@ class OptimizerFlags:
         "adamw_anyprecision",
         "lamb",
         "muon",
-    ] = flag("apex_adam", "update rule and its implementation", aliases={"optimizers": None})
+    ] = flag("adamw", "update rule and its implementation", aliases={"optimizers": None})
 
 
 def _notes(request: Request) -> Sequence[str]:
