@@ -77,7 +77,7 @@ def _order(words: Sequence[str]) -> Callable[[str], int]:
 def _literal(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_literal, value))}]"
-    if isinstance(value, Interval) and value.isdigit():
+    if isinstance(value, Interval) and value.isdecimal():
         return str(value)
     if isinstance(value, str):
         return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -361,8 +361,8 @@ class Trainer:
         """Evaluate the model in this process and return its metrics. Before ``fit()`` the model is untrained.
 
         Args:
-            data: a data set like ``Data.valid``, or rows with the task's columns (``[{"text": …, "label": …}, …]``).
-                The default is the validation data.
+            data: a data set like ``Data.valid``, or rows with the task's columns: ``[{"text": …, "label": …}, …]``, a
+                ``datasets.Dataset`` or a pandas ``DataFrame``. The default is the validation data.
 
         Raises:
             RapidformerError: the data cannot be used, or this process is one of several workers.
@@ -375,23 +375,25 @@ class Trainer:
         """Return the model's predictions for unlabelled samples. The model runs in this process.
 
         Args:
-            samples: one sample or a list of samples. A sample is a text or a mapping with the task's columns. If you
-                override ``build_data``, it has the form of an item of ``Data.valid``.
+            samples: one sample or a list of samples. A sample is a text, a mapping with the task's columns, or a
+                conversation as a list of messages (``[{"role": "user", "content": …}]``). If you override
+                ``build_data``, it has the form of an item of ``Data.valid``. A ``datasets.Dataset`` or a pandas
+                ``DataFrame`` is a list of its rows.
             batch_size: number of samples per batch.
             max_new_tokens: maximum number of tokens per answer, for tasks that generate text.
             temperature: sampling temperature, for tasks that generate text. 0 picks the most likely token.
 
         Returns:
             For each sample a record (docs/after-training.md), or the prediction that ``read_outputs`` returns. The
-            result is a list if ``samples`` is one.
+            result is a list unless ``samples`` is one sample.
 
         Raises:
             RapidformerError: a sample cannot be used, or this process is one of several workers.
         """
-        several = samples if isinstance(samples, list) else [samples]
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}", where="predict()", hint="give a number of at least 1")
         generation = Generation(max_new_tokens, temperature, self.config.training.seed)
-        predictions = inference.predict(self, self._local_engine(), several, batch_size, generation)
-        return predictions if several is samples else predictions[0]
+        return inference.predict(self, self._local_engine(), samples, batch_size, generation)
 
     def _local_engine(self) -> Engine:
         """Return the engine that holds the model in this process. Build it if there is none."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoTokenizer, BartConfig, BartForCausalLM
 
 from rapidformer_templates import Trainer
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.errors import ConfigError, DataError
 from tests.support.preference_runs import judged, make, pairs, words
 from tests.support.selection import by_default
-from tests.support.texts import write_jsonl
+from tests.support.texts import TINY, write_jsonl
 
 PREFERENCES = "--task preference --micro-batch-size 4 --eval-interval 3 --device cpu --no-keep-best --lr 2e-2"
 WAYS = {"copy": "", "adapters": "--lora-rank 2", "average": "--ema-decay 0.5"}
@@ -98,3 +100,41 @@ def test_rows_of_a_decoder_that_does_not_shift_labels(gpt_folder: Path, tmp_path
     job = Trainer([*flags.split(), *where])
     metrics = job.fit()["metrics"]
     assert_same(job.evaluate(rows[:5]), metrics)
+
+
+def test_tables_in_memory_are_rows(bert_folder: Path, tmp_path: Path) -> None:
+    """A Dataset, which names its labels, and a DataFrame give the numbers of the same rows in a list."""
+    rows = [{"text": words(3 + i % 5, i), "label": "yes" if i % 3 else "no"} for i in range(8)]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    flags = "--task sequence_classification --model-type bert --no-save --seq-length 32 --device cpu --epochs 1 --lr 1"
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    job = Trainer([*flags.split(), *sizes, f"--data-dir={tmp_path}", f"--tokenizer-path={bert_folder}"])
+    wanted = job.evaluate(rows)
+    names = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["yes", "no"])})
+    tables = [datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows, features=names), pd.DataFrame(rows)]
+    for table in tables:
+        assert job.evaluate(table) == wanted
+        assert job.predict(table.drop(columns="label") if isinstance(table, pd.DataFrame) else table) == job.predict(
+            rows
+        )
+    with pytest.raises(DataError, match=r"several parts or columns \(train\)") as caught:
+        job.evaluate(datasets.DatasetDict(train=tables[0]))
+    assert caught.value.hint == "choose one of them: data['train']"
+    with pytest.raises(DataError, match="the label in column 'label' is empty"):
+        job.evaluate(pd.DataFrame([*rows, {"text": "a"}]))
+    for count in (0, -1):
+        with pytest.raises(ConfigError, match=f"batch_size is {count}"):
+            job.predict(rows, batch_size=count)
+
+
+def test_messages_are_one_conversation(gpt_folder: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"text": words(6, i)} for i in range(4)])
+    flags = "--task causal_lm --model-type gpt2 --no-save --seq-length 32 --device cpu --epochs 1 --lr 1"
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    job = Trainer([*flags.split(), *sizes, f"--data-dir={tmp_path}", f"--tokenizer-path={gpt_folder}"])
+    messages = [{"role": "user", "content": "the cat"}]
+    (wanted,) = job.predict([{"messages": messages}], max_new_tokens=4)
+    assert job.predict(messages, max_new_tokens=4) == wanted
+    assert job.predict([messages], max_new_tokens=4) == [wanted]
+    assert job.predict(messages[0], max_new_tokens=4) == wanted
+    assert job.predict("the cat", max_new_tokens=4) != wanted

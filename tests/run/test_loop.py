@@ -169,8 +169,8 @@ def test_metrics_and_summary_have_the_promised_fields(tmp_path: Path) -> None:
     Line([*FLAGS, "--epochs", "1", "--save", str(tmp_path / "run")]).fit()
     line = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
     assert set(line) == {
-        "step", "epoch", "loss", "grad_norm", "lr", "samples", "tokens", "samples_per_second", "tokens_per_second",
-        "step_ms", "peak_memory_mb", "skipped",
+        "step", "epoch", "loss", "grad_norm", "lr", "samples", "tokens", "samples_per_second", "step_ms",
+        "peak_memory_mb", "skipped",
     }  # fmt: skip
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {"metrics", "throughput", "peak_memory_mb", "wall_seconds", "parameters", "versions", "receipts"} <= set(
@@ -182,6 +182,24 @@ def test_metrics_and_summary_have_the_promised_fields(tmp_path: Path) -> None:
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["template"] == "Trainer"
     assert plan["values"]["--lr"] == {"value": 0.1, "origin": "command line"}
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_tokens_per_second_exist_only_if_the_batches_show_their_tokens(
+    has_tokens: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Masked(Line):
+        def build_data(self) -> Data:
+            data = super().build_data()
+            mask = {"attention_mask": np.ones(3, dtype=np.int64)} if has_tokens else {}
+            data.train = [{**sample, **mask} for sample in data.train]
+            return data
+
+    summary = Masked([*FLAGS, "--epochs", "2", "--save", str(tmp_path / "run")]).fit()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert {"tokens_per_second" in line for line in lines if "loss" in line} == {has_tokens}
+    assert ("tokens_per_second" in summary["throughput"]) == ("tokens/s" in capsys.readouterr().out) == has_tokens
+    assert summary["tokens"] == 3 * 40 * has_tokens
 
 
 def test_callbacks_come_in_order(tmp_path: Path) -> None:

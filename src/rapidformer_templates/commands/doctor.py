@@ -162,7 +162,7 @@ def _machine(torch: dict[str, Any]) -> dict[str, Any]:
     ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
-    if limit.exists() and (limit_text := limit.read_text(encoding="utf-8").strip()).isdigit():
+    if limit.exists() and (limit_text := limit.read_text(encoding="utf-8").strip()).isdecimal():
         memory = min(memory, int(limit_text))
     return {
         "python": platform.python_version(),

@@ -160,7 +160,7 @@ def _not_of_an_export(folder: Path) -> list[str]:
 def _steps(run: RunFolder) -> list[int]:
     """Return the steps of the existing checkpoints, newest first."""
     names = [path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*")]
-    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
 def _step(run: RunFolder, step: int | None, *, merge: bool) -> tuple[int, str]:

@@ -54,7 +54,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     named = set(getattr(model, "_no_split_modules", None) or ())
     blocks = {name: module for name, module in model.named_modules() if type(module).__name__ in named}
     # An embedding may also be listed as unsplittable. Only blocks have a number as their name in a list.
-    blocks = {name: module for name, module in blocks.items() if name.rsplit(".", 1)[-1].isdigit()}
+    blocks = {name: module for name, module in blocks.items() if name.rsplit(".", 1)[-1].isdecimal()}
     return blocks or _longest_list(model)
 
 

@@ -406,7 +406,7 @@ def _plain(value: Any) -> Any:
     """Convert a value to a plain type that every YAML reader supports."""
     if isinstance(value, tuple):
         return list(value)
-    if isinstance(value, Interval) and value.isdigit():
+    if isinstance(value, Interval) and value.isdecimal():
         return int(value)
     return str(value) if isinstance(value, str) else value
 

@@ -148,7 +148,8 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
     if rates:
         spread = f" ± {rates['samples_per_second_sd']:,.1f}"
         table.add_row("samples/s", f"{rates['samples_per_second']:,.1f}{spread}")
-        table.add_row("tokens/s", f"{rates['tokens_per_second']:,.0f}")
+        if "tokens_per_second" in rates:
+            table.add_row("tokens/s", f"{rates['tokens_per_second']:,.0f}")
     table.add_row("peak memory per worker", f"{summary['peak_memory_mb']:,.0f} MB")
     table.add_row("wall time", f"{summary['wall_seconds']:,.1f} s")
     frozen = summary["trainable_parameters"] < summary["parameters"]

@@ -26,7 +26,13 @@ from rapidformer_templates.run.evaluation import Evaluator, Validation, evaluati
 from rapidformer_templates.run.fit import build_data
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import checked_count, checked_predictions
-from rapidformer_templates.run.predictions import predict_samples, samples_as_part
+from rapidformer_templates.run.predictions import (
+    is_conversation,
+    is_dataset,
+    predict_samples,
+    rows_of_frame,
+    samples_as_part,
+)
 from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import kept_process_state
@@ -106,10 +112,10 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
     """
     task: Task | None = None  # replaces the template's task
     samples: Any
-    part = ""
+    part, data = "", rows_of_frame(data)
     if data is None:
         samples = template.data.validation_sets()
-    elif template.uses_task and isinstance(data, list | tuple) and all(isinstance(row, Mapping) for row in data):
+    elif template.uses_task and _has_columns(template, data):
         task, samples = _read_rows(template, data)
     else:
         samples, part = data, _part_of(template, data)
@@ -134,20 +140,32 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
             attributes |= before
 
 
-def predict(
-    template: Template, engine: Engine, samples: Sequence[Any], batch_size: int, generation: Generation
-) -> list[Any]:
+def predict(template: Template, engine: Engine, samples: Any, batch_size: int, generation: Generation) -> Any:
     """Predict samples: a record for each sample of a task, otherwise the results of ``read_outputs``.
+
+    Args:
+        samples: one sample, or a list, a ``datasets.Dataset`` or a pandas ``DataFrame`` of samples.
+
+    Returns:
+        A list, or a single result for one sample.
 
     Raises:
         DataError: a sample cannot be used.
         ConfigError: nothing defines how to read the model's outputs.
     """
-    if template.uses_task:
+    task = template.task if template.uses_task else None
+    samples = rows_of_frame(samples)
+    is_single = not isinstance(samples, list) and not is_dataset(samples)
+    is_single |= task is not None and task.chat_column is not None and is_conversation(samples)
+    several = [samples] if is_single else samples
+    predictions: list[Any]
+    if task is not None:
         with kept_process_state():
-            return list(predict_samples(template.task, engine.model, samples, batch_size, generation))
-    with kept_process_state(), _single_process_plan(template), evaluating(engine):
-        return _read(template, engine, samples, batch_size)
+            predictions = predict_samples(task, engine.model, several, batch_size, generation)
+    else:
+        with kept_process_state(), _single_process_plan(template), evaluating(engine):
+            predictions = _read(template, engine, several, batch_size)
+    return predictions[0] if is_single else predictions
 
 
 def _read(template: Template, engine: Engine, samples: Sequence[Any], batch_size: int) -> list[Any]:
@@ -167,6 +185,21 @@ def _read(template: Template, engine: Engine, samples: Sequence[Any], batch_size
             hint="override read_outputs(self, outputs, batch), or call the model itself: .model",
         )
     return predictions
+
+
+def _has_columns(template: Template, data: Any) -> bool:
+    """Whether data are rows with the columns of the task's files, not samples of the template's own data.
+
+    Raises:
+        DataError: the data are several parts by name.
+    """
+    if is_dataset(data):
+        return "input_ids" not in data.column_names
+    if isinstance(data, Mapping) and data:
+        names = ", ".join(map(str, data))
+        hint = f"choose one of them: data['{next(iter(data))}']"
+        raise DataError(f"the data are several parts or columns ({names})", where="evaluate()", hint=hint)
+    return isinstance(data, list | tuple) and all(isinstance(row, Mapping) for row in data)
 
 
 def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:

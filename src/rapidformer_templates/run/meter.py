@@ -63,7 +63,7 @@ class Meter:
         self._mark, self._window = now, [0, 0, 0]
         return {
             "samples_per_second": round(samples / seconds, 3),
-            "tokens_per_second": round(tokens / seconds, 1),
+            **_token_rate(tokens, seconds),
             "step_ms": round(seconds / max(steps, 1) * 1000, 3),
             "peak_memory_mb": peak_memory_mb(self.device),
         }
@@ -81,10 +81,15 @@ class Meter:
             result |= {
                 "samples_per_second": round(sum(rate[1] for rate in self._rates) / seconds, 3),
                 "samples_per_second_sd": round(statistics.stdev(each), 3) if len(each) > 1 else 0.0,
-                "tokens_per_second": round(sum(rate[2] for rate in self._rates) / seconds, 1),
+                **_token_rate(sum(rate[2] for rate in self._rates), seconds),
                 "step_ms": round(seconds / len(self._rates) * 1000, 3),
             }
         return result
+
+
+def _token_rate(tokens: int, seconds: float) -> dict[str, float]:
+    """Return the rate of tokens. It is left out if the batches do not show how many tokens they have."""
+    return {"tokens_per_second": round(tokens / seconds, 1)} if tokens else {}
 
 
 def peak_memory_mb(device: torch.device) -> float:

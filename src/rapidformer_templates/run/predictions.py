@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rapidformer_templates.data.finetuning.tables import DataPart, part_of
+from rapidformer_templates.data.finetuning.tables import DataPart, part_of, part_of_table
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.base import Inputs, Record
@@ -24,7 +25,7 @@ GREEDY = Generation()
 def predict_samples(
     task: Task,
     model: Any,
-    samples: Sequence[Mapping[str, Any] | str],
+    samples: Sequence[Any],
     batch_size: int = 8,
     generation: Generation = GREEDY,
 ) -> list[Record]:
@@ -33,7 +34,7 @@ def predict_samples(
     Args:
         task: a task whose labels are known, from its data or from :meth:`Task.load_label_state`.
         model: the unsharded model, on the device where it runs.
-        samples: mappings with the task's columns, or plain texts.
+        samples: mappings with the task's columns, plain texts or conversations. See :func:`samples_as_part`.
         batch_size: number of samples that the model processes at once.
         generation: how to generate texts, for causal_lm, seq2seq_lm and preference.
 
@@ -43,26 +44,63 @@ def predict_samples(
     Raises:
         DataError: a column is missing, or a sample cannot be used. The error names the sample by its position.
     """
-    if not samples:
+    if not len(samples):
         return []
-    return predict_inputs(task, model, task.inputs(samples_as_part(samples, task.text_column)), batch_size, generation)
+    part = samples_as_part(samples, task.text_column, task.chat_column)
+    return predict_inputs(task, model, task.inputs(part), batch_size, generation)
 
 
-def samples_as_part(samples: Sequence[Mapping[str, Any] | str], text_column: str = "text") -> DataPart:
-    """Convert samples in memory to the rows of a data set.
+def samples_as_part(samples: Sequence[Any], text_column: str = "text", chat_column: str | None = None) -> DataPart:
+    """Convert samples in memory to the rows of a data set. A ``datasets.Dataset`` keeps the names of its labels.
 
     Args:
+        samples: texts, mappings of columns to values, messages or lists of messages, or a ``datasets.Dataset``.
         text_column: the column for samples that are texts.
+        chat_column: the column for conversations. None: the task reads none.
 
     Raises:
-        DataError: a sample is neither a text nor a mapping of names to values.
+        DataError: a sample has another form.
     """
-    rows = [{text_column: sample} if isinstance(sample, str) else sample for sample in samples]
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, Mapping):
-            hint = 'give texts, or mappings such as {"text": "…"}'
-            raise DataError(f"it is of type {type(row).__name__}", where=f"sample {number}", hint=hint)
-    return part_of([dict(row) for row in rows], [(0, number) for number in range(1, len(rows) + 1)], ("the samples",))
+    if is_dataset(samples):
+        return part_of_table(samples, "the samples")
+    rows: list[dict[str, Any]] = []
+    for number, sample in enumerate(samples, start=1):
+        if isinstance(sample, str):
+            rows.append({text_column: sample})
+        elif chat_column and (is_message(sample) or is_conversation(sample)):
+            rows.append({chat_column: [sample] if isinstance(sample, Mapping) else list(sample)})
+        elif isinstance(sample, Mapping):
+            rows.append(dict(sample))
+        else:
+            hint = 'give texts, or mappings such as {"text": "…"}' + (", or lists of messages" if chat_column else "")
+            raise DataError(f"it is of type {type(sample).__name__}", where=f"sample {number}", hint=hint)
+    return part_of(rows, [(0, number) for number in range(1, len(rows) + 1)], ("the samples",))
+
+
+def is_message(sample: Any) -> bool:
+    """Whether a sample is a single message of a conversation, with nothing else."""
+    keys = set(sample) if isinstance(sample, Mapping) else set()
+    return {"role", "content"} <= keys or {"from", "value"} <= keys
+
+
+def is_conversation(samples: Any) -> bool:
+    """Whether samples are the messages of one conversation."""
+    return isinstance(samples, list | tuple) and bool(samples) and all(map(is_message, samples))
+
+
+def is_dataset(samples: Any) -> bool:
+    """Whether samples are a ``datasets.Dataset``."""
+    library = sys.modules.get("datasets")  # an object of a library exists only if its module was imported
+    return library is not None and isinstance(samples, library.Dataset)
+
+
+def rows_of_frame(samples: Any) -> Any:
+    """Return the rows of a pandas ``DataFrame`` as a list of mappings. An empty cell is None. Keep anything else."""
+    library = sys.modules.get("pandas")
+    if library is None or not isinstance(samples, library.DataFrame):
+        return samples
+    cells = samples.astype(object)
+    return cells.where(cells.notna(), None).to_dict("records")
 
 
 def predict_inputs(

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
+from rapidformer_templates.data.finetuning.labels import sorted_names
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
@@ -136,3 +137,14 @@ def test_numbers_among_names_are_classes(load: Load, tmp_path: Path) -> None:
     task = load("sequence_classification", validation_fraction=0.0)
     task.build_data()
     assert task.config_overrides()["num_labels"] == 3
+
+
+def test_digits_that_are_not_numbers(load: Load, tmp_path: Path) -> None:
+    """``"²".isdigit()`` is true, but ``int("²")`` fails. Names of equal numbers have one order."""
+    assert sorted_names(["²", "10", "9"]) == ["10", "9", "²"]
+    assert sorted_names(["10", "--9"]) == ["--9", "10"]
+    assert sorted_names(["٣", "3", "03", "-1"]) == ["-1", "03", "3", "٣"]
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "the cat", "label": name} for name in ("²", "³", "²")])
+    task = load("sequence_classification", validation_fraction=0.0)
+    assert [sample["labels"] for sample in task.build_data().train] == [0, 1, 0]
+    assert task.labels == ["²", "³"]

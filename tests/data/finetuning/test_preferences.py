@@ -83,6 +83,16 @@ def test_judged_answers_are_paired_with_the_prompt_before(load: Load) -> None:
     assert {"input_ids", "labels", "kl_input_ids", "kl_labels", "is_good", "counted"} < batch.keys()
 
 
+def test_labels_of_csv_files_are_texts(load: Load) -> None:
+    labels = ["true", "False", "1", "0", " TRUE "]
+    rows = [{"prompt": f"say {label}", "completion": " cat", "label": label} for label in labels]
+    train = load(rows, preference_loss="kto").build_data().train
+    assert [train[i]["is_good"] for i in range(5)] == [True, False, True, False, True]  # type: ignore[index]
+    for label in ("yes", "", "2"):
+        with pytest.raises(DataError, match=f"the label is '{label}'"):
+            load([{**rows[0], "label": label}], preference_loss="kto").build_data()
+
+
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_drift_is_measured_with_the_answer_to_another_prompt(is_chat: bool, load: Load) -> None:
     """Several answers to one prompt follow each other, as usual."""

@@ -171,7 +171,7 @@ def _workers_of(launcher: Mapping[str, Value]) -> int | None:
     counts = [
         str(launcher.get(name, launcher.get(name.replace("_", "-"), ""))) for name in ("nproc_per_node", "nnodes")
     ]
-    return int(counts[0]) * int(counts[1] if counts[1].isdigit() else 1) if counts[0].isdigit() else None
+    return int(counts[0]) * int(counts[1] if counts[1].isdecimal() else 1) if counts[0].isdecimal() else None
 
 
 def convert_megatron(script: str, values: Mapping[str, Value], workers: int | None, options: Options) -> Result:

@@ -17,14 +17,14 @@ import pyarrow as pa
 
 from rapidformer_templates.data.finetuning.content_parts import joined_parts
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.data.tasks.base import TEXT_COLUMNS
+from rapidformer_templates.data.tasks.base import MESSAGES, TEXT_COLUMNS
 from rapidformer_templates.errors import DataError, alike
 from rapidformer_templates.planning.flags import DataFlags
 
 Message = dict[str, Any]
 """A message with ``role`` and ``content``, and other keys that the chat template may use."""
 
-CHAT_COLUMNS = ("messages", "conversations")
+CHAT_COLUMNS = (MESSAGES, "conversations")
 PROMPTS = {"prompt": ("completion",), "instruction": ("output", "response")}
 """Prompt columns, mapped to the usual names of their answer columns."""
 
@@ -149,7 +149,7 @@ def read_prompt(columns: Columns, fields: tuple[Any, ...]) -> str | list[Message
         before = [{"role": "system", "content": system}] if _text(system or "", "system prompt") else []
         return [*before, {"role": "user", "content": instruction_text(instruction, input_text)}]
     (value,) = fields
-    if columns.kind == "text" or isinstance(value, str):
+    if isinstance(value, str) or (columns.kind == "text" and not isinstance(value, list)):
         if not _text(value, columns.names[0]):
             raise DataError(f"the {columns.names[0]} is empty")
         text: str = value

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import datasets
-
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError, did_you_mean
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+INTEGER = re.compile(r"-?\d{1,400}")
+"""Matches what ``int`` can read. A superscript such as "²" is a digit, but ``int`` refuses it."""
 
 
 def label_text(value: Any) -> str | None:
@@ -27,12 +27,14 @@ def label_text(value: Any) -> str | None:
 def sorted_names(names: Iterable[str]) -> list[str]:
     """Sort label names. The order depends only on the set of names, and integers are sorted as numbers."""
     distinct = set(names)
-    numbers = all(name.lstrip("-").isdigit() for name in distinct)
-    return sorted(distinct, key=int) if numbers else sorted(distinct)
+    are_integers = all(INTEGER.fullmatch(name) for name in distinct)
+    return sorted(distinct, key=lambda name: (int(name), name)) if are_integers else sorted(distinct)
 
 
 def declared_names(part: DataPart, column: str) -> list[str] | None:
     """Return the names that a saved data set declares for a column of labels or of lists of labels, or None."""
+    import datasets  # imports pandas, so only code that reads a table pays for it
+
     feature = part.table.features[column]
     inner = getattr(feature, "feature", feature)
     return list(inner.names) if isinstance(inner, datasets.ClassLabel) else None

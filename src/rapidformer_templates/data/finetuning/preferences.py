@@ -28,12 +28,16 @@ from rapidformer_templates.data.finetuning.chat import (
 )
 from rapidformer_templates.data.finetuning.chat_samples import ChatReader
 from rapidformer_templates.data.finetuning.chat_template import EncodedChat
+from rapidformer_templates.data.finetuning.labels import label_text
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
 
 PROMPT = "prompt"
 """The prompt column if no flag names another one."""
+
+GOOD = {"true": True, "1": True, "false": False, "0": False}
+"""Labels of answers. Files such as csv hold them as text."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,10 @@ def _rows(part: DataPart, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
 
 
 def _labelled(prompt: Any, completion: Any, label: Any) -> LabelledAnswer:
-    if label not in (True, False):
+    is_good = GOOD.get((label_text(label) or "").lower())
+    if is_good is None:
         raise DataError(f"the label is {label!r}", hint="write true for an answer that is wanted, and false for others")
-    return LabelledAnswer(read_completion(prompt, completion), bool(label))
+    return LabelledAnswer(read_completion(prompt, completion), is_good)
 
 
 def _pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Example, Example]:

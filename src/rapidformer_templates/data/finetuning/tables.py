@@ -267,7 +267,7 @@ def _read_saved(folder: Path) -> DataPart:
     except (FileNotFoundError, OSError, ValueError, pa.ArrowInvalid) as error:
         raise unreadable_error(folder, error) from error
     assert isinstance(table, datasets.Dataset)
-    return _part_of_table(table, str(folder))
+    return part_of_table(table, str(folder))
 
 
 def _read_cached(files: Sequence[Path]) -> DataPart:
@@ -277,10 +277,11 @@ def _read_cached(files: Sequence[Path]) -> DataPart:
         table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
     except (OSError, ValueError, pa.ArrowInvalid) as error:
         raise unreadable_error(files[0], error) from error
-    return _part_of_table(table, str(files[0]))
+    return part_of_table(table, str(files[0]))
 
 
-def _part_of_table(table: datasets.Dataset, name: str) -> DataPart:
+def part_of_table(table: datasets.Dataset, name: str) -> DataPart:
+    """Return the rows of a ``datasets.Dataset``, which knows the names of its labels."""
     origins = np.stack([np.zeros(len(table), int), np.arange(1, len(table) + 1)], axis=1)
     return DataPart(table.with_format(None), origins, (name,))
 

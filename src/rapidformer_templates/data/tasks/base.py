@@ -41,6 +41,8 @@ from rapidformer_templates.system.workers import Workers
 TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
 """Columns that are searched for a text if ``--text-column`` is not given."""
 
+MESSAGES = "messages"
+"""The usual column of conversations."""
 
 Record = dict[str, Any]
 """The prediction for one row, as plain values that JSON can store."""
@@ -385,6 +387,15 @@ class Task(ABC):
     def text_column(self) -> str:
         """Name of the text column for a text that is given without columns."""
         return self.config.data.text_column or (self.columns or {}).get("text_column") or "text"
+
+    @property
+    def chat_column(self) -> str | None:
+        """Name of the column for a conversation that is given without columns. None: the task reads none."""
+        if self.auto_class != "AutoModelForCausalLM":
+            return None
+        columns = self.columns or {}
+        trained = columns["text_column"] if columns.get("kind") == "chat" else None
+        return self.config.data.text_column or trained or MESSAGES
 
     @abstractmethod
     def inputs(self, part: DataPart) -> Inputs:

@@ -31,7 +31,16 @@ from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.tasks import preference_losses as losses
-from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, EvalBatch, Inputs, Record, Task, as_data, round_score
+from rapidformer_templates.data.tasks.base import (
+    MESSAGES,
+    TEXT_COLUMNS,
+    EvalBatch,
+    Inputs,
+    Record,
+    Task,
+    as_data,
+    round_score,
+)
 from rapidformer_templates.data.tasks.causal_lm import continued, prompts_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.models.architectures import dropout_rates
@@ -298,6 +307,10 @@ class Reward(_Preferences):
 
     name = "reward"
     auto_class = "AutoModelForSequenceClassification"
+
+    @property
+    def chat_column(self) -> str:
+        return self.config.data.text_column or MESSAGES
 
     def config_overrides(self) -> dict[str, Any]:
         return {"num_labels": 1}

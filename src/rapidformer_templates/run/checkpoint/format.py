@@ -51,7 +51,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 def candidates(root: Path) -> list[Path]:
     """Finished checkpoints of a run, newest first."""
-    folders = [path for path in root.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    folders = [path for path in root.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
     return sorted(folders, key=step_of, reverse=True)
 
 

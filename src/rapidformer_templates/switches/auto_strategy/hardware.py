@@ -179,7 +179,7 @@ def _gpu_gb() -> float | None:
         return None
     command = [query, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    sizes = [float(line) for line in answer.stdout.split() if line.replace(".", "").isdigit()]
+    sizes = [float(line) for line in answer.stdout.split() if line.replace(".", "").isdecimal()]
     return min(sizes) * 2**20 / GB if sizes else None
 
 

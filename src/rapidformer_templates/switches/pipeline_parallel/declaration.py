@@ -56,7 +56,7 @@ def _stages_fit(request: Request) -> list[Finding]:
     if sizes in (None, AUTO_MEMORY):
         return []
     words = [word.strip() for word in sizes.split(",")]
-    if not all(word.isdigit() and int(word) > 0 for word in words):
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
         message = f"--pipeline-stages {sizes} is neither a list of numbers of blocks above zero nor {AUTO_MEMORY}"
     elif len(words) != stages:
         message = f"--pipeline-stages {sizes} names {len(words)} stages; there are {stages}"

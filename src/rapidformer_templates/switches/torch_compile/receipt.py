@@ -84,4 +84,4 @@ def _short(reason: str) -> str:
     """Return the first line of a reason, without the number of the graph that did not fit."""
     line = reason.strip().split("\n")[0]
     number, _, rest = line.partition(": ")
-    return rest.split("  # ")[0].strip() if rest and number.replace("/", "").isdigit() else line
+    return rest.split("  # ")[0].strip() if rest and number.replace("/", "").isdecimal() else line
