@@ -84,6 +84,54 @@ def test_a_best_step_between_two_saves_is_saved_and_exported(flags: list[str], t
     assert kept == {"latest", f"step-{step}", "step-30"}
 
 
+class Tied(Worsening):
+    """Its accuracy is the same in every evaluation, or in every one of the first set."""
+
+    sets: tuple[str, ...] = ()
+
+    def build_data(self) -> Data:
+        data = super().build_data()
+        if self.sets:
+            data.valid = dict.fromkeys(self.sets, data.valid)
+        return data
+
+    def compute_metrics(self, predictions: Any, references: Any) -> dict[str, float]:
+        return {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize("sets", [(), ("near", "far")], ids=str)
+def test_the_lowest_loss_wins_among_equal_values(
+    sets: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metric, loss = ("near/accuracy", "near/loss") if sets else ("accuracy", "eval_loss")
+    job = Tied([*BEST, "--save", str(tmp_path), "--metric-for-best", metric])
+    job.sets = sets
+    summary = job.fit()
+    losses = {line["step"]: line[loss] for line in read_metrics(tmp_path / "metrics.jsonl") if loss in line}
+    step = min(losses, key=lambda s: losses[s])
+    assert 3 < step < 30, "neither the first evaluation nor the last one"
+    assert summary["best"] == {"step": step, "metric": metric, "value": 0.5}
+    assert torch.equal(exported(tmp_path), saved(tmp_path, step))
+    assert summary["metrics_step"] == step
+    assert f"step {step}, the best by {metric}" in capsys.readouterr().out
+
+
+def test_a_resumed_run_compares_with_the_loss_before(tmp_path: Path) -> None:
+    flags = [*BEST, "--save", str(tmp_path), "--metric-for-best", "accuracy"]
+    job = Tied(flags)
+    job.dies_after = 5  # its only checkpoint is the best one so far, of step 3
+    with pytest.raises(Died):
+        job.fit()
+    best = Tied([*flags, "--resume"]).fit()["best"]
+    assert best["step"] == best_of(tmp_path)[0] > 3
+
+
+def test_the_results_without_a_best_step_are_of_the_last_one(capsys: pytest.CaptureFixture[str]) -> None:
+    summary = Worsening([*FLAGS, "--epochs", "1", "--no-save"]).fit()
+    assert summary["metrics_step"] == summary["steps"] == 5
+    assert "step 5, the last one" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_looks_for_its_own_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ from rapidformer_templates.run import intervals
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import CausalJob
+from tests.support.lines import Line
 from tests.support.worker_pool import run_in_workers
 
 FLAGS = "--train-iters 10 --global-batch-size 8 --lr 1e-3 --log-interval 1 --keep-checkpoints 99 --no-export-model"
@@ -37,6 +38,27 @@ def crossings(counts: list[int], every: int) -> list[int]:
     with_zero = itertools.pairwise([0, *counts])
     found = [step for step, (before, after) in enumerate(with_zero, 1) if after // every > before // every]
     return sorted({*found, len(counts)})
+
+
+def test_a_run_prints_about_20_lines_and_writes_a_point_for_each_percent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--lr", "0.01", "--micro-batch-size", "20", "--train-iters", "250", "--device", "cpu"]
+    Line([*flags, "--save", str(tmp_path)]).fit()
+    assert [line["step"] for line in lines(tmp_path, "lr")] == [*range(2, 251, 2)]
+    printed = [line.split("/")[0] for line in capsys.readouterr().err.splitlines() if " grad norm " in line]
+    assert printed == [f"step {step}" for step in (*range(12, 241, 12), 250)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "points", "printed"),
+    [(1, 1, 1), (10, 10, 10), (60, 60, 20), (199, 199, 20), (1_000, 100, 20), (30_000, 300, 20), (10**6, 10**4, 20)],
+)
+def test_numbers_of_lines(steps: int, points: int, printed: int) -> None:
+    log, show = intervals.log_intervals(steps, None)
+    assert show % log == 0
+    assert (-(-steps // log), -(-steps // show)) == (points, printed)
+    assert intervals.log_intervals(steps, 7) == (7, 7)
 
 
 @pytest.mark.slow

@@ -298,7 +298,13 @@ class TrainingFlags:
     )
     train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1, choice="length")
     epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1, choice="length")
-    log_interval: int = flag(100, "steps between lines in metrics.jsonl", minimum=1)
+    log_interval: int | None = flag(
+        None,
+        "steps between lines, both printed and in metrics.jsonl (default: prints about 20 lines per run, and writes at "
+        "least 100 if the run has as many steps)",
+        metavar="N",
+        minimum=1,
+    )
     eval_interval: Interval | None = flag(
         None,
         "interval between evaluations: steps, or with a unit 20000samples, 5e7tokens, 30minutes (default: the end of "

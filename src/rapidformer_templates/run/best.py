@@ -37,6 +37,11 @@ class BestMetric:
         return value < best["value"] if self.direction == "min" else value > best["value"]
 
 
+def loss_beside(metric: str, sets: Iterable[str]) -> str:
+    """Return the name of the loss of the validation set that a metric belongs to."""
+    return metric_name(next((name for name in sets if name and metric.startswith(f"{name}/")), ""), LOSS)
+
+
 def loss_of(sets: Iterable[str]) -> BestMetric:
     """Return the loss of the first validation set."""
     return BestMetric(metric_name(next(iter(sets)), LOSS), "min")

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,7 @@ def summarise(
         **what_was_done(template.plan, loop.engine, loop.position, loop.meter, receipts),
         "epochs": loop.epoch,
         "metrics": metrics,
+        "metrics_step": loop.exported_step,
         "best": loop.position.best,
         "stopped_early": loop.early_stop_reason,
         "skipped_lines": len(template.task.skipped) if template.uses_task else 0,
@@ -142,6 +144,10 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_row("steps", f"{summary['steps']:,} ({summary['epochs']:g} epochs)")
+    if summary["metrics"]:
+        best, step = summary["best"], summary["metrics_step"]
+        which = f"the best by {best['metric']}" if best and best["step"] == step else "the last one"
+        table.add_row("metrics of", f"step {step:,}, {which}")
     for name, value in summary["metrics"].items():
         table.add_row(name, f"{value:.4f}")
     rates = summary["throughput"]
@@ -171,31 +177,58 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+Points = list[tuple[int, float]]
+"""(step, value) of a curve."""
+
+RATE = "samples per second"
+
+
+def curves_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]:
+    """Return the curves of ``metrics.jsonl`` by panel and label. Curves and panels without a point are left out."""
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "loss" not in line and not is_test_line(line)]
+    names = dict.fromkeys(name for line in evaluations for name in line if name == LOSS or name.endswith("/loss"))
+
+    def points(lines: Sequence[Mapping[str, Any]], name: str) -> Points:
+        return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+
+    losses = {"training": points(steps, "loss")}
+    losses |= {
+        "validation" if name == LOSS else name.removesuffix("/loss"): points(evaluations, name) for name in names
+    }
+    panels = {"loss": losses, RATE: {RATE: points(steps, "samples_per_second")}}
+    with_points = {title: {label: c for label, c in curves.items() if c} for title, curves in panels.items()}
+    return {title: curves for title, curves in with_points.items() if curves}
+
+
 def draw_curves(folder: RunFolder) -> None:
     """Plot loss and throughput over the steps to ``curves.png``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines = read_metrics(folder.metrics)
-    steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "loss" not in line and not is_test_line(line)]
-    losses = dict.fromkeys(name for line in evaluations for name in line if name == LOSS or name.endswith("/loss"))
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    panels = curves_of(read_metrics(folder.metrics))
+    if not panels:
+        return
+    figure = Figure(figsize=(8, 3 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    upper.plot([s["step"] for s in steps], [s["loss"] for s in steps], label="training", linewidth=1)
-    for name in losses:
-        points = [(line["step"], line[name]) for line in evaluations if name in line]
-        label = "validation" if name == LOSS else name.removesuffix("/loss")
-        upper.plot(*zip(*points, strict=True), "o-", label=label)
-    upper.set_ylabel("loss")
-    upper.legend()
-    lower.plot([s["step"] for s in steps], [s["samples_per_second"] for s in steps], color="tab:green", linewidth=1)
-    lower.set_ylabel("samples per second")
-    lower.set_ylim(bottom=0)
-    lower.set_xlabel("optimizer step")
-    for axes in (upper, lower):
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
+        for label, points in curves.items():
+            is_dense = label in ("training", RATE) and len(points) > 1  # a line through one point is invisible
+            axes.plot(
+                *zip(*points, strict=True),
+                "-" if is_dense else "o-",
+                label=label,
+                linewidth=1,
+                color="tab:green" if title == RATE else None,
+            )
+        axes.set_ylabel(title)
         axes.grid(alpha=0.3)
+        if title == RATE:
+            axes.set_ylim(bottom=0)
+        else:
+            axes.legend()
+    all_axes[-1].set_xlabel("optimizer step")
     temporary = folder.curves.with_name("curves.tmp.png")
     figure.savefig(temporary, dpi=110)
     temporary.rename(folder.curves)

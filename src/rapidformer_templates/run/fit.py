@@ -36,7 +36,7 @@ from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
 from rapidformer_templates.run.folder import MetricsFile, RunFolder, is_test_line, read_metrics
 from rapidformer_templates.run.hooks import checked_schedule
-from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
+from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals, log_intervals
 from rapidformer_templates.run.lock import lock_folder
 from rapidformer_templates.run.loop import Loop, Position
 from rapidformer_templates.run.meter import Meter
@@ -290,6 +290,7 @@ def _build_loop(
     if metrics and metrics.garbled:
         numbers = ", ".join(map(str, metrics.garbled[:8])) + (" …" if len(metrics.garbled) > 8 else "")
         say(workers, f"left out lines of metrics.jsonl that cannot be read: {numbers}", loud=True)
+    log, show = log_intervals(total, training.log_interval)
     trackers = _open_trackers(template, folder, workers)  # trackers start before the run's clock does
     return Loop(
         template=template,
@@ -300,7 +301,8 @@ def _build_loop(
         position=position,
         total=total,
         intervals=Intervals(
-            log=training.log_interval,
+            log=log,
+            show=show,
             epoch=epoch,
             every={n: i for n, i in ((EVALUATE, training.eval_interval), (SAVE, training.save_interval)) if i},
         ),
@@ -372,8 +374,7 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
 
 def _evaluate_test(loop: Loop) -> dict[str, float]:
     """Metrics of the exported weights on the test set. They are recorded once, even if the run is completed twice."""
-    best, folder = loop.position.best, loop.folder
-    step = best["step"] if best and folder else loop.position.step
+    step, folder = loop.exported_step, loop.folder
     metrics = Evaluator(loop.template, loop.engine, loop.template.data.test, loop.workers, name=TEST).evaluate()
     if loop.metrics and folder:
         written = any(is_test_line(line) and line["step"] == step for line in read_metrics(folder.metrics))

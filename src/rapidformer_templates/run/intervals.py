@@ -10,6 +10,7 @@ from rapidformer_templates.planning.intervals import Interval
 
 EVALUATE, SAVE = "evaluate", "save"
 DUE_BITS = {EVALUATE: 1, SAVE: 2}
+PRINTED_LINES, CURVE_POINTS, MAX_LOG_INTERVAL = 20, 100, 100
 now = time.monotonic
 
 
@@ -23,11 +24,13 @@ class Intervals:
 
     Attributes:
         log: steps between lines in ``metrics.jsonl``.
+        show: steps between printed lines, a multiple of ``log``.
         epoch: steps per epoch. 0 in a run that is not counted in epochs.
         every: the interval of each action by name. Actions without one are due at the end of each epoch.
     """
 
     log: int
+    show: int
     epoch: int
     every: Mapping[str, Interval]
     _begun: dict[str, float] = field(default_factory=dict)
@@ -38,6 +41,10 @@ class Intervals:
     def logs(self, step: int, total: int) -> bool:
         """Whether a line of metrics is due."""
         return step == total or step % self.log == 0
+
+    def shows(self, step: int, total: int) -> bool:
+        """Whether that line is printed."""
+        return step == total or step % self.show == 0
 
     def due_by_clock(self) -> int:
         """Return the :data:`DUE_BITS` whose minutes have passed. The main worker sends them to the others."""
@@ -61,3 +68,18 @@ class Intervals:
                 self._begun[name] = now()
             return due or step == total
         return interval.passed(before[interval.unit], after[interval.unit]) or step == total
+
+
+def log_intervals(total: int, chosen: int | None) -> tuple[int, int]:
+    """Return the steps between lines in ``metrics.jsonl``, and between printed lines.
+
+    By default the curves of a run have at least 100 points, with at most 100 steps between them. About 20 of these
+    lines are printed.
+
+    >>> log_intervals(60, None), log_intervals(1_000, None), log_intervals(100_000, None), log_intervals(1_000, 7)
+    ((1, 3), (10, 50), (100, 5000), (7, 7))
+    """
+    if chosen is not None:
+        return chosen, chosen
+    log = min(max(total // CURVE_POINTS, 1), MAX_LOG_INTERVAL)
+    return log, max(round(total / PRINTED_LINES / log), 1) * log

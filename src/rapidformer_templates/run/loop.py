@@ -17,7 +17,7 @@ from rapidformer_templates.engines.contract import Engine, StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss
 from rapidformer_templates.run import device_failure
-from rapidformer_templates.run.best import LOSS, BestMetric, loss_of
+from rapidformer_templates.run.best import LOSS, BestMetric, loss_beside, loss_of
 from rapidformer_templates.run.callbacks import notify, states_of
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
@@ -48,7 +48,8 @@ class Position:
         step: number of completed optimizer steps.
         samples, tokens: number consumed since the start of the run.
         best: step, metric and value of the best evaluation so far, if the run tracks one.
-        evaluations_since_best: number of evaluations since the best one.
+        best_loss: the loss of that evaluation. It decides between equal values of the metric.
+        evaluations_since_best: number of evaluations since the metric was last better than before.
         data: everything that the order of the data depends on. A resumed run must match it.
         base: identity of the frozen weights under adapters, which are not in the checkpoint. None without adapters.
         stream: position in a stream of samples. None if the data is not a stream.
@@ -59,6 +60,7 @@ class Position:
     samples: int = 0
     tokens: int = 0
     best: dict[str, Any] | None = None
+    best_loss: float | None = None
     evaluations_since_best: int = 0
     data: dict[str, Any] = field(default_factory=dict)
     base: str | None = None
@@ -240,7 +242,9 @@ class Loop:
         if self.patience is None or evaluations < self.patience or step >= self.total:
             return
         than = (
-            f"a better {best['metric']} than {best['value']:.6g} of step {best['step']}" if best else "a finite metric"
+            f"a better {best['metric']} than {best['value']:.6g} (the best step is {best['step']})"
+            if best
+            else "a finite metric"
         )
         self.early_stop_reason = f"after step {step} of {self.total}: {evaluations} evaluations without {than}"
         self.total = step
@@ -252,6 +256,12 @@ class Loop:
         if is_requested and done < self.total:
             hint, saved = self._resume_hint(), self.folder is not None
             raise Interrupted(f"stopped after step {done} as asked", hint=hint, saved=saved)
+
+    @property
+    def exported_step(self) -> int:
+        """Step of the weights that are evaluated and exported after the training: the best one, or the last one."""
+        best = self.position.best
+        return int(best["step"]) if best and self.folder else self.position.step
 
     @property
     def epoch(self) -> float:
@@ -335,7 +345,8 @@ class Loop:
             **self.meter.window(),
             "skipped": bool(result.skipped),
         }
-        self.progress.logged(line)
+        if self.intervals.shows(step + 1, self.total):
+            self.progress.logged(line)
         self.record(line)
 
     def record(self, line: Mapping[str, Any]) -> None:
@@ -359,12 +370,12 @@ class Loop:
         return metrics
 
     def _update_best(self, metric: BestMetric, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember this step if it is the best so far.
+        """Remember this step if it is the best so far. A lower loss decides between equal values.
 
         The names of a user's metrics are unknown until the first evaluation. If ``metric`` is not among them, use the
         loss instead.
         """
-        best = self.position.best
+        best, sets = self.position.best, self.template.data.validation_sets()
         self.position.evaluations_since_best += 1
         if metric.name not in metrics:
             names = ", ".join(name for name in metrics if name != LOSS) or "nothing"
@@ -372,14 +383,19 @@ class Loop:
             if best is not None and best["metric"] == metric.name:
                 say(self.workers, f"{problem}: step {step} is not a new best", loud=True)
                 return
-            self.metric = metric = loss_of(self.template.data.validation_sets())
+            self.metric = metric = loss_of(sets)
             say(self.workers, f"{problem}: the best checkpoint is the one with the lowest {metric.name}", loud=True)
-        value = metrics[metric.name]
+        value, loss = metrics[metric.name], metrics.get(loss_beside(metric.name, sets), math.inf)
+        best_loss = self.position.best_loss
         if not math.isfinite(value):
             say(self.workers, f"the {metric.name} of step {step} is {value}: not a new best", loud=True)
-        elif metric.improves(value, best):
-            self.position.best = {"step": step, "metric": metric.name, "value": value}
+            return
+        is_better = metric.improves(value, best)
+        if is_better:
             self.position.evaluations_since_best = 0
+        if is_better or (best and best["value"] == value and best_loss is not None and loss < best_loss):
+            self.position.best = {"step": step, "metric": metric.name, "value": value}
+            self.position.best_loss = loss if math.isfinite(loss) else None
 
     @property
     def _is_best(self) -> bool:
