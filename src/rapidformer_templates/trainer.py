@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
@@ -47,6 +48,7 @@ from rapidformer_templates.planning.tasks import metrics_of
 from rapidformer_templates.run import configure, inference, launch_from_python
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.callbacks import Callback, checked_callbacks
+from rapidformer_templates.run.index_limits import IndexLimits
 from rapidformer_templates.run.planning_of_script import intercept_for_planning, is_planning
 from rapidformer_templates.run.script_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook, hooks_of
 from rapidformer_templates.run.session import Session, broadcast_weights, open_session
@@ -78,6 +80,12 @@ class Trainer:
     data: Data
     engine: Engine
     peak_lr: float
+
+    index_limits = IndexLimits()
+    """The sizes of the model's vocabulary and head, which batches are compared with."""
+
+    stop_reason: str | None = None
+    """The reason that :meth:`stop` was called with in this run, or None."""
 
     tokenizer: Any = None
     """The tokenizer that is exported with the model. Set it if you build the tokenizer yourself."""
@@ -190,6 +198,21 @@ class Trainer:
     def on_train_end(self, summary: Mapping[str, Any]) -> None:
         """Called after the last step, evaluation and export."""
 
+    # Members that hooks and callbacks use.
+
+    def stop(self, reason: str = "stop() was called") -> None:
+        """End the run after the current step, with the last evaluation, checkpoint and export of a complete run.
+
+        Call it in a hook or a callback, on any worker. All workers end after the same step. ``summary.json`` has the
+        reason under ``stopped_early``.
+        """
+        self.stop_reason = reason
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process has rank 0. Use it in hooks to print or write something once."""
+        return int(os.environ.get("RANK", "0")) == 0
+
     # Members that the library uses.
 
     @cached_property
@@ -246,10 +269,11 @@ class Trainer:
     _depths: Mapping[str, int] = MappingProxyType({})
 
     def model_was_built(self, model: nn.Module) -> None:
-        """Record the optimizer's parameter groups and turn off the key-value cache of generation.
+        """Record the optimizer's parameter groups and the model's sizes. Turn off the key-value cache of generation.
 
         The library calls it with the result of ``build_model``.
         """
+        self.index_limits = IndexLimits.of(model, own_loss=type(self).compute_loss is not Trainer.compute_loss)
         groups = OPTIMIZERS[self.plan.optimizer].groups
         self._groups = load_object(groups)(model) if groups else undecayed
         for module in model.modules():  # the user's own module may contain a transformers model
@@ -318,7 +342,7 @@ class Trainer:
 
     def _fit(self, sends: bool) -> dict[str, Any]:
         intercept_for_planning(self)
-        self._model = self._weights = self._engine = None
+        self._model = self._weights = self._engine = self.stop_reason = None
         self._trained_in_workers = False
         if sends and not is_worker() and (self.config.launch.nproc_per_node or 1) > 1:
             summary, self._weights = launch_from_python.fit(self)

@@ -139,6 +139,7 @@ def _loss_of_one(template: Template, model: nn.Module) -> Any:
         )
     request = BatchRequest([0], (template.config.training.seed, Stream.TRIAL), [0])
     (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
+    template.index_limits.check(microbatch, "training samples")
     batch = to_device(microbatch.batch, next(model.parameters()).device)
     with preserve_state(model):
         return template.compute_loss(model, batch)

@@ -11,6 +11,7 @@ from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, s
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.planning.metrics import metric_name
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
+from rapidformer_templates.run.index_limits import locate_index_errors
 from rapidformer_templates.system.random_state import capture, restore
 from rapidformer_templates.system.workers import Workers
 
@@ -98,7 +99,13 @@ class Evaluator:
         return {metric_name(self.name, metric): value for metric, value in metrics.items()}
 
     def _microbatches(self) -> Iterator[MicroBatch]:
-        return load(self.samples, self.template.data, self._requests, workers=0, pin_memory=False)
+        for microbatch in load(self.samples, self.template.data, self._requests, workers=0, pin_memory=False):
+            self.template.index_limits.check(microbatch, self._samples_name)
+            yield microbatch
+
+    @property
+    def _samples_name(self) -> str:
+        return f"{self.name or 'validation'} samples"
 
     def _results(self, advance: Callable[[int], object]) -> tuple[float, float, list[tuple[int, Any, Any]]]:
         """Return (sum of losses, targets, (sample, prediction, reference) of each sample) of this rank."""
@@ -106,7 +113,8 @@ class Evaluator:
         results: list[tuple[int, Any, Any]] = []
         for microbatch in self._microbatches():
             microbatch.targets = 0 if microbatch.idle else checked_count(self.template.count_targets(microbatch.batch))
-            loss, outputs = self.engine.eval_batch(microbatch)
+            with locate_index_errors(microbatch.samples, self._samples_name):
+                loss, outputs = self.engine.eval_batch(microbatch)
             advance(len(microbatch.samples))
             if not self.workers.ends_pipeline:
                 continue

@@ -26,6 +26,7 @@ from rapidformer_templates.run.evaluation import Evaluator, Validation, evaluati
 from rapidformer_templates.run.fit import build_data
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import checked_count, checked_predictions
+from rapidformer_templates.run.index_limits import locate_index_errors
 from rapidformer_templates.run.predictions import (
     is_conversation,
     is_dataset,
@@ -174,7 +175,9 @@ def _read(template: Template, engine: Engine, samples: Sequence[Any], batch_size
     results: dict[int, Any] = {}
     for microbatch in load(samples, template.data, requests, workers=0, pin_memory=False):
         microbatch.targets = checked_count(template.count_targets(microbatch.batch))
-        _, outputs = engine.eval_batch(microbatch)
+        template.index_limits.check(microbatch, "samples")
+        with locate_index_errors(microbatch.samples, "samples"):
+            _, outputs = engine.eval_batch(microbatch)
         read, _ = checked_predictions(template.read_outputs(outputs, microbatch.batch), len(microbatch.samples))
         results |= dict(zip(microbatch.samples, read, strict=True))
     predictions = [results[place] for place in range(len(samples))]

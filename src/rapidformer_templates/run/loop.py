@@ -26,6 +26,7 @@ from rapidformer_templates.run.console import say
 from rapidformer_templates.run.evaluation import Validation, evaluating
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
 from rapidformer_templates.run.hooks import checked_count
+from rapidformer_templates.run.index_limits import locate_index_errors
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import DATA, EXCHANGE, REST, TRAIN, Profile
@@ -85,8 +86,16 @@ class Position:
         return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 
 
-def with_target_count(template: Template, microbatch: MicroBatch) -> MicroBatch:
-    """Record what the host must know about a micro batch (targets, size, masks) before it moves to the device."""
+def with_target_count(template: Template, microbatch: MicroBatch, name: str = "training samples") -> MicroBatch:
+    """Record what the host must know about a micro batch (targets, size, masks) before it moves to the device.
+
+    Args:
+        name: what its samples are called in messages.
+
+    Raises:
+        DataError: a token id or a label is outside of the model's tables.
+    """
+    template.index_limits.check(microbatch, name)
     microbatch.targets = 0 if microbatch.idle else checked_count(template.count_targets(microbatch.batch))
     microbatch.size = (microbatch.sample_count, microbatch.tokens)
     microbatch.inspect_masks()
@@ -130,6 +139,8 @@ class Loop:
     trackers: Trackers | None = None
     progress: Progress = field(init=False)
     early_stop_reason: str | None = field(init=False, default=None)
+    _evaluated_step: int = field(init=False, default=-1)
+    _saved_step: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
         self._stop_if_patience_ended()  # a run that stopped early is complete, but a larger patience continues it
@@ -153,6 +164,7 @@ class Loop:
     def _run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
         self.progress = progress
         metrics: dict[str, float] = {}
+        result: StepResult | None = None
         batches = self._batches()
         notify(self.template, "on_train_start")
         states_of(self.template.callbacks)  # fail now, not at the first checkpoint, if a state cannot be saved
@@ -169,16 +181,19 @@ class Loop:
             #    still compute the previous step.
             counting = [m for m in microbatches if not m.idle and self.workers.is_replica_leader]
             with self._profiled(EXCHANGE):
-                targets, samples, tokens, stop_requested, saving, minutes_due = self.workers.sum(
+                targets, samples, tokens, stop_requested, ended, saving, minutes_due = self.workers.sum(
                     sum(m.targets for m in counting),
                     sum(m.sample_count for m in counting),
                     sum(m.tokens for m in counting),
                     stop.is_requested,
+                    self.template.stop_reason is not None,
                     self.saver is not None and self.saver.busy,
                     self.intervals.due_by_clock() if self.workers.is_main else 0,
                 )
             if self.saver and self.saver.pending and not saving:
                 self._announce_checkpoint(self.saver.proceed())
+            if ended:  # a hook of some rank has called stop() in the previous step, which was the last one
+                return self._end_early(result, metrics)
 
             # 3. Forward, backward, clipping and update.
             # Receipts are recorded in the first step of this process. Later steps have no overhead.
@@ -249,6 +264,28 @@ class Loop:
         self.early_stop_reason = f"after step {step} of {self.total}: {evaluations} evaluations without {than}"
         self.total = step
 
+    def _end_early(self, result: StepResult | None, metrics: dict[str, float]) -> dict[str, float]:
+        """End the run at the current step because a hook called ``stop()``. Do what is due after the last step.
+
+        Args:
+            result: result of the last step. None if this process made none.
+            metrics: metrics of the last evaluation.
+        """
+        step, total, self.total = self.position.step, self.total, self.position.step
+        reason = next(reason for reason in self.workers.gather(self.template.stop_reason) if reason is not None)
+        self.early_stop_reason = f"after step {step} of {total}: {reason}"
+        say(self.workers, f"stopped early {self.early_stop_reason}")
+        if result is None:
+            return metrics
+        if not self.intervals.logs(step, total):
+            self._log(result, step - 1)
+        if self.validation and self._evaluated_step != step:
+            metrics = self._evaluate()
+        if self._saved_step != step:
+            self._save()
+        self._wait_for_save()
+        return metrics
+
     def _stop_if_requested(self, is_requested: bool, done: int) -> None:
         """Wait for the last save. Raise :class:`Interrupted` if a stop was requested before the last step."""
         if is_requested or done == self.total:
@@ -296,7 +333,8 @@ class Loop:
 
     def _step(self, step: int, microbatches: list[MicroBatch], targets: float) -> StepResult:
         task = self.template.task if self.template.uses_task else None
-        with self._locate_errors(step):
+        samples = [sample for microbatch in microbatches for sample in microbatch.samples]
+        with self._locate_errors(step), locate_index_errors(samples, "training samples"):
             if task and task.measures:
                 task.begin_step(microbatches)
             if task and task.needs_prepass:
@@ -361,7 +399,7 @@ class Loop:
         self._raise_pending_errors()
         with self.meter.paused():
             metrics = self.validation.evaluate()
-        step = self.position.step
+        step = self._evaluated_step = self.position.step
         self.progress.evaluated(step, metrics)
         self.record({"step": step, "epoch": self.epoch, **metrics})
         if self.metric is not None:
@@ -403,6 +441,7 @@ class Loop:
         return self.position.best is not None and self.position.best["step"] == self.position.step
 
     def _save(self) -> None:
+        self._saved_step = self.position.step
         if self.folder is None:
             return
         self._raise_pending_errors()

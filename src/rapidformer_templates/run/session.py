@@ -346,7 +346,10 @@ class Session:
             return [], "no batch, and no earlier one that could be used instead"
         idle = [MicroBatch(placeholder, [], idle=True) for _ in range(count - len(batches))]
         own = [MicroBatch(batch, list(range(int(samples_in(batch))))) for batch in batches]
-        return [with_target_count(self._template, microbatch) for microbatch in (*own, *idle)], None
+        return [
+            with_target_count(self._template, microbatch, "samples of this worker's batch")
+            for microbatch in (*own, *idle)
+        ], None
 
     def _global_counts(self, microbatches: list[MicroBatch], problem: str | None) -> tuple[float, float, float]:
         """Return targets, samples and tokens of all workers' micro batches.

@@ -16,6 +16,7 @@ from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.callbacks import Callback
+from rapidformer_templates.run.index_limits import IndexLimits
 
 
 class Template(Protocol):
@@ -31,6 +32,8 @@ class Template(Protocol):
     tokenizer: Any
     uses_task: bool
     callbacks: tuple[Callback, ...]
+    stop_reason: str | None
+    index_limits: IndexLimits
 
     @property
     def plan(self) -> Plan: ...
