@@ -192,8 +192,9 @@ class _GatherOnUse(TorchFunctionMode):
                     self._views.setdefault(owner, []).append(weakref.ref(leaf))
 
     def _partition_again(self, *, keep: set[int], even_with_views: bool = False) -> None:
+        in_use = keep if even_with_views else keep | self._viewed([key for key in self._views if key not in keep])
         for key, parameter in list(self._whole.items()):
-            if key in keep or (key in self._views and not even_with_views and self._is_looked_into(key)):
+            if key in in_use:
                 continue
             del self._whole[key]
             self._views.pop(key, None)
@@ -201,11 +202,13 @@ class _GatherOnUse(TorchFunctionMode):
                 dist.broadcast(parameter.data, src=0)
                 parameter.partition([parameter], has_been_updated=True)
 
-    def _is_looked_into(self, key: int) -> bool:
-        """Return whether a view is alive on any worker. Garbage collection may run at different times on each."""
-        alive = torch.tensor(int(any(view() is not None for view in self._views[key])))
+    def _viewed(self, keys: list[int]) -> set[int]:
+        """Return those parameters of which any worker has a living view. Workers collect garbage at different times."""
+        if not keys:
+            return set()
+        alive = torch.tensor([any(view() is not None for view in self._views[key]) for key in keys], dtype=torch.uint8)
         dist.all_reduce(alive, op=dist.ReduceOp.MAX)
-        return bool(alive)
+        return {key for key, is_alive in zip(keys, alive.tolist(), strict=True) if is_alive}
 
 
 def _is_partitioned(leaf: Any) -> bool:
