@@ -98,9 +98,11 @@ def test_version_that_has_lost_a_private_name(
     assert "_trainable_params" not in found["detail"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("version", "state"), [("0.49.2", "needs a GPU"), ("0.50.0", "ok")])
-def test_packages_that_need_a_gpu(version: str, state: str, site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packages_that_need_a_gpu(
+    version: str, state: str, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("bitsandbytes", "apex"))
     add_package(site, "bitsandbytes", "", version)
     add_package(site, "apex", "")  # as on the public index
     found = examined(capsys)

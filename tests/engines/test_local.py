@@ -35,8 +35,8 @@ PRECISIONS = {
 }
 KINDS = {f"{job}-{'fp64' if double else 'fp32'}": (job, double) for job in JOBS for double in (False, True)}
 ALWAYS = ("causal-fp32", "causal-fp64")
-"""Other tests read these two. By default the other jobs train only in fp64, which shows more."""
-PARAMETERS = by_default([kind for kind, (_, double) in KINDS.items() if double or kind in ALWAYS], KINDS)
+"""Other tests read these two. By default the masked model trains only in fp64, which shows more."""
+PARAMETERS = by_default([*ALWAYS, "masked-fp64"], KINDS)
 
 Kinds = list[tuple[str, bool]]
 """Jobs of :mod:`tests.support.jobs`, and whether they train in fp64."""

@@ -61,7 +61,7 @@ def _is_accepted(kind: str, layout: str) -> bool:
 EVERY = [(kind, layout) for kind in KINDS for layout in FLAGS if _is_accepted(kind, layout)]
 CASES = {f"{kind}: {layout or 'replicas'}": (kind, layout) for kind, layout in EVERY}
 SHORT = [
-    *(f"lora: {layout}" for layout in ("pipeline-parallel", "tensor-parallel + pipeline-parallel", "zero-3")),
+    *(f"lora: {layout}" for layout in ("tensor-parallel + pipeline-parallel", "zero-3")),
     *(f"{kind}: pipeline-parallel" for kind in ("last block", "average")),
     "head: tensor-parallel",
     "best: pipeline-parallel",

@@ -23,6 +23,7 @@ from tests.support.combinations import Combination, smallest
 from tests.support.engine_layouts import NAMES
 from tests.support.jobs import DeepJob
 from tests.support.parity import Trained
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
@@ -32,6 +33,8 @@ FLAGS = f"--train-iters {STEPS} --lr 1e-2 --log-interval 1 --eval-interval 1 --n
 
 ALONE = "one process"
 RUNS = {name: smallest(switches) for name, switches in NAMES.items()}
+LONGER = {"replicas", "context 2", "hybrid sharding", "oss", "zero-1", "zero-2"}
+"""For ``make test-longer``. Another run has the same parts of tensors, or other parts of the same engine."""
 EXPERTS = {name for name, switches in NAMES.items() if "expert-parallel" in switches}
 
 Tensors = dict[str, torch.Tensor]
@@ -52,9 +55,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(root: Path) -> dict[str, Trained]:
-    """Return the results of all runs by their engines. One job trains those with two workers, one those with four."""
-    runs = {name: found for name, found in RUNS.items() if found}
+def ended(request: pytest.FixtureRequest, root: Path) -> dict[str, Trained]:
+    """Return the results of the runs by their engines. One job trains those with two workers, one those with four."""
+    runs = {name: found for name in selected(request, "name") if (found := RUNS.get(name))}
     results = _write(None, str(root), {ALONE: ("--micro-batch-size", "4")})
     for world in sorted({found.world for found in runs.values()}):
         flags = {name: found.flags for name, found in runs.items() if found.world == world}
@@ -62,7 +65,7 @@ def ended(root: Path) -> dict[str, Trained]:
     return results
 
 
-@pytest.fixture(params=[ALONE, *RUNS])
+@pytest.fixture(params=by_default([ALONE, *(run for run in RUNS if run not in LONGER)], [ALONE, *RUNS]))
 def name(request: pytest.FixtureRequest) -> str:
     run: str = request.param
     if run != ALONE and RUNS[run] is None:

@@ -31,6 +31,7 @@ from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.system import files
 from rapidformer_templates.system.workers import Workers
 from tests.support.crash_points import each_crash
+from tests.support.selection import by_default
 from tests.support.worker_pool import alone
 
 pytestmark = pytest.mark.durable
@@ -386,7 +387,7 @@ def test_a_file_that_fails_after_the_check_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [False, True], ids=["new step", "step of a damaged one"])
+@pytest.mark.parametrize("again", by_default([True], [False, True]), ids=["new step", "step of a damaged one"])
 def test_a_death_at_any_moment_leaves_a_whole_checkpoint(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def test_one_task_is_left_to_whoever_needs_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.longer
 def test_traces_made_together_are_those_made_alone() -> None:
     variants = [Variant(samples, recompute, tensor=tensor, sequence_parallel=tensor > 1)
                 for samples in TRACED_SAMPLES for recompute in RECOMPUTED for tensor in (1, 2)]  # fmt: skip
