@@ -7,7 +7,8 @@ prints it without a stack trace and exits with ``exit_status``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,11 @@ class RapidformerError(Exception):
             lines.append(f"  help   {self.hint}")
         return "\n".join(lines)
 
+    def render_line(self) -> str:
+        """Return the same as one line, for a list of several errors."""
+        where = f" ({self.where.replace(' (', ', ').replace(')', '')})" if self.where else ""
+        return f"error: {self.message}{where}" + (f": {self.hint}" if self.hint else "")
+
     def __str__(self) -> str:
         return self.render()
 
@@ -48,6 +54,10 @@ class RapidformerError(Exception):
 
 class ConfigError(RapidformerError):
     """A flag, a YAML key or a value that cannot be used."""
+
+
+class UnknownName(ConfigError):
+    """A flag or a YAML key that does not exist. The flag that was meant is not known."""
 
 
 class DataError(RapidformerError):
@@ -237,3 +247,54 @@ class Refused(RapidformerError):
 
     def render(self) -> str:
         return "\n\n".join(d.render() for d in self.diagnostics)
+
+
+class SeveralMistakes(ConfigError):
+    """Several mistakes in one command. ``errors`` has one entry for each."""
+
+    def __init__(self, errors: Sequence[RapidformerError]) -> None:
+        super().__init__("; ".join(error.message for error in errors))
+        self.errors = tuple(errors)
+
+    def render(self) -> str:
+        """Return one line for each mistake, and then the rules that the plan breaks."""
+        refusals = [error.render() for error in self.errors if isinstance(error, Refused)]
+        lines = [error.render_line() for error in self.errors if not isinstance(error, Refused)]
+        return "\n\n".join(["\n".join(lines), *refusals] if lines else refusals)
+
+
+class MistakeCollector:
+    """Collects the mistakes of a command, so that the user sees all of them at once.
+
+    Attributes:
+        errors: the mistakes so far, in the order in which they were found.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[RapidformerError] = []
+
+    @property
+    def has_unknown_names(self) -> bool:
+        """Whether a flag or a key is unknown. Then a flag that seems to be missing may be the one that was meant."""
+        return any(isinstance(error, UnknownName) for error in self.errors)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Context for one check. Its mistake is collected, and the code after the context runs."""
+        try:
+            yield
+        except SeveralMistakes as several:
+            self.errors += several.errors
+        except RapidformerError as error:
+            self.errors.append(error)
+
+    def raise_all(self) -> None:
+        """Raise what was collected, if anything.
+
+        Raises:
+            RapidformerError: the only mistake, or a :class:`SeveralMistakes`.
+        """
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise SeveralMistakes(self.errors)

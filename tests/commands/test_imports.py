@@ -53,10 +53,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "unknown.yaml").write_text("task: causal_lm\nmicro_batch_sise: 3\n")
     (folder / "arguments.yaml").write_text("output_dir: out\nlearning_rate: 1e-4\n")
     (folder / "script.yaml").write_text("user_script: train.py\n")
+    (folder / "three.yaml").write_text("micro_batch_sise: 3\nlearning_rate: 1e-3\ntask: causal_lmm\n")
+    (folder / "twice.yaml").write_text("lr: 1e-3\ntask: causal_lm\nlr: 1e-4\n")
+    (folder / "fault.yaml").write_text("lr: 1e-3\n task: causal_lm\n")
+    model = {"architectures": ["BertForSequenceClassification"], "model_type": "bert"}
+    (folder / "trained" / "export").mkdir(parents=True)
+    (folder / "trained" / "plan.json").write_text('{"values": {}}')
+    (folder / "trained" / "export" / "config.json").write_text(json.dumps(model))
+    (folder / "trained" / "export" / "model.safetensors").write_text("")
     return folder
 
 
-RIGHT = "--task causal_lm --model-type gpt2 --lr 1e-3 --epochs 1 --device cpu --data-dir {0}/data"
+RUN = "--task causal_lm --lr 1e-3 --epochs 1 --device cpu --data-dir {0}/data"
+RIGHT = RUN + " --model-type gpt2"
+PREDICT = "predict {0}/trained --input {0}/data/train.csv --output {0}/out.jsonl"
 
 MISTAKES = {
     "--task causal_lm --micro-batch-sise 3": "did you mean --micro-batch-size?",
@@ -91,6 +101,25 @@ MISTAKES = {
     "convert {0}/none.yaml": "none.yaml does not exist",
     "convert {0}/script.yaml": "are not those of a training configuration",
     "doctr": "did you mean doctor?",
+    RIGHT + " --no-save --foo 1 --bar --micro-batch-size 1.5": "unknown flag --bar",
+    "--config {0}/three.yaml": "unknown key 'learning_rate' (three.yaml:2): did you mean lr?",
+    "--config {0}/twice.yaml": "'lr' is there twice\n  where  twice.yaml:3\n  help   it is also in twice.yaml:1",
+    "--config {0}/fault.yaml": "where  fault.yaml:2",
+    RUN + " --no-save": "no model is named",
+    RUN + " --no-save --pretrained-model-name-or-path {0}/nowhere": "nowhere' is neither a folder nor in the local",
+    RUN + " --no-save --pretrained-model-name-or-path {0}/data": "there is no config.json in",
+    RUN + " --no-save --pretrained-model-name-or-path {0}/run/../trained/export --load {0}/no": "no does not exist",
+    RIGHT + " --no-save --tokenizer-path {0}/nowhere": "nowhere' is neither a folder nor in the local cache",
+    RIGHT + " --no-save --tokenizer-type GPT2BPETokenizer --vocab-file {0}/nowhere": "nowhere does not exist",
+    RIGHT + " --no-save --tokenizer-path {0}/data --text-column txt": "there is no column 'txt' in",
+    "--task pretraining --model-type gpt2 --lr 1 --train-iters 1 --no-save --device cpu": "no corpus is named",
+    "evaluate {0}/trained --data-dir {0}/nowhere --data-name x": "nowhere does not exist",
+    "evaluate {0}/trained --mixed-precision bf17 --foo": "unknown flag --foo",
+    PREDICT + " --text-column words": "there is no column 'words' in",
+    PREDICT + " --temperature -1 --max-new-tokens 0": "--temperature must be at least 0, not -1.0",
+    "chat {0}/trained --temperature inf": "--temperature must be a finite number, not inf",
+    "chat {0}/trained": "a model for sequence_classification does not chat",
+    "bench nothing": "invalid choice: 'nothing'",
 }
 """Command lines, each with a part of its error message."""
 

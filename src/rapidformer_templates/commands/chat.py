@@ -14,10 +14,11 @@ from rapidformer_templates.commands.predict import GenerationFlags, precision
 from rapidformer_templates.commands.saved_model_parser import parser_of_saved, words_of_saved
 from rapidformer_templates.data.text.files import NOT_UTF8, UTF8_HINT
 from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.models.model_files import check_model_files
 from rapidformer_templates.planning.config import subset_of_flags
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import LaunchFlags, ModelFlags, TrainingFlags, flag
-from rapidformer_templates.run.saved_model import find_saved, load_saved_task
+from rapidformer_templates.run.saved_model import SavedModel, load_saved_task
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ At a terminal: answers come word by word; /reset forgets the conversation, /exit
 ends an answer. Elsewhere each line of standard input is a message, and each answer goes to standard output."""
 
 PROMPT = "> "
+
+TASKS_THAT_CHAT = ("causal_lm", "preference", "pretraining")
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model or a flag cannot be used.
     """
-    path, values = words_of_saved(build_parser(), argv)
-
-    saved = find_saved(path)
+    saved, values = words_of_saved(build_parser(), argv, OPTIONS)
     config = saved.config(user=ChatOptions, **values)
+    if config.training.task not in TASKS_THAT_CHAT:
+        raise _cannot_chat(config.training.task, saved)
+    check_model_files(config)
     task = load_saved_task(config, saved)
-    if task.auto_class != "AutoModelForCausalLM":
-        hint = f"rapidformer predict {path} --input FILE --output FILE predicts the rows of a file"
-        raise ConfigError(f"a model for {task.name} does not chat", where="RUN", hint=hint)
+    if task.auto_class != "AutoModelForCausalLM":  # pretraining of an encoder
+        raise _cannot_chat(task.name, saved)
 
     from rapidformer_templates.data.generation import Generation
     from rapidformer_templates.run.conversation import Conversation
@@ -92,6 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with precision(config, workers):
             talk(conversation, at_terminal=sys.stdin.isatty() and sys.stdout.isatty(), name=str(saved.folder))
     return 0
+
+
+def _cannot_chat(task: str | None, saved: SavedModel) -> ConfigError:
+    hint = f"rapidformer predict {saved.run or saved.folder} --input FILE --output FILE predicts the rows of a file"
+    return ConfigError(f"a model for {task} does not chat", where="RUN", hint=hint)
 
 
 def talk(conversation: Conversation, *, at_terminal: bool, name: str) -> None:

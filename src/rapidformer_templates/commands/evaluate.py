@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rapidformer_templates.commands.saved_model_parser import in_workers, parser_of_saved, words_of_saved
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
+from rapidformer_templates.data.finetuning.locating import flags_of_sets, locate, locate_part
+from rapidformer_templates.errors import ConfigError, MistakeCollector
+from rapidformer_templates.models.model_files import check_model_files
 from rapidformer_templates.planning.config import RunConfig, subset_of_flags
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
-from rapidformer_templates.run.saved_model import SavedModel, find_saved
+from rapidformer_templates.run.early_checks import check_text_paths
+from rapidformer_templates.run.saved_model import SavedModel
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
 
 if TYPE_CHECKING:
@@ -88,12 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model, the data or a flag cannot be used.
     """
-    path, values = words_of_saved(build_parser(), argv)
-
-    saved = find_saved(path)
+    saved, values = words_of_saved(build_parser(), argv, OPTIONS)
     _check_hooks(saved, values)
     own_data = not any(name in values for name in WHERE)
     config = _config(saved, values, own_data=own_data)
+    _check_files(config, own_data=own_data)
 
     from rapidformer_templates.run.fit import evaluate
 
@@ -148,8 +151,29 @@ def _config(saved: SavedModel, values: dict[str, Any], *, own_data: bool) -> Run
     return config
 
 
+def _check_files(config: RunConfig, *, own_data: bool) -> None:
+    """Check that the model and the data exist. This needs no torch.
+
+    Raises:
+        RapidformerError: the mistakes.
+    """
+    data, part = config.data, config.user.part
+    mistakes = MistakeCollector()
+    with mistakes.collect():
+        check_model_files(config)
+    with mistakes.collect():
+        if config.training.task == "pretraining":
+            check_text_paths(data.data_path or ())
+        elif not data.streaming:
+            for flags in flags_of_sets(data):
+                if own_data:
+                    locate(flags)
+                else:
+                    locate_part(flags, part and PART_NAMES[part])
+    mistakes.raise_all()
+
+
 def _template(saved: SavedModel, config: RunConfig, *, own_data: bool) -> Trainer:
-    from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
     from rapidformer_templates.trainer import Trainer
 
     template = Trainer([])

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates.commands.saved_model_parser import in_workers, parser_of_saved, words_of_saved
-from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.commands.saved_model_parser import Values, in_workers, parser_of_saved, words_of_saved
+from rapidformer_templates.data.finetuning.column_names import check_input_columns
+from rapidformer_templates.errors import ConfigError, DataError, MistakeCollector
+from rapidformer_templates.models.model_files import check_model_files
 from rapidformer_templates.planning.config import RunConfig, subset_of_flags
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
-from rapidformer_templates.run.saved_model import find_saved, load_saved_task
+from rapidformer_templates.run.saved_model import SavedModel, load_saved_task
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
 from rapidformer_templates.system import launch
 
@@ -100,12 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model, the input or a flag cannot be used.
     """
-    path, values = words_of_saved(build_parser(), argv)
-
-    saved = find_saved(path)
+    saved, values = words_of_saved(build_parser(), argv, OPTIONS, _check_files)
     config = saved.config(user=PredictOptions, **{**AT_ONCE, **values})
-    if not launch.is_worker():
-        _check_files(config.user, overwrite=config.training.overwrite)
+    _check_model_and_columns(saved, config)
 
     def read() -> tuple[Task, DataPart, Inputs]:
         task = load_saved_task(config, saved)
@@ -118,13 +117,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     return in_workers(config.launch.nproc_per_node, config.launch.master_port, read, body)
 
 
-def _check_files(options: PredictOptions, *, overwrite: bool) -> None:
+def _check_files(values: Values) -> None:
+    """Check that the input exists, and that the output can be written.
+
+    Raises:
+        RapidformerError: the mistakes. A worker does not repeat the check of the launcher.
+    """
+    if launch.is_worker():
+        return
+    mistakes = MistakeCollector()
     for name in ("input", "output"):
-        if getattr(options, name) is None:
-            raise ConfigError(f"--{name} is missing", hint=f"add --{name} FILE")
-    source, output = Path(str(options.input)), Path(str(options.output))
-    if not source.is_file():
-        raise DataError(f"{source} does not exist", where="--input", hint="name the file with the rows")
+        if name not in values:
+            mistakes.errors.append(ConfigError(f"--{name} is missing", hint=f"add --{name} FILE"))
+    source, output = Path(values.get("input", "")), Path(values.get("output", ""))
+    if "input" in values and not source.is_file():
+        hint = "name the file with the rows"
+        mistakes.errors.append(DataError(f"{source} does not exist", where="--input", hint=hint))
+    if "output" in values:
+        with mistakes.collect():
+            _check_output(output, source, overwrite=values.get("overwrite", False))
+    mistakes.raise_all()
+
+
+def _check_model_and_columns(saved: SavedModel, config: RunConfig) -> None:
+    """Check that the model has weights, and the input the columns of the task.
+
+    Raises:
+        RapidformerError: the mistakes.
+    """
+    task, mistakes = config.training.task, MistakeCollector()
+    with mistakes.collect():
+        check_model_files(config)
+    with mistakes.collect():
+        check_input_columns(task, config.data, saved.decisions(task).get("columns") or {}, Path(config.user.input))
+    mistakes.raise_all()
+
+
+def _check_output(output: Path, source: Path, *, overwrite: bool) -> None:
     if output.is_dir() or not output.parent.is_dir():
         what = f"{output} is a folder" if output.is_dir() else f"the folder {output.parent} does not exist"
         raise ConfigError(what, where="--output", hint="name a file")

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import add_flags, dashed
+from rapidformer_templates.errors import ConfigError, MistakeCollector
+from rapidformer_templates.planning.config import add_flags, check_values, parse_words
+from rapidformer_templates.run.saved_model import SavedModel, find_saved
 from rapidformer_templates.system import launch, program
 
 
@@ -36,6 +37,7 @@ def parser_of_saved(name: str, description: str, options: Iterable[type]) -> arg
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        exit_on_error=False,
     )
     parser.add_argument("run", metavar="RUN|FOLDER", help="run folder with its export/, or a transformers folder")
     for option in options:
@@ -43,17 +45,38 @@ def parser_of_saved(name: str, description: str, options: Iterable[type]) -> arg
     return parser
 
 
-def words_of_saved(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[str, dict[str, Any]]:
-    """Return the path of the saved model, and the given flags by field name.
+Values = dict[str, Any]
+"""Values of flags, by field name."""
+
+
+def words_of_saved(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    options: Iterable[type],
+    check: Callable[[Values], None] = lambda values: None,
+) -> tuple[SavedModel, Values]:
+    """Return the saved model, and the values of the command line.
 
     Args:
         argv: words after the name of the command. The default is the command line of this process.
+        options: dataclasses with the command's flags.
+        check: the command's own check of the values.
 
     Raises:
-        ConfigError: the command does not accept a word.
+        RapidformerError: the mistakes of the command, all at once.
     """
-    values = vars(parser.parse_args(dashed(sys.argv[1:] if argv is None else argv)))
-    return values.pop("run"), values
+    mistakes = MistakeCollector()
+    values = parse_words(parser, sys.argv[1:] if argv is None else argv, mistakes)
+    path = values.pop("run")
+    check_values(values, options, mistakes)
+    saved = None
+    with mistakes.collect():
+        saved = find_saved(path)
+    with mistakes.collect():
+        check(values)
+    mistakes.raise_all()
+    assert saved is not None
+    return saved, values
 
 
 def in_workers(count: int | None, port: int | None, check: Callable[[], object], body: Callable[[], int]) -> int:

@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from rapidformer_templates.errors import ModelError, alike
+from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import SETTINGS
 from rapidformer_templates.models.architectures import (
     CLASSIFICATION,
@@ -27,12 +27,17 @@ from rapidformer_templates.models.architectures import (
     positions_of,
     scratch_config,
 )
+from rapidformer_templates.models.model_files import (
+    PRETRAINED,
+    check_config_file,
+    check_weight_files,
+    missing_model_error,
+    no_model_error,
+)
 from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import ModelFlags
 from rapidformer_templates.planning.registry import REGISTRY
-
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
 def model_type_of(config: RunConfig) -> str:
@@ -40,13 +45,8 @@ def model_type_of(config: RunConfig) -> str:
     if config.model.pretrained_model_name_or_path:
         return _pretrained_config(config).model_type
     if config.model.model_type is None:
-        raise _no_model()
+        raise no_model_error()
     return config.model.model_type
-
-
-def _no_model() -> ModelError:
-    hint = "give --pretrained-model-name-or-path FOLDER, or --model-type and sizes to start from scratch"
-    return ModelError("no model is named", where="--pretrained-model-name-or-path", hint=hint)
 
 
 def check_seq_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
@@ -86,7 +86,7 @@ def build_config(
     elif config.model.model_type:
         model_config = scratch_config(config, auto_class, tokenizer or load_tokenizer(config))
     else:
-        raise _no_model()
+        raise no_model_error()
     check_head(model_config, auto_class)
     encodes = objective_of(model_config.model_type) == "masked" or not getattr(model_config, "is_decoder", True)
     if auto_class == "AutoModelForCausalLM" and encodes and not model_config.is_encoder_decoder:
@@ -107,7 +107,7 @@ def _check_base(config: RunConfig) -> None:
     if base is None:
         return
     if not (folder / SETTINGS).is_file():
-        hint = f"leave out --base; {_PRETRAINED} names the model to start from"
+        hint = f"leave out --base; {PRETRAINED} names the model to start from"
         raise ModelError("there are no adapters that need a base", where="--base", hint=hint)
     if not (Path(base) / "config.json").is_file():
         hint = "name the folder that holds the base model"
@@ -164,10 +164,8 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
     flags = config.model
     path = str(flags.pretrained_model_name_or_path)
     folder = Path(path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelError(
-            f"there is no config.json in {path}", where=_PRETRAINED, hint="name the folder that holds the model"
-        )
+    if folder.is_dir():
+        check_config_file(folder)
     try:
         pretrained = read_config_of(path, trust_remote_code=flags.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -178,12 +176,9 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
                 else "check its config.json"
             )
             raise ModelError(
-                f"the configuration in {path} cannot be used: {_first_line(error)}", where=_PRETRAINED, hint=hint
+                f"the configuration in {path} cannot be used: {_first_line(error)}", where=PRETRAINED, hint=hint
             ) from error
-        hint = "name a local folder; nothing is downloaded" + _nearest_sibling(folder)
-        raise ModelError(
-            f"the model '{path}' is neither a folder nor in the local cache", where=_PRETRAINED, hint=hint
-        ) from error
+        raise missing_model_error(path) from error
     _check_pretrained_sizes(config, pretrained)
     if flags.new_head and not has_head_of(pretrained, *CLASSIFICATION):
         hint = "leave out --new-head: the model gets a new head without it"
@@ -222,9 +217,6 @@ def own_reader(folder: Path) -> _Reader | None:
     return next((reader for reader in readers if reader.is_marked(folder)), None)
 
 
-_PRETRAINED = "--pretrained-model-name-or-path"
-
-
 def _check_pretrained_sizes(config: RunConfig, pretrained: PreTrainedConfig) -> None:
     """Check that size flags agree with the pretrained model. They cannot change it."""
     sizes = {"model_type": "model_type", **SIZE_FLAGS}
@@ -234,7 +226,7 @@ def _check_pretrained_sizes(config: RunConfig, pretrained: PreTrainedConfig) -> 
             actual = positions_of(pretrained)
         if requested is not None and requested != actual:
             message = f"the pretrained model's {attribute} is {actual}, not {requested}"
-            hint = f"leave out {spelling(flag)}, or leave out {_PRETRAINED} to start from scratch"
+            hint = f"leave out {spelling(flag)}, or leave out {PRETRAINED} to start from scratch"
             raise ModelError(message, where=spelling(flag), hint=hint)
 
 
@@ -257,15 +249,12 @@ def _load_weights(
     factory: Any, path: str, model_config: PreTrainedConfig, flags: ModelFlags, left_out: list[str]
 ) -> PreTrainedModel:
     folder = Path(path)
-    if folder.is_dir() and not any(file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
-        names = ", ".join(sorted(p.name for p in folder.iterdir())[:20])
-        raise ModelError(
-            f"there are no weights in {path}", where=_PRETRAINED, hint=f"it needs model.safetensors; it holds: {names}"
-        )
+    if folder.is_dir():
+        check_weight_files(folder)
     reader, random_state = own_reader(folder), torch.get_rng_state()
     if reader and left_out:
         hint = "write plain weights first, with rapidformer export, or start from a model without a head"
-        raise ModelError(f"{path} cannot be read without its head", where=_PRETRAINED, hint=hint)
+        raise ModelError(f"{path} cannot be read without its head", where=PRETRAINED, hint=hint)
     try:
         with _quiet_loading():
             model, info = (
@@ -286,7 +275,7 @@ def _load_weights(
     except Exception as error:  # for a damaged file safetensors, torch and transformers each raise different errors
         raise ModelError(
             f"the weights in {path} cannot be read: {_first_line(error)}",
-            where=_PRETRAINED,
+            where=PRETRAINED,
             hint="download the folder again",
         ) from error
     for name, names, needed in sorted(info["mismatched_keys"]):
@@ -295,7 +284,7 @@ def _load_weights(
         message = f"the weight {name} is of shape {tuple(names)} in {path} and {tuple(needed)} in the model"
         raise ModelError(
             message,
-            where=_PRETRAINED,
+            where=PRETRAINED,
             hint="the head was trained for other labels or sizes; remove it, or start from the base model",
         )
     missing = sorted(info["missing_keys"])
@@ -303,12 +292,12 @@ def _load_weights(
     if len(missing) == len(model.state_dict()):
         raise ModelError(
             f"no weight in {path} belongs to a {type(model).__name__}",
-            where=_PRETRAINED,
+            where=PRETRAINED,
             hint="check the folder's config.json",
         )
     if body:  # fine-tuning may need a new head, but missing weights in the body mean damage
         message = f"{len(body)} weights are missing in {path}, such as {body[0]}"
-        raise ModelError(message, where=_PRETRAINED, hint="download the folder again")
+        raise ModelError(message, where=PRETRAINED, hint="download the folder again")
     of_head = [name for name in model.state_dict() if name.partition(".")[0] in left_out]
     _draw({*missing, *of_head}, model, random_state)
     return model
@@ -348,12 +337,6 @@ def _quiet_loading() -> Iterator[None]:
         logger.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def _nearest_sibling(folder: Path) -> str:
-    names = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-    near = alike(folder.name, names)
-    return f"; did you mean {folder.parent / near[0]}?" if near else ""
 
 
 def _first_line(error: Exception) -> str:

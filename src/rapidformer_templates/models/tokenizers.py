@@ -8,6 +8,12 @@ from tokenizers import Tokenizer
 from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.model_files import (
+    FROM_FOLDER,
+    missing_tokenizer_error,
+    needed_file,
+    no_tokenizer_error,
+)
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.system.files import hash_of
 
@@ -34,13 +40,13 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
         ModelError: a file is missing or does not fit the type.
     """
     kind = config.data.tokenizer_type
-    if kind in (None, "HuggingFaceTokenizer"):
+    if kind in FROM_FOLDER:
         tokenizer = _from_folder(config)
     elif kind == "GPT2BPETokenizer":
-        vocab, merges = _needed_file(config, "vocab_file"), _needed_file(config, "merge_file")
+        vocab, merges = needed_file(config, "vocab_file"), needed_file(config, "merge_file")
         tokenizer = _read(GPT2Tokenizer, vocab, vocab=str(vocab), merges=str(merges))
     else:
-        vocab = _needed_file(config, "vocab_file")
+        vocab = needed_file(config, "vocab_file")
         tokenizer = _read(BertTokenizer, vocab, vocab=str(vocab), do_lower_case=kind == "BertWordPieceLowerCase")
     if tokenizer.pad_token_id is None:
         # Padded positions are masked and have no label, so any token works.
@@ -65,15 +71,6 @@ def end_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
     return token
 
 
-def _needed_file(config: RunConfig, flag: str) -> Path:
-    kind, value = config.data.tokenizer_type, getattr(config.data, flag)
-    if value is None:
-        raise ModelError(f"{kind} needs {spelling(flag)}", where="--tokenizer-type", hint=f"add {spelling(flag)} FILE")
-    if not Path(value).is_file():
-        raise ModelError(f"the file {value} does not exist", where=spelling(flag), hint="give the tokenizer's file")
-    return Path(value)
-
-
 def _read(kind: type[PreTrainedTokenizerFast], file: Path, **arguments: object) -> PreTrainedTokenizerFast:
     try:
         return kind(**arguments)
@@ -88,12 +85,7 @@ def _from_folder(config: RunConfig) -> PreTrainedTokenizerFast:
     flag = "tokenizer_path" if config.data.tokenizer_path else "pretrained_model_name_or_path"
     path = config.data.tokenizer_path or config.model.pretrained_model_name_or_path
     if path is None:
-        hint = "give --tokenizer-path FOLDER, or --tokenizer-type with its files"
-        raise ModelError(
-            "no tokenizer is named, and there is no pretrained model to take it from",
-            where="--tokenizer-type",
-            hint=hint,
-        )
+        raise no_tokenizer_error()
     from transformers import AutoTokenizer  # imports torch, which takes seconds
 
     try:
@@ -101,11 +93,7 @@ def _from_folder(config: RunConfig) -> PreTrainedTokenizerFast:
             path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
         )
     except Exception as error:  # transformers raises many kinds of errors, and tokenizers a bare Exception
-        message = f"'{path}' is neither a folder nor in the local cache"
-        if Path(path).is_dir():
-            message = f"there is no tokenizer in {path} that can be read"
-        hint = "name a folder with tokenizer.json by --tokenizer-path; nothing is downloaded"
-        raise ModelError(message, where=spelling(flag), hint=hint) from error
+        raise missing_tokenizer_error(path, flag) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         hint = "convert it with transformers and save it as tokenizer.json"
         raise ModelError(f"the tokenizer in {path} has no fast form", where=spelling(flag), hint=hint)

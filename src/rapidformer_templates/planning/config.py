@@ -11,21 +11,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
+import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import yaml
-from yaml.constructor import SafeConstructor
 
-from rapidformer_templates.errors import ConfigError, did_you_mean
+from rapidformer_templates.errors import ConfigError, MistakeCollector, UnknownName, did_you_mean
 from rapidformer_templates.planning.flags import SECTIONS, DataFlags, LaunchFlags, ModelFlags, TrainingFlags
 from rapidformer_templates.planning.intervals import Interval
-from rapidformer_templates.planning.peers import as_code, as_yaml, flag_hint
+from rapidformer_templates.planning.peers import as_code, flag_hint
+from rapidformer_templates.planning.yaml_file import read_yaml
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,6 @@ def _expected(kind: type) -> str:
     return getattr(kind, "expected", None) or f"a value of type {kind.__name__}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="rapidformer --help lists every flag")
-
-
 def subset_of_flags(options: type, *names: str, **defaults: Any) -> type:
     """Make a dataclass with some of the flags of another one, for a command that needs only these.
 
@@ -203,11 +200,12 @@ def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
             )
 
 
-def _by_field(values: Mapping[str, tuple[Any, str]], options: Iterable[type]) -> dict[str, tuple[Any, str]]:
+def _by_field(
+    values: Mapping[str, tuple[Any, str]], options: Iterable[type], mistakes: MistakeCollector
+) -> dict[str, tuple[Any, str]]:
     """Return the values of one source by field, after resolving aliases.
 
-    Raises:
-        ConfigError: two spellings of one field have different values.
+    It is a mistake if two spellings of one field have different values.
     """
     by_field = dict(values)
     flags: dict[str, str] = {name: spelling(name) for name in values}
@@ -220,7 +218,8 @@ def _by_field(values: Mapping[str, tuple[Any, str]], options: Iterable[type]) ->
             other = by_field.setdefault(f.name, (value, origin))[0]
             if str(other) != str(value):
                 message = f"{flags[f.name]} and --{alias} are the same flag, but have different values"
-                raise ConfigError(message, where=origin, hint=f"leave one of them out; {spelling(f.name)} is its name")
+                hint = f"leave one of them out; {spelling(f.name)} is its name"
+                mistakes.errors.append(ConfigError(message, where=origin, hint=hint))
             flags.setdefault(f.name, f"--{alias}")
     return by_field
 
@@ -233,7 +232,9 @@ def build_parser(
     Raises:
         ConfigError: one of the user's flags has the name of a library flag.
     """
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False
+    )
     for options in (*SECTIONS.values(), *switch_options):
         add_flags(parser, options)
     if user:
@@ -256,6 +257,7 @@ def parse(
     description: str = "",
     user: type | None = None,
     in_code: Mapping[str, tuple[Any, str]] | None = None,
+    mistakes: MistakeCollector | None = None,
 ) -> RunConfig:
     """Read flags into a :class:`RunConfig`.
 
@@ -264,24 +266,32 @@ def parse(
         switch_options: the options dataclass of each switch, by the switch's name.
         user: a dataclass of flags that the user's template declares.
         in_code: values given in the user's script, each with its location.
+        mistakes: collects the mistakes in place of an error. Values that are wrong are then left out of the result.
 
     Raises:
-        ConfigError: a flag or key is unknown, or a value has the wrong type or is out of range.
+        ConfigError: a flag or key is unknown, or a value has the wrong type or is out of range. With several mistakes
+            the error names all of them.
     """
+    collector = MistakeCollector() if mistakes is None else mistakes
     parser = build_parser(prog, switch_options.values(), user, description)
-    namespace, unknown = parser.parse_known_args(dashed(argv))
-    if unknown:
-        _refuse_unknown(unknown[0], parser)
     options = [*SECTIONS.values(), *switch_options.values(), *([user] if user else [])]
-    script = _by_field(in_code or {}, options)
-    command_line = _by_field({name: (value, "command line") for name, value in vars(namespace).items()}, options)
+    script = _by_field(in_code or {}, options, collector)
+    words = {name: (value, "command line") for name, value in parse_words(parser, argv, collector).items()}
+    command_line = _by_field(words, options, collector)
     path = command_line.get("config", script.get("config", (None, "")))[0]
-    file = _by_field(_read_yaml(path, parser), options) if path else {}
-    for name in file.keys() - settable_by_files(options):
+    file: dict[str, tuple[Any, str]] = {}
+    if path:
+        with collector.collect():
+            file = _by_field(read_yaml(path, parser, collector), options, collector)
+    for name in sorted(file.keys() - settable_by_files(options)):
         hint = f"give {spelling(name)} on the command line if you trust the source of the code"
-        raise ConfigError(f"a file cannot set {name}, which runs code", where=file[name][1], hint=hint)
+        message = f"a file cannot set {name}, which runs code"
+        collector.errors.append(ConfigError(message, where=file.pop(name)[1], hint=hint))
     values, replaced = _merged((script, file, command_line), choices(options))
-    return dataclasses.replace(_assemble(values, switch_options, user), replaced=replaced)
+    config = dataclasses.replace(_assemble(values, switch_options, user, collector), replaced=replaced)
+    if mistakes is None:
+        collector.raise_all()
+    return config
 
 
 def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
@@ -290,12 +300,22 @@ def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
     Raises:
         ConfigError: a value has the wrong type or is out of range.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False
+    )
     add_flags(parser, options)
-    namespace, rest = parser.parse_known_args(dashed(argv))
+    try:
+        namespace, rest = parser.parse_known_args(dashed(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error), hint="rapidformer --help lists every flag") from error
     fields = {f.name: f for f in dataclasses.fields(options)}
-    words = _by_field({name: (value, "command line") for name, value in vars(namespace).items()}, [options])
-    values = {name: _checked(fields[name], field_types(options)[name], *word) for name, word in words.items()}
+    mistakes = MistakeCollector()
+    words = {name: (value, "command line") for name, value in vars(namespace).items()}
+    values = {}
+    for name, word in _by_field(words, [options], mistakes).items():
+        with mistakes.collect():
+            values[name] = _checked(fields[name], field_types(options)[name], *word)
+    mistakes.raise_all()
     return options(**values), rest
 
 
@@ -345,46 +365,48 @@ def dashed(argv: Sequence[str]) -> list[str]:
     return spelled
 
 
-def _refuse_unknown(word: str, parser: argparse.ArgumentParser) -> NoReturn:
-    if not word.startswith("-"):
-        raise ConfigError(f"unexpected argument '{word}'", hint="rapidformer --help lists every flag")
-    flags = [name for action in parser._actions for name in action.option_strings]
-    flag = word.split("=")[0]
-    hint = flag_hint(flag, flags) or "rapidformer --help lists every flag"
-    raise ConfigError(f"unknown flag {flag}", where="command line", hint=hint)
+def parse_words(parser: argparse.ArgumentParser, words: Sequence[str], mistakes: MistakeCollector) -> dict[str, Any]:
+    """Return the values of the command line by name. Unknown flags and flags without their value are collected.
+
+    Args:
+        parser: a parser that does not exit on errors.
+    """
+    words = dashed(words)
+    while True:
+        try:
+            namespace, unknown = parser.parse_known_args(words)
+            break
+        except argparse.ArgumentError as error:  # about one flag: the others can still be read
+            names = (error.argument_name or "").split("/")
+            mistakes.errors.append(ConfigError(str(error), hint=f"{parser.prog} --help lists every flag"))
+            words = [word for word in words if word.partition("=")[0] not in names]
+    mistakes.errors += _unknown_words(unknown, parser)
+    return vars(namespace)
 
 
-def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[Any, str]]:
-    """Read the flags of a YAML file, each with its line."""
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"the configuration file {path} does not exist", where="--config")
-    try:
-        document = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if document is None:
-        return {}
-    if not isinstance(document, yaml.MappingNode):
-        raise ConfigError(f"{path} must map flags to values", where=f"{path}:1", hint="write 'lr: 3.0e-5'")
-    # A key is a field or its alias. "--no-tf32" is spelled "tf32: false".
-    fields = {action.dest: action.dest for action in parser._actions}
-    for action in parser._actions:
-        names = (option.lstrip("-").replace("-", "_") for option in action.option_strings)
-        fields |= {name: action.dest for name in names if not name.startswith("no_")}
-    values: dict[str, tuple[Any, str]] = {}
-    for key_node, value_node in document.value:
-        where = f"{file.name}:{key_node.start_mark.line + 1}"
-        name = str(key_node.value).replace("-", "_")
-        if name not in fields:
-            hint = flag_hint(name, map(spelling, fields), as_yaml)
-            raise ConfigError(f"unknown key '{key_node.value}'", where=where, hint=hint)
-        if name == "config":
-            raise ConfigError("a configuration file cannot name another", where=where)
-        value = SafeConstructor().construct_document(value_node)
-        if value is not None:
-            values[fields[name]] = (value, where)
-    return values
+def check_values(values: Mapping[str, Any], options: Iterable[type], mistakes: MistakeCollector) -> None:
+    """Collect each value of the command line that has the wrong type or is out of range."""
+    for kind in options:
+        for f in dataclasses.fields(kind):
+            if f.name in values:
+                with mistakes.collect():
+                    _checked(f, field_types(kind)[f.name], values[f.name], "command line")
+
+
+def _unknown_words(words: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[ConfigError]:
+    """Yield an error for each unknown flag. The words after an unknown flag are taken for its values."""
+    positional = list(itertools.takewhile(lambda word: not _FLAG.match(word), words))
+    if positional:
+        more = f", and {len(positional) - 1} more" if len(positional) > 1 else ""
+        hint = f"{parser.prog} --help lists every flag"
+        yield UnknownName(f"unexpected argument '{positional[0]}'{more}", hint=hint)
+    known = [name for action in parser._actions for name in action.option_strings]
+    for name in dict.fromkeys(word.split("=")[0] for word in words if _FLAG.match(word)):
+        hint = flag_hint(name, known) or f"{parser.prog} --help lists every flag"
+        yield UnknownName(f"unknown flag {name}", where="command line", hint=hint)
+
+
+_FLAG = re.compile("--|-[A-Za-z]")
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -412,7 +434,10 @@ def _plain(value: Any) -> Any:
 
 
 def _assemble(
-    values: Mapping[str, tuple[Any, str]], switch_options: Mapping[str, type], user: type | None
+    values: Mapping[str, tuple[Any, str]],
+    switch_options: Mapping[str, type],
+    user: type | None,
+    mistakes: MistakeCollector,
 ) -> RunConfig:
     remaining = dict(values)
 
@@ -421,20 +446,18 @@ def _assemble(
         for f in dataclasses.fields(options):
             if f.name in remaining:
                 value, origin = remaining.pop(f.name)
-                chosen[f.name] = _checked(f, field_types(options)[f.name], value, origin)
+                with mistakes.collect():
+                    chosen[f.name] = _checked(f, field_types(options)[f.name], value, origin)
         return options(**chosen)
 
     sections = {name: build(options) for name, options in SECTIONS.items()}
     switches = {name: build(options) for name, options in switch_options.items()}
     user_values = build(user) if user else None
-    if remaining:
-        name, (_, origin) = next(iter(remaining.items()))
-        accepted = [
-            spelling(f.name)
-            for options in (*SECTIONS.values(), *switch_options.values(), *([user] if user else []))
-            for f in dataclasses.fields(options)
-        ]
-        raise ConfigError(f"unknown flag '{name}'", where=origin, hint=flag_hint(name, accepted, as_code))
+    options = (*SECTIONS.values(), *switch_options.values(), *([user] if user else []))
+    accepted = [spelling(f.name) for f in itertools.chain.from_iterable(map(dataclasses.fields, options))]
+    for name, (_, origin) in remaining.items():
+        hint = flag_hint(name, accepted, as_code)
+        mistakes.errors.append(UnknownName(f"unknown flag '{name}'", where=origin, hint=hint))
     return RunConfig(
         **sections, switches=switches, user=user_values, origins={n: origin for n, (_, origin) in values.items()}
     )
@@ -478,10 +501,15 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     if choices and value not in choices and value != bare:
         hint = did_you_mean(str(value), choices, f"choose from {', '.join(choices)}")
         raise ConfigError(f"{name} cannot be {value!r}", where=origin, hint=hint)
-    minimum = f.metadata.get("minimum")
+    _check_range(f, value, origin)
+    return value
+
+
+def _check_range(f: dataclasses.Field[Any], value: Any, origin: str) -> None:
+    name, minimum, maximum = spelling(f.name), f.metadata.get("minimum"), f.metadata.get("maximum")
+    if isinstance(value, float) and math.isinf(value):
+        raise ConfigError(f"{name} must be a finite number, not {value}", where=origin)
     if minimum is not None and not value >= minimum:
         raise ConfigError(f"{name} must be at least {minimum}, not {value}", where=origin)
-    maximum = f.metadata.get("maximum")
     if maximum is not None and not value <= maximum:
         raise ConfigError(f"{name} must be at most {maximum}, not {value}", where=origin)
-    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rapidformer_templates.errors import ConfigError, did_you_mean
+from rapidformer_templates.errors import ConfigError, MistakeCollector, did_you_mean
 from rapidformer_templates.planning.config import RunConfig, spelling
 
 TASKS = {
@@ -143,11 +143,14 @@ def check_data_flags(config: RunConfig) -> None:
 
 
 def _refuse(config: RunConfig, name: str, table: Mapping[str, Sequence[str]]) -> None:
+    mistakes = MistakeCollector()
     for flag, tasks in table.items():
         if name not in tasks and config.origin(flag) != "default":
             hint = f"leave it out; it is for {' and '.join(tasks) if len(tasks) < 4 else 'fine-tuning'}"
             where = f"{spelling(flag)} ({config.origin(flag)})"
-            raise ConfigError(f"the task {name} does not use {spelling(flag)}", where=where, hint=hint)
+            message = f"the task {name} does not use {spelling(flag)}"
+            mistakes.errors.append(ConfigError(message, where=where, hint=hint))
+    mistakes.raise_all()
 
 
 def sample_flags(config: RunConfig) -> dict[str, Any]:

@@ -62,13 +62,12 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
     return config
 
 
-def read_black_box(argv: Sequence[str]) -> tuple[RunConfig, str]:
-    """Return the configuration and the template of a run without user code. Does not search for a layout.
+def complete_black_box(config: RunConfig) -> tuple[RunConfig, str]:
+    """Return the completed configuration of a run without user code, and its template. Does not search for a layout.
 
     Raises:
-        ConfigError: a flag is unknown, or a value is invalid.
+        ConfigError: a file that a flag names cannot be used.
     """
-    config = parse(argv, REGISTRY.options())
     template, _ = choose_template(config)
     return _completed(config, template), template
 

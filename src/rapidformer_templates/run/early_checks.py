@@ -6,13 +6,20 @@ Importing torch takes seconds, and a user who mistyped a flag should not wait fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from rapidformer_templates.data.finetuning.locating import check_located
-from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.data.finetuning.column_names import check_training_columns
+from rapidformer_templates.data.finetuning.locating import check_data_folder, check_located
+from rapidformer_templates.data.text.files import no_corpus_error, prefix_of, text_files
+from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector
+from rapidformer_templates.models.model_files import check_model_files, check_tokenizer_files
+from rapidformer_templates.planning.config import RunConfig, parse, spelling
 from rapidformer_templates.planning.environment import ask_torch_if_needed
+from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.tasks import check_data_flags, check_task_flags
+from rapidformer_templates.planning.weights import weighted
 from rapidformer_templates.run import configure
 from rapidformer_templates.run.best import check_metric
 from rapidformer_templates.run.folder import RunFolder
@@ -25,20 +32,96 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
     The run itself repeats these checks and adds more.
 
     Raises:
-        RapidformerError: the first mistake.
+        RapidformerError: the mistakes. One error names all that can be found together.
     """
-    config, template = configure.read_black_box(argv)
+    mistakes = MistakeCollector()
+    config, template = parse(argv, REGISTRY.options(), mistakes=mistakes), ""
+    if not mistakes.errors:
+        with mistakes.collect():
+            config, template = configure.complete_black_box(config)
+    if mistakes.errors:
+        # A wrong flag may have been meant as one that seems to be missing. So only given values are checked.
+        _collect_missing_paths(config, mistakes)
+        if not mistakes.has_unknown_names:
+            with mistakes.collect():
+                check_folder(config)
+        mistakes.raise_all()
     if configure.is_searched(config):
         return template  # the search takes longer than importing torch, and must run only once
     ask_torch_if_needed(config.launch.device)
-    resolve(config, configure.environment_of_library(template, config), training=True)
-    check_folder(config)
-    check_task_flags(config)
-    check_data_flags(config)
-    check_metric(config)
-    if config.training.task != "pretraining" and not config.data.streaming:
-        check_located(config.data)
+    with mistakes.collect():
+        resolve(config, configure.environment_of_library(template, config), training=True)
+    with mistakes.collect():
+        check_folder(config)
+    with mistakes.collect():
+        check_task_flags(config)
+    if config.training.task:
+        for check in (check_data_flags, check_metric):
+            with mistakes.collect():
+                check(config)
+    with mistakes.collect():
+        check_model_files(config)
+        check_tokenizer_files(config)
+    with mistakes.collect():
+        check_load(config.training)
+    with mistakes.collect():
+        _check_data(config)
+    mistakes.raise_all()
     return template
+
+
+def _collect_missing_paths(config: RunConfig, mistakes: MistakeCollector) -> None:
+    """Collect each path that a flag names and that does not exist."""
+    flags = config.model
+    if flags.pretrained_model_name_or_path:
+        with mistakes.collect():
+            check_model_files(config)
+    if config.data.tokenizer_path:
+        with mistakes.collect():
+            check_tokenizer_files(config)
+    with mistakes.collect():
+        check_load(config.training)
+    with mistakes.collect():
+        check_data_folder(config.data)
+    with mistakes.collect():
+        check_text_paths(config.data.data_path or ())
+
+
+def check_load(training: TrainingFlags) -> None:
+    """Check that the folder of ``--load`` exists.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if training.load and not Path(training.load).is_dir():
+        hint = "name the --save folder of a run, or a checkpoint in it"
+        raise CheckpointError(f"the folder {training.load} does not exist", where="--load", hint=hint)
+
+
+def check_text_paths(words: Sequence[str]) -> None:
+    """Check that the corpora of ``--data-path`` exist.
+
+    Raises:
+        DataError: one does not exist, or weights and corpora do not alternate.
+    """
+    names = [name for _, name in weighted(words, "--data-path")] or list(words)
+    text = [name for name in names if not any(Path(prefix_of(name) + end).is_file() for end in (".bin", ".idx"))]
+    text_files(text, "--data-path")
+
+
+def _check_data(config: RunConfig) -> None:
+    """Check that the data sets exist, with the columns that flags name.
+
+    Raises:
+        DataError: something is missing.
+    """
+    if config.training.task == "pretraining":
+        if not config.data.data_path:
+            raise no_corpus_error()
+        check_text_paths(config.data.data_path)
+    elif not config.data.streaming:
+        check_located(config.data)
+        check_training_columns(config.data)
 
 
 def check_folder(config: RunConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError, RapidformerError
 
 EVIDENCE = (
@@ -74,9 +75,9 @@ def _refuse_evidence(words: Sequence[str]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer bench``."""
-    parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure on this machine.")
+    parser = Parser(prog="rapidformer bench", description="Measure on this machine.")
     parser.add_argument("--table", dest="named", metavar="TABLE", help="the same as the name of the table")
-    output = argparse.ArgumentParser(add_help=False)
+    output = Parser(add_help=False)
     output.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     output.add_argument(
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"

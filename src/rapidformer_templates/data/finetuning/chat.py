@@ -15,18 +15,14 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from rapidformer_templates.data.finetuning.column_names import CHAT_COLUMNS, PROMPT_COLUMNS, PROMPTS, TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.content_parts import joined_parts
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.data.tasks.base import MESSAGES, TEXT_COLUMNS
 from rapidformer_templates.errors import DataError, alike
 from rapidformer_templates.planning.flags import DataFlags
 
 Message = dict[str, Any]
 """A message with ``role`` and ``content``, and other keys that the chat template may use."""
-
-CHAT_COLUMNS = (MESSAGES, "conversations")
-PROMPTS = {"prompt": ("completion",), "instruction": ("output", "response")}
-"""Prompt columns, mapped to the usual names of their answer columns."""
 
 INSTRUCTION_COLUMNS = (("input", "context"), ("system",))
 """Columns that belong to an instruction: its input, and a system prompt."""
@@ -132,7 +128,7 @@ def find_prompt_columns(part: DataPart, flags: DataFlags, saved: Mapping[str, An
         return replace(trained, names=trained.names[:1])
     if flags.text_column is None and saved.get("text_column") in columns:
         flags = replace(flags, text_column=saved["text_column"])
-    name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *PROMPTS, *TEXT_COLUMNS))
+    name = part.column("text_column", flags.text_column, PROMPT_COLUMNS)
     if name in PROMPTS:
         return prompt_and_answer_columns(part, name, None)
     return Columns("chat" if _holds_lists(part, name) or name in CHAT_COLUMNS else "text", (name,))

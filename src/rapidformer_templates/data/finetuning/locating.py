@@ -93,19 +93,29 @@ def locate(flags: DataFlags, read: Sequence[str] | None = None) -> Located:
         if flags.data_name is None:
             raise DataError("no data is named", where="--data-dir", hint="give --data-dir DIR and --data-name NAME")
         return _cached(flags.data_name, None, "--data-name", read)
+    check_data_folder(flags)
     folder = Path(flags.data_dir)
-    if not folder.is_dir() and (is_cached(flags.data_dir) or is_owned(flags.data_dir)):
-        return _cached(flags.data_dir, flags.data_name, "--data-dir", read)
     if not folder.is_dir():
-        siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        hint = did_you_mean(str(folder), siblings, f"give the folder that holds the files, or a name in {cache_root()}")
-        raise DataError(f"the folder {folder} does not exist", where="--data-dir", hint=hint)
+        return _cached(flags.data_dir, flags.data_name, "--data-dir", read)
     name = flags.data_name
     if name is not None and (folder / name).is_dir():
         folder, name = folder / name, None
     if name is None and any((folder / mark).is_file() for mark in SAVED):
         return Located("saved", str(folder), _by_part(_saved_parts(folder), read, folder))
     return Located("files", str(folder), _locate(folder, name, read))
+
+
+def check_data_folder(flags: DataFlags) -> None:
+    """Check that ``--data-dir`` names a folder, or may be the name of a data set.
+
+    Raises:
+        DataError: it does not.
+    """
+    folder = Path(flags.data_dir or "")
+    if not folder.is_dir() and not is_cached(str(flags.data_dir)) and not is_owned(str(flags.data_dir)):
+        siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        hint = did_you_mean(str(folder), siblings, f"give the folder that holds the files, or a name in {cache_root()}")
+        raise DataError(f"the folder {folder} does not exist", where="--data-dir", hint=hint)
 
 
 def parts_read(flags: DataFlags) -> tuple[str, ...]:

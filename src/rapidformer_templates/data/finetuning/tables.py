@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from rapidformer_templates.data.finetuning.column_names import check_column, find_column
 from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
 from rapidformer_templates.data.finetuning.locating import (
     Located,
@@ -29,8 +30,8 @@ from rapidformer_templates.data.finetuning.locating import (
 )
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
 from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, BadLines, Row
-from rapidformer_templates.errors import DataError, did_you_mean
-from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.planning.metrics import TEST
 
@@ -74,18 +75,7 @@ class DataPart:
         Raises:
             DataError: there is none. The message lists the columns.
         """
-        columns = self.table.column_names
-        where = f"{spelling(flag)} {value}" if value else self.files[0]
-        if value is None:
-            usual_name = next((name for name in usual if name in columns), None)
-            if usual_name is not None:
-                return usual_name
-            message = f"none of the columns is called {', '.join(usual)} in {self.files[0]}"
-            raise DataError(message, where=where, hint=f"choose one with {spelling(flag)}: {', '.join(columns)}")
-        if value in columns:
-            return value
-        message = f"there is no column '{value}' in {self.files[0]}"
-        raise DataError(message, where=where, hint=did_you_mean(value, columns, f"columns: {', '.join(columns)}"))
+        return find_column(self.table.column_names, self.files[0], flag, value, usual)
 
     def check_column(self, flag: str, name: str) -> None:
         """Check that a column exists that was used to read other rows.
@@ -96,11 +86,7 @@ class DataPart:
         Raises:
             DataError: it does not exist. The message lists the columns.
         """
-        columns = self.table.column_names
-        if name not in columns:
-            hint = f"columns: {', '.join(columns)}; {spelling(flag)} names another one"
-            message = f"there is no column '{name}', which was used to read the training part"
-            raise DataError(message, where=self.files[0], hint=did_you_mean(name, columns, hint))
+        check_column(self.table.column_names, self.files[0], flag, name)
 
 
 @dataclass(frozen=True)

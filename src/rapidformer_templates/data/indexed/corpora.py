@@ -16,7 +16,7 @@ from rapidformer_templates.data.indexed.cache import IndexCache, cache_root, ide
 from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, check_vocabulary, is_indexed, type_for
 from rapidformer_templates.data.indexed.writer import read_sums
 from rapidformer_templates.data.text.encoding import EncodingRecipe
-from rapidformer_templates.data.text.files import text_files
+from rapidformer_templates.data.text.files import no_corpus_error, text_files
 from rapidformer_templates.data.text.preprocess import preprocess
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.tokenizers import vocabulary_id, vocabulary_size
@@ -72,7 +72,7 @@ def parse_data_path(words: Sequence[str]) -> list[CorpusEntry]:
         DataError: nothing is named, or weights and paths do not alternate.
     """
     if not words:
-        raise DataError("no corpus is named", where="--data-path", hint="give files, a folder, a glob or a prefix")
+        raise no_corpus_error()
     if pairs := weighted(words, "--data-path"):
         return [CorpusEntry((path,), is_indexed(path), weight) for weight, path in pairs]
     raw = tuple(word for word in words if not is_indexed(word))

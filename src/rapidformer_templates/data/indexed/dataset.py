@@ -27,6 +27,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from rapidformer_templates.data.text.files import prefix_of
 from rapidformer_templates.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -57,12 +58,6 @@ def bin_path(prefix: str | Path) -> Path:
 
 def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
-
-
-def prefix_of(path: str | Path) -> str:
-    """Return ``P`` for ``P``, ``P.bin`` or ``P.idx``."""
-    text = str(path)
-    return text[:-4] if text.endswith((".bin", ".idx")) else text
 
 
 def is_indexed(path: str | Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rapidformer_templates.data.indexed.dataset import CHUNK, IndexedDataset, bin_path, idx_path, prefix_of
+from rapidformer_templates.data.indexed.dataset import CHUNK, IndexedDataset, bin_path, idx_path
 from rapidformer_templates.data.indexed.writer import (
     IndexedWriter,
     block_sums,
@@ -17,6 +17,7 @@ from rapidformer_templates.data.indexed.writer import (
     sums_path,
     write_sums,
 )
+from rapidformer_templates.data.text.files import prefix_of
 from rapidformer_templates.errors import DataError, did_you_mean
 from rapidformer_templates.system.files import crc32
 

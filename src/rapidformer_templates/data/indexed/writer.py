@@ -28,8 +28,8 @@ from rapidformer_templates.data.indexed.dataset import (
     VERSION,
     bin_path,
     idx_path,
-    prefix_of,
 )
+from rapidformer_templates.data.text.files import prefix_of
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.system.files import crc32, sync, to_json, write_at, write_json, write_synced
 

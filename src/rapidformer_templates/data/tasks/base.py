@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.finetuning.column_names import MESSAGES
 from rapidformer_templates.data.finetuning.heads import in_order_of_head
 from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, flags_of_sets, locate, locate_part
 from rapidformer_templates.data.finetuning.mixtures import mixed
@@ -37,12 +38,6 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.weights import mixture_of
 from rapidformer_templates.system.workers import Workers
-
-TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
-"""Columns that are searched for a text if ``--text-column`` is not given."""
-
-MESSAGES = "messages"
-"""The usual column of conversations."""
 
 Record = dict[str, Any]
 """The prediction for one row, as plain values that JSON can store."""

@@ -20,6 +20,7 @@ from rapidformer_templates.data.finetuning.chat import (
     rows_of,
 )
 from rapidformer_templates.data.finetuning.chat_samples import ASKED, PLAIN_NOTE, ChatReader
+from rapidformer_templates.data.finetuning.column_names import TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate, padded_left
 from rapidformer_templates.data.loader import to_device
@@ -27,7 +28,6 @@ from rapidformer_templates.data.packing import PackedRows, check_packable, check
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.targets import IGNORED, shifted_left
 from rapidformer_templates.data.tasks.base import (
-    TEXT_COLUMNS,
     Inputs,
     Record,
     Task,

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
+from rapidformer_templates.data.finetuning.column_names import TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mask_probability
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import (
-    TEXT_COLUMNS,
     Inputs,
     Record,
     Task,

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import find_columns, read_example, rows_of
 from rapidformer_templates.data.finetuning.chat_samples import ASKED, ChatReader
+from rapidformer_templates.data.finetuning.column_names import MESSAGES, TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.preferences import (
     PROMPT,
     PreferenceCollate,
@@ -31,16 +32,7 @@ from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.tasks import preference_losses as losses
-from rapidformer_templates.data.tasks.base import (
-    MESSAGES,
-    TEXT_COLUMNS,
-    EvalBatch,
-    Inputs,
-    Record,
-    Task,
-    as_data,
-    round_score,
-)
+from rapidformer_templates.data.tasks.base import EvalBatch, Inputs, Record, Task, as_data, round_score
 from rapidformer_templates.data.tasks.causal_lm import continued, prompts_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.models.architectures import dropout_rates

@@ -11,12 +11,12 @@ import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import prompt_and_answer_columns
+from rapidformer_templates.data.finetuning.column_names import SOURCE_COLUMNS
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import (
-    TEXT_COLUMNS,
     Inputs,
     Record,
     Task,
@@ -30,7 +30,6 @@ from rapidformer_templates.data.tasks.base import (
 from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.types import Data
 
-SOURCE_COLUMNS = ("source", "instruction", "input", "article", "question", *TEXT_COLUMNS)
 TARGET_COLUMNS = ("target", "summary", "output", "response", "answer", "highlights", "label")
 
 

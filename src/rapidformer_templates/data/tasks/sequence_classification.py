@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.finetuning.column_names import PAIRS, TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.heads import labels_of_model
 from rapidformer_templates.data.finetuning.labels import (
     encode_label_sets,
@@ -21,7 +22,6 @@ from rapidformer_templates.data.finetuning.labels import (
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks.base import (
-    TEXT_COLUMNS,
     Inputs,
     Record,
     Task,
@@ -35,15 +35,6 @@ from rapidformer_templates.data.tasks.base import (
 )
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
-
-PAIRS = {
-    "sentence1": "sentence2",
-    "premise": "hypothesis",
-    "question1": "question2",
-    "question": "sentence",
-    "text": "text_pair",
-}
-"""First columns of common text pairs, mapped to their second columns."""
 
 LABEL_COLUMNS = ("label", "labels", "sentiment", "class", "category", "target")
 

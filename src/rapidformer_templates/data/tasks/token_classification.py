@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.finetuning.column_names import WORD_COLUMNS
 from rapidformer_templates.data.finetuning.heads import labels_of_model
 from rapidformer_templates.data.finetuning.labels import (
     declared_names,
@@ -32,7 +33,6 @@ from rapidformer_templates.data.tasks.base import (
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 
-WORD_COLUMNS = ("tokens", "words", "text")
 TAG_COLUMNS = ("ner_tags", "tags", "pos_tags", "labels")
 
 

@@ -235,6 +235,17 @@ TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 """Extensions of files with raw text."""
 
 
+def prefix_of(path: str | Path) -> str:
+    """Return the prefix ``P`` of an indexed data set for ``P``, ``P.bin`` or ``P.idx``."""
+    text = str(path)
+    return text[:-4] if text.endswith((".bin", ".idx")) else text
+
+
+def no_corpus_error() -> DataError:
+    hint = "give files, a folder, a glob or a prefix"
+    return DataError("no corpus is named", where="--data-path", hint=hint)
+
+
 def text_files(paths: Sequence[str], flag: str) -> list[Path]:
     """Return the raw text files that a flag names: files, folders (with all subfolders) and globs, in order.
 
