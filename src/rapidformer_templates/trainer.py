@@ -498,7 +498,8 @@ def compose(
     if optimizer is not None:
         _check_options(template, OF_A_CLASS if isinstance(optimizer, TAKES_OPTIONS) else ())
     steps = template.config.training.train_iters
-    return open_session(template, None if schedule is None else as_schedule(schedule, steps), example)
+    total = steps if isinstance(steps, int) else None
+    return open_session(template, None if schedule is None else as_schedule(schedule, total), example)
 
 
 OF_A_CLASS = ("lr", "weight_decay")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from typing import Any
+
 import pytest
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.intervals import Interval
+from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.intervals import Epochs, Interval
+from rapidformer_templates.planning.registry import switch_options
 from tests.support.requests import config_of
 
 
@@ -20,6 +25,8 @@ from tests.support.requests import config_of
         ("1token", 1, "tokens", "1tokens"),
         ("30min", 30, "minutes", "30minutes"),
         ("0.5 Minutes", 0.5, "minutes", "0.5minutes"),
+        ("1epoch", 1, "epochs", "1epochs"),
+        ("0.25epochs", 0.25, "epochs", "0.25epochs"),
     ],
 )
 def test_what_it_is(text: object, size: float, unit: str, written: str) -> None:
@@ -28,15 +35,55 @@ def test_what_it_is(text: object, size: float, unit: str, written: str) -> None:
     assert Interval(interval) == interval
 
 
-@pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "0.5samples", "5hours", "minutes", "1e", "ten"])
+@pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "0.5samples", "5hours", "minutes", "1e", "ten", "0epochs"])
 def test_what_it_is_not(text: str) -> None:
     with pytest.raises(ValueError, match="a number of steps, or one with its unit"):
         Interval(text)
 
 
 def test_a_flag_says_what_it_takes() -> None:
-    with pytest.raises(ConfigError, match=r"--save-interval needs a number of steps, or .* 30minutes, not '3hours'"):
+    with pytest.raises(ConfigError, match=r"--save-interval needs a number of steps, or .* 0.5epochs, not '3hours'"):
         config_of("--save-interval 3hours")
+    with pytest.raises(ConfigError, match=r"--train-iters needs a number of .* data: 3epochs, not '3hours'"):
+        config_of("--train-iters 3hours")
+
+
+def _length(text: str) -> Any:
+    return parse([f"--train-iters={text}"], switch_options()).training.train_iters
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "steps"),
+    [
+        ("3epochs", "3epochs", 39),
+        ("1 Epoch", "1epochs", 13),
+        ("0.5epochs", "0.5epochs", 7),
+        ("0.1epochs", "0.1epochs", 2),
+        ("1_000epochs", "1000epochs", 13000),
+    ],
+)
+def test_a_length_in_epochs_is_that_many_passes_rounded_up(text: str, written: str, steps: int) -> None:
+    length = _length(text)
+    assert isinstance(length, Epochs)
+    assert (str(length), length.steps(13)) == (written, steps)
+
+
+@pytest.mark.parametrize("text", ["0epochs", "-1epochs", "3samples", "epochs", "1e-3epochs"])
+def test_what_no_length_is(text: str) -> None:
+    with pytest.raises(ConfigError, match="--train-iters needs a number of steps, or of passes"):
+        _length(text)
+
+
+def test_a_fraction_that_floats_miss_is_exact() -> None:
+    assert Epochs("0.07epochs").steps(100) == 7  # 0.07 * 100 is 7.000000000000001 in floats
+    passed = [step for step in range(1, 31) if Interval("0.1epochs").passed(Fraction(step - 1, 30), Fraction(step, 30))]
+    assert passed == [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
+
+
+def test_a_number_of_steps_stays_a_number() -> None:
+    assert config_of("--train-iters 100").training.train_iters == 100
+    with pytest.raises(ConfigError, match="must be at least 1, not 0"):
+        config_of("--train-iters 0")
 
 
 def test_multiples() -> None:

@@ -1,4 +1,4 @@
-"""Accumulation by epochs: the suggestion names the iterations of the epochs, as the run would count them."""
+"""Accumulation by epochs: the refusal offers these epochs as iterations, with the steps that the run will count."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import datasets
 import pytest
 
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.finetuning.tables import read_dataset
 from rapidformer_templates.errors import Refused
 from rapidformer_templates.planning.resolve import resolve
-from tests.support.requests import CPU, config_of
+from tests.support.requests import CPU, config_of, on
 from tests.support.texts import write_jsonl
 
 ROWS: list[dict[str, Any]] = [{"text": f'row {i}, "quoted"\nand more', "label": i % 2} for i in range(103)]
@@ -46,30 +47,27 @@ def test_iterations_are_those_of_the_epochs(kind: str, more: str, tmp_path: Path
     write(tmp_path, kind)
     flags = f"{FLAGS} {tmp_path} {more}"
     samples = len(read_dataset(config_of(flags)).train)
-    expected = -(-3 * samples // 16)
-    note = f"in place of --epochs: 3 × {samples} training samples / 16"
-    assert way_out(flags) == (f"--train-iters {expected}", note)
+    assert way_out(flags) == ("--train-iters 3epochs", f"in place of --epochs 3: {3 * -(-samples // 16)} steps")
 
 
 def test_nothing_is_held_out_beside_a_validation_part(tmp_path: Path) -> None:
     write(tmp_path, "csv")
     write(tmp_path, "csv", ROWS[:7], part="dev")
-    assert way_out(f"{FLAGS} {tmp_path}")[0] == "--train-iters 20"  # 309 / 16
+    assert way_out(f"{FLAGS} {tmp_path}")[1].endswith(": 21 steps")  # 103 / 16 is 6.4
 
 
 @pytest.mark.parametrize(
     ("kind", "more"),
     [(None, ""), ("csv", "--task question_answering"), ("csv", "--task causal_lm --pack-sequences"), ("large", "")],
 )
-def test_what_only_the_data_tell_is_said_how_to_compute(
+def test_steps_that_only_the_data_tell_are_not_shown(
     kind: str | None, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "large":
         monkeypatch.setattr("rapidformer_templates.data.finetuning.locating.MAX_COUNTED_BYTES", 100)
     if kind:
         write(tmp_path, "csv")
-    expected = ("--train-iters N", "in place of --epochs; N = 3 × the training samples / 16")
-    assert way_out(f"{FLAGS} {tmp_path} {more}") == expected
+    assert way_out(f"{FLAGS} {tmp_path} {more}") == ("--train-iters 3epochs", "in place of --epochs 3")
 
 
 def test_counting_imports_no_torch(tmp_path: Path) -> None:
@@ -81,4 +79,33 @@ def test_counting_imports_no_torch(tmp_path: Path) -> None:
     words = [sys.executable, "-c", program, *f"{FLAGS} {tmp_path}".split()]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "--train-iters 18" in done.stderr
+    assert "--train-iters 3epochs  in place of --epochs 3: 18 steps" in done.stderr
+
+
+def test_the_offer_is_accepted_and_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "csv")
+    words = FLAGS.replace("--epochs 3", "--train-iters 3epochs").split()
+    assert main(["plan", *words, str(tmp_path)]) == 0
+    assert "note: length: 3 epochs = 18 steps" in capsys.readouterr().out
+    words[words.index("3epochs")] = "1epochs"
+    assert main(["plan", *words, str(tmp_path / "none")]) == 0
+    assert "note: length: 1 epoch, counted in steps when the data is loaded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("more", "micro", "accumulation"), [("", 16, 1), ("--train-iters 3epochs", 1, 16)])
+def test_a_global_batch_alone_is_not_accumulated_over_epochs(more: str, micro: int, accumulation: int) -> None:
+    flags = f"--task causal_lm --global-batch-size 32 {more or '--epochs 3'}"
+    plan = resolve(config_of(flags), on(CPU, world_size=2))
+    assert (plan.sizes.micro_batch, plan.sizes.accumulation) == (micro, accumulation)
+    notes = [note for note in plan.notes if note.startswith("micro batch")]
+    why = "--global-batch-size 32 / 2 data-parallel, because a run by --epochs does not accumulate (RF006)"
+    assert notes == ([] if more else [f"micro batch 16: {why}"])
+
+
+def test_a_micro_batch_that_needs_accumulation_is_refused() -> None:
+    with pytest.raises(Refused) as caught:
+        resolve(config_of("--epochs 3 --global-batch-size 32 --micro-batch-size 1"), on(CPU, world_size=2))
+    assert [diagnostic.rule for diagnostic in caught.value.diagnostics] == ["RF006"]
+    with pytest.raises(Refused) as caught:
+        resolve(config_of("--epochs 3 --global-batch-size 33"), on(CPU, world_size=2))
+    assert "RF030" in {diagnostic.rule for diagnostic in caught.value.diagnostics}

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused, did_you_mean
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.config import RunConfig, build_parser, parse, split, to_yaml
 from rapidformer_templates.planning.device_kinds import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object, switch_options
 from rapidformer_templates.planning.resolve import resolve
@@ -264,7 +266,7 @@ def _show_resolved(
 
             config = with_stages_by_memory(config, detected)
         plan = resolve(config, detected)
-        plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *notes, *_length(config, plan)))
     except Refused as refused:
         if not options.json:
             raise
@@ -284,6 +286,17 @@ def _show_resolved(
         if script:
             print(f"script: {script['file']}: {script['template']}, own hooks: {', '.join(script['hooks']) or 'none'}")
     return 0
+
+
+def _length(config: RunConfig, plan: Plan) -> tuple[str, ...]:
+    """Return a note about the number of steps of a run whose ``--train-iters`` is in epochs."""
+    epochs = config.training.train_iters
+    if not isinstance(epochs, Epochs):
+        return ()
+    is_counted = not any(REGISTRY[name].order for name in plan.switches)
+    steps = steps_of(config, epochs, plan.sizes.global_batch) if is_counted else None
+    passes = f"{float(epochs.size):g} epoch{'' if epochs.size == 1 else 's'}"
+    return (f"length: {passes}" + (f" = {steps:,} steps" if steps else ", counted in steps when the data is loaded"),)
 
 
 def show_plan(plan: Plan) -> None:

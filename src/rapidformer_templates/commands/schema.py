@@ -10,13 +10,13 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import dashed, field_types, settable_by_files, value_kind
 from rapidformer_templates.planning.flags import SECTIONS
-from rapidformer_templates.planning.intervals import Interval
+from rapidformer_templates.planning.intervals import Epochs, Interval
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.trackers import PACKAGES, TrackerNames
 
@@ -105,7 +105,10 @@ def _value(annotation: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
     if several:
         return {"type": [*kinds, *_SCALAR, "array"], "items": {"type": _SCALAR}}
     if kind in (int, float):
-        return _number(kind, kinds, meta.get("minimum"), meta.get("maximum"))
+        number = _number(kind, kinds, meta.get("minimum"), meta.get("maximum"))
+        if Epochs not in get_args(annotation):
+            return number
+        return number | {"pattern": rf"({number['pattern']})|(^\s*{_NUMBER}\s*[Ee][Pp][Oo][Cc][Hh][Ss]?\s*$)"}
     if kind is Interval:
         return {
             "type": [*kinds, "string", "integer"],

@@ -358,10 +358,10 @@ class _Sequential:
 def _counts(template: Trainer) -> list[int]:
     """Return the numbers of samples for training, evaluation and test, in the order of Megatron's templates."""
     training, batch = template.config.training, template.plan.sizes.global_batch
-    if training.train_iters is None:
+    if not isinstance(training.train_iters, int):
         raise ConfigError(
-            "train_valid_test_datasets_provider needs the number of samples, which --epochs does not give",
-            hint="give --train-iters, or write the hook without that argument",
+            "train_valid_test_datasets_provider needs the number of samples, which a number of epochs does not give",
+            hint="give --train-iters as a number of steps, or write the hook without that argument",
         )
     evaluated = (training.eval_iters or MEGATRON_EVAL_ITERS) * batch
     return [training.train_iters * batch, evaluated, evaluated]

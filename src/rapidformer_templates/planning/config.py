@@ -25,7 +25,7 @@ import yaml
 
 from rapidformer_templates.errors import ConfigError, MistakeCollector, UnknownName, did_you_mean
 from rapidformer_templates.planning.flags import SECTIONS, DataFlags, LaunchFlags, ModelFlags, TrainingFlags
-from rapidformer_templates.planning.intervals import Interval
+from rapidformer_templates.planning.intervals import Epochs, Interval
 from rapidformer_templates.planning.peers import as_code, flag_hint
 from rapidformer_templates.planning.yaml_file import read_yaml
 
@@ -494,6 +494,8 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
         raise ConfigError(f"{name} must be true or false, not {value!r}", where=origin)
     if kind is not bool and isinstance(value, bool):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin)
+    if Epochs in typing.get_args(annotation) and str(value).strip()[-1:].isalpha():
+        kind = Epochs
     try:
         value = _converted(kind, value)
     except (TypeError, ValueError):
@@ -501,11 +503,12 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     if choices and value not in choices and value != bare:
         hint = did_you_mean(str(value), choices, f"choose from {', '.join(choices)}")
         raise ConfigError(f"{name} cannot be {value!r}", where=origin, hint=hint)
-    _check_range(f, value, origin)
+    if kind in (int, float):
+        _check_range(f, value, origin)
     return value
 
 
-def _check_range(f: dataclasses.Field[Any], value: Any, origin: str) -> None:
+def _check_range(f: dataclasses.Field[Any], value: float, origin: str) -> None:
     name, minimum, maximum = spelling(f.name), f.metadata.get("minimum"), f.metadata.get("maximum")
     if isinstance(value, float) and math.isinf(value):
         raise ConfigError(f"{name} must be a finite number, not {value}", where=origin)

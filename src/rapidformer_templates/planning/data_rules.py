@@ -5,6 +5,7 @@ from __future__ import annotations
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.intervals import Interval
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
 from rapidformer_templates.planning.weights import mixture_of
 
@@ -34,12 +35,16 @@ NOT_STREAMED = drop({"streaming": False, "shuffle_buffer": None})
 
 
 def _by_iterations(request: Request) -> list[Finding]:
-    training = request.config.training
-    if not request.config.data.streaming or training.epochs is None:
-        return []
-    iterations = Change("--train-iters N", NOT_STREAMED.cost / 2, {"train_iters": 1000, "epochs": None})
-    message = "a stream has no length, so an epoch has no number of steps"
-    return [Finding(message, request.asked("streaming", "epochs"), changes=(iterations, NOT_STREAMED))]
+    """Refuse lengths and intervals in epochs on a stream."""
+    findings = []
+    for name in request.config.training.in_epochs if request.config.data.streaming else ():
+        is_length = name in ("epochs", "train_iters")
+        steps = {"epochs": None, "train_iters": 1000} if is_length else {name: Interval(1000)}
+        flag = spelling("train_iters" if is_length else name)
+        by_steps = Change(f"{flag} N", NOT_STREAMED.cost / 2, steps, note="a number of steps")
+        message = "a stream has no length, so an epoch has no number of steps"
+        findings.append(Finding(message, request.asked("streaming", name), changes=(by_steps, NOT_STREAMED)))
+    return findings
 
 
 def _row_by_row(request: Request) -> list[Finding]:
@@ -98,12 +103,12 @@ def _mixes_whole_sets(request: Request) -> list[Finding]:
 DATA_RULES = (
     Rule(
         "RF151",
-        "A run over a stream needs --train-iters.",
+        "A run over a stream is counted in steps, not in epochs.",
         "rows are counted only as they are read, but the learning rate schedule needs the number of steps in advance",
         "[rapidformer_templates]",
         _by_iterations,
         Example("--task causal_lm --streaming --epochs 3"),
-        refusal="A stream in a run that is measured in epochs.",
+        refusal="A stream in a run whose length or intervals are given in epochs.",
     ),
     Rule(
         "RF152",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rapidformer_templates.planning.intervals import Interval
+from rapidformer_templates.planning.intervals import Epochs, Interval
 from rapidformer_templates.planning.trackers import TrackerNames
 
 
@@ -296,8 +296,16 @@ class TrainingFlags:
     precompute_reference: bool = flag(
         False, "preference: compute the reference's log-probabilities once and store them in the run folder"
     )
-    train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1, choice="length")
-    epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1, choice="length")
+    train_iters: int | Epochs | None = flag(
+        None,
+        "optimizer steps to train; 3epochs are those of three passes over the training data, also with accumulation",
+        metavar="N",
+        minimum=1,
+        choice="length",
+    )
+    epochs: int | None = flag(
+        None, "passes over the training data, without accumulation", metavar="N", minimum=1, choice="length"
+    )
     log_interval: int | None = flag(
         None,
         "steps between lines, both printed and in metrics.jsonl (default: prints about 20 lines per run, and writes at "
@@ -307,14 +315,14 @@ class TrainingFlags:
     )
     eval_interval: Interval | None = flag(
         None,
-        "interval between evaluations: steps, or with a unit 20000samples, 5e7tokens, 30minutes (default: the end of "
-        "each epoch, or of the run)",
+        "interval between evaluations: steps, or with a unit 20000samples, 5e7tokens, 30minutes, 0.5epochs (default: "
+        "the end of each epoch in a run that is counted in epochs, else of the run)",
         metavar="EVERY",
     )
     eval_iters: int | None = flag(None, "batches per evaluation (default: all)", minimum=1)
     save_interval: Interval | None = flag(
         None,
-        "interval between checkpoints, in the same units (default: the end of each epoch, or of the run)",
+        "interval between checkpoints, in the same units and with the same default",
         metavar="EVERY",
     )
     async_save: bool = flag(False, "save in the background; training waits only for the copy to host memory")
@@ -354,6 +362,15 @@ class TrainingFlags:
     )
     export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
     seed: int = flag(1234, "seed for weights, data order and dropout", minimum=0, maximum=2**32 - 1)
+
+    @property
+    def in_epochs(self) -> tuple[str, ...]:
+        """The names of the flags whose values are in epochs."""
+        names = ["epochs"] if self.epochs is not None else []
+        if isinstance(self.train_iters, Epochs):
+            names.append("train_iters")
+        intervals = {"eval_interval": self.eval_interval, "save_interval": self.save_interval}
+        return (*names, *(name for name, every in intervals.items() if every is not None and every.unit == "epochs"))
 
     @property
     def fine_tunes(self) -> bool:

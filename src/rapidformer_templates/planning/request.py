@@ -44,12 +44,15 @@ def build_request(
 def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Switch]) -> Sizes:
     """Return the numbers of workers and the batch sizes.
 
-    Sizes that do not divide are rounded down, and a rule reports it.
+    Sizes that do not divide are rounded down, and a rule reports it. A run by ``--epochs`` does not accumulate, so
+    without ``--micro-batch-size`` each rank computes its share of the global batch at once.
     """
     divided = {size: config.get(name) for switch in switches for size, name in switch.sizes.items()}
     data = max(1, environment.world_size // math.prod(divided.values()))
-    micro = config.data.micro_batch_size
-    whole = config.data.global_batch_size or micro * data
+    micro, whole = config.data.micro_batch_size, config.data.global_batch_size
+    if whole and whole % data == 0 and micro_follows(config):
+        micro = whole // data
+    whole = whole or micro * data
     return Sizes(
         world=environment.world_size,
         local_world=environment.local_world_size,
@@ -59,6 +62,12 @@ def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Swi
         accumulation=max(1, whole // (micro * data)),
         **divided,
     )
+
+
+def micro_follows(config: RunConfig) -> bool:
+    """Whether the micro batch size follows from ``--global-batch-size`` and the number of workers."""
+    is_open = config.data.global_batch_size is not None and "micro_batch_size" not in config.origins
+    return is_open and config.training.epochs is not None
 
 
 def precision(config: RunConfig, environment: Environment) -> str:

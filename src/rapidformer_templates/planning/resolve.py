@@ -12,7 +12,7 @@ from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.optimizers import implementation, optimizer_options
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
-from rapidformer_templates.planning.request import build_request, engine_owner, precision, wide_weights
+from rapidformer_templates.planning.request import build_request, engine_owner, micro_follows, precision, wide_weights
 from rapidformer_templates.planning.sources import in_words
 from rapidformer_templates.planning.suggest import nearest, to_suggestion
 from rapidformer_templates.planning.switch import Request
@@ -89,6 +89,9 @@ def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
     notes += [note for switch in request.active.values() for note in switch.notes(request)]
     notes += [finding.message for finding in registry.noted(request)]
     micro = request.sizes.micro_batch
+    if micro > 1 and micro_follows(request.config):
+        sizes = f"--global-batch-size {request.sizes.global_batch} / {request.sizes.data} data-parallel"
+        notes.append(f"micro batch {micro}: {sizes}, because a run by --epochs does not accumulate (RF006)")
     if micro > 8 and micro % 8:
         notes.append(f"micro batch {micro}: multiples of 8 suit the matrix units better ({in_words('[S]')})")
     if not request.environment.has_device:

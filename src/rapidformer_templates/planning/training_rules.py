@@ -53,7 +53,7 @@ def _stops_early(request: Request) -> list[Finding]:
         changes = (drop({"keep_best": None}), drop({"early_stopping_patience": None}))
         message = "--early-stopping-patience has no effect if no best checkpoint is kept"
         findings.append(Finding(message, request.asked("early_stopping_patience", "keep_best"), changes=changes))
-    if training.train_iters is not None and training.eval_interval is None:
+    if isinstance(training.train_iters, int) and training.eval_interval is None:
         changes = (
             add({"eval_interval": max(1, training.train_iters // 10)}, "steps between evaluations"),
             drop({"early_stopping_patience": None}),
@@ -123,7 +123,7 @@ def _schedule_fits(request: Request) -> list[Finding]:
     warmup, by = warmup_steps(training, request.sizes.global_batch, None)
     for name in ("lr_decay_iters", "train_iters"):
         end = request.config.get(name)
-        if end is not None and warmup is not None and warmup > end:
+        if isinstance(end, int) and warmup is not None and warmup > end:
             message = f"a warmup of {warmup} steps is longer than the {end} steps of {spelling(name)}"
             changes = (replace({by: None, "lr_warmup_iters": end // 10}), drop({by: None}))
             findings.append(Finding(message, request.asked(by, name), changes=changes))
@@ -134,7 +134,7 @@ def _decay_fits(request: Request) -> list[Finding]:
     """Check that the decay of warmup_stable_decay begins after the warmup."""
     training = request.config.training
     ends = [request.config.get(name) for name in ("lr_decay_iters", "train_iters")]
-    end = next((steps for steps in ends if steps is not None), None)
+    end = next((steps for steps in ends if isinstance(steps, int)), None)
     last, (steps, by) = training.lr_wsd_decay_iters, warmup_steps(training, request.sizes.global_batch, None)
     warmup = steps or 0
     if end is None or last is None or warmup + last <= end or warmup > end:

@@ -45,7 +45,7 @@ from rapidformer_templates.run.progress import Progress
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.resume import restore_run, show_changes
-from rapidformer_templates.run.sample_order import build_order
+from rapidformer_templates.run.sample_order import build_order, count_steps
 from rapidformer_templates.run.trackers import RunName
 from rapidformer_templates.run.tracking import Trackers
 from rapidformer_templates.system import launch, program
@@ -284,8 +284,7 @@ def _build_loop(
     workers: Workers,
 ) -> Loop:
     training = template.config.training
-    total = training.train_iters or order.steps_per_epoch * (training.epochs or 1)
-    epoch = order.steps_per_epoch if order.by_epochs else 0
+    total = count_steps(template, order, workers)
     metrics = MetricsFile(folder.metrics, position.step) if folder and workers.is_main else None
     if metrics and metrics.garbled:
         numbers = ", ".join(map(str, metrics.garbled[:8])) + (" …" if len(metrics.garbled) > 8 else "")
@@ -303,7 +302,8 @@ def _build_loop(
         intervals=Intervals(
             log=log,
             show=show,
-            epoch=epoch,
+            steps_per_epoch=order.steps_per_epoch,
+            counts_epochs=not {"epochs", "train_iters"}.isdisjoint(training.in_epochs),
             every={n: i for n, i in ((EVALUATE, training.eval_interval), (SAVE, training.save_interval)) if i},
         ),
         workers=workers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from rapidformer_templates.planning.intervals import Interval
 
@@ -18,20 +19,22 @@ now = time.monotonic
 class Intervals:
     """Decides what is due after a step. Everything is due after the last one.
 
-    The run counts steps, samples and tokens, so that a resumed run acts at the same points. Minutes are measured by
-    the main worker, since its start or since the last time. The other workers receive its decision in the exchange
-    before a step.
+    The run counts steps, samples and tokens, so that a resumed run acts at the same points. Epochs are counted in
+    steps. Minutes are measured by the main worker, since its start or since the last time. The other workers receive
+    its decision in the exchange before a step.
 
     Attributes:
         log: steps between lines in ``metrics.jsonl``.
         show: steps between printed lines, a multiple of ``log``.
-        epoch: steps per epoch. 0 in a run that is not counted in epochs.
+        steps_per_epoch: optimizer steps of one pass over the data. 0 for a stream.
+        counts_epochs: whether the length of the run is given in epochs.
         every: the interval of each action by name. Actions without one are due at the end of each epoch.
     """
 
     log: int
     show: int
-    epoch: int
+    steps_per_epoch: int
+    counts_epochs: bool
     every: Mapping[str, Interval]
     _begun: dict[str, float] = field(default_factory=dict)
 
@@ -45,6 +48,10 @@ class Intervals:
     def shows(self, step: int, total: int) -> bool:
         """Whether that line is printed."""
         return step == total or step % self.show == 0
+
+    def epoch_ends(self, step: int) -> bool:
+        """Whether a step is the last one of an epoch, in a run that is counted in epochs."""
+        return self.counts_epochs and step % self.steps_per_epoch == 0
 
     def due_by_clock(self) -> int:
         """Return the :data:`DUE_BITS` whose minutes have passed. The main worker sends them to the others."""
@@ -62,7 +69,10 @@ class Intervals:
         """
         interval, step = self.every.get(name), after["steps"]
         if interval is None:
-            return step == total or (self.epoch > 0 and step % self.epoch == 0)
+            return step == total or self.epoch_ends(step)
+        if interval.unit == "epochs":
+            epochs = (Fraction(steps, self.steps_per_epoch) for steps in (before["steps"], step))
+            return interval.passed(*epochs) or step == total
         if interval.unit == "minutes":
             if due := bool(by_clock & DUE_BITS[name]):
                 self._begun[name] = now()

@@ -239,8 +239,8 @@ class Loop:
         """Flush the trackers, and call ``on_epoch_end`` at the end of an epoch."""
         if self.trackers:
             self.trackers.flush()
-        if self.intervals.epoch and done % self.intervals.epoch == 0:
-            notify(self.template, "on_epoch_end", done // self.intervals.epoch)
+        if self.intervals.epoch_ends(done):
+            notify(self.template, "on_epoch_end", done // self.intervals.steps_per_epoch)
 
     def _stop_early(self, result: StepResult) -> None:
         """Stop the run if patience has run out, and log this step as the last one."""

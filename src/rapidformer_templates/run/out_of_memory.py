@@ -14,6 +14,7 @@ from typing import Any
 from rapidformer_templates.errors import OutOfMemory, Refused
 from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.plan import Plan
 
 ALLOCATION_FAILED = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
@@ -66,8 +67,11 @@ def next_step(config: RunConfig, plan: Plan, resolve: Callable[[RunConfig], Plan
     """
     for step in _remaining_steps(config, plan):
         changed = {name: value for name, value in step.items() if config.get(name) != value}
-        if "micro_batch_size" in changed:
+        if "micro_batch_size" in step:
+            changed["micro_batch_size"] = 1  # the flag may be open, and its value follow from the global batch
             changed["global_batch_size"] = plan.sizes.global_batch
+            if config.training.epochs:  # a run by --epochs does not accumulate
+                changed |= {"train_iters": Epochs(f"{config.training.epochs}epochs"), "epochs": None}
         try:
             resolve(config.replace("the ladder", **changed))
         except Refused:
@@ -80,6 +84,8 @@ def next_step(config: RunConfig, plan: Plan, resolve: Callable[[RunConfig], Plan
 def _is_taken(step: Mapping[str, Any], config: RunConfig, plan: Plan) -> bool:
     """Whether a run has already taken one of the first steps."""
     ((name, value),) = step.items()
+    if name == "micro_batch_size":
+        return plan.sizes.micro_batch == value
     if name == "mixed_precision":
         return plan.precision != "fp32"
     if name == "recompute_granularity":

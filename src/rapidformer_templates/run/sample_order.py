@@ -1,4 +1,4 @@
-"""Builds the order of a run's training samples from its flags and its data."""
+"""Builds the order of a run's training samples from its flags and its data, and counts the steps of the run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rapidformer_templates.data.streaming.samples import StreamOrder
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.run.console import say
 from rapidformer_templates.system.workers import Workers
@@ -52,3 +53,24 @@ def build_order(template: Template, samples: Any, workers: Workers) -> Order:
         in_order=in_order,
         identity=getattr(samples, "identity", None),
     )
+
+
+def count_steps(template: Template, order: Order, workers: Workers) -> int:
+    """Return the optimizer steps of the run. A length in epochs is counted here, because it needs the data.
+
+    Raises:
+        ConfigError: a flag is in epochs, but the samples are a stream.
+    """
+    training, per_epoch = template.config.training, order.steps_per_epoch
+    if training.in_epochs and not per_epoch:
+        name = training.in_epochs[0]
+        raise ConfigError(
+            "the training samples are a stream without a length, so an epoch has no number of steps",
+            where=f"{spelling(name)} ({template.config.origin(name)})",
+            hint=f"give {'--train-iters' if name == 'epochs' else 'it'} as a number of steps",
+        )
+    if isinstance(training.train_iters, Epochs):
+        steps = training.train_iters.steps(per_epoch)
+        say(workers, f"note       --train-iters {training.train_iters}: {steps:,} steps, {per_epoch:,} per epoch")
+        return steps
+    return training.train_iters or per_epoch * (training.epochs or 1)

@@ -28,6 +28,7 @@ from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flags import SECTIONS
+from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
 from rapidformer_templates.run import calls, device_failure, out_of_memory
@@ -117,6 +118,12 @@ def _check_flags(template: Template, schedule: Schedule | None) -> None:
                 where=config.origin(name),
                 hint="leave it out, or train by a template (docs/white-box.md)",
             )
+    if isinstance(config.training.train_iters, Epochs):
+        raise ConfigError(
+            f"--train-iters {config.training.train_iters} has no number of steps, because this loop has its own data",
+            where=config.origin("train_iters"),
+            hint="give the number of steps that you will make",
+        )
     shaping = [name for name in OF_SCHEDULES if name in config.origins and name != "lr"]
     if shaping and (schedule is not None or config.training.train_iters is None):
         raise ConfigError(
@@ -161,7 +168,7 @@ class Session:
         self._engine = build_engine(template, self.workers)
         self.model: nn.Module = self._engine.model
         seed_all(config.training.seed + 1 + self.workers.stream)
-        if schedule is None and config.training.train_iters:
+        if schedule is None and isinstance(config.training.train_iters, int):
             schedule = template.build_scheduler(config.training.train_iters)
         self._schedule = checked_schedule(schedule or (lambda step: 1.0))
         base = frozen_base_of(self.model)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.data.finetuning.locating import training_samples
-from rapidformer_templates.planning.changes import ADD, add, replace
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.data.finetuning.locating import steps_of
+from rapidformer_templates.planning.changes import add, replace
+from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Change,
@@ -26,21 +26,14 @@ class GradientAccumulationFlags:
     """Acceleration"""  # it has no flag itself
 
 
-ANY_NUMBER = 10**9
-"""A placeholder for an unknown number of steps."""
-
-
-def _same_length(config: RunConfig, batch: int) -> Change:
-    """Suggest --train-iters for the requested epochs.
-
-    If the number of samples is unknown, explain how to compute it.
-    """
-    epochs, samples = config.training.epochs or 1, training_samples(config)
-    if samples is None:
-        note = f"in place of --epochs; N = {epochs} × the training samples / {batch}"
-        return Change("--train-iters N", ADD, {"train_iters": ANY_NUMBER, "epochs": None}, note=note)
-    note = f"in place of --epochs: {epochs} × {samples:,} training samples / {batch}"
-    return add({"train_iters": -(-epochs * samples // batch), "epochs": None}, note)
+def _same_length(request: Request) -> Change:
+    """Suggest --train-iters with the requested epochs, and show the number of steps if the samples can be counted."""
+    config = request.config
+    epochs, in_epochs = config.training.epochs, Epochs(f"{config.training.epochs}epochs")
+    is_counted = not any(switch.order for switch in request.active.values())
+    steps = steps_of(config, in_epochs, request.sizes.global_batch) if is_counted else None
+    note = f"in place of --epochs {epochs}" + (f": {steps:,} steps" if steps else "")
+    return add({"train_iters": in_epochs, "epochs": None}, note)
 
 
 def _only_by_iterations(request: Request) -> list[Finding]:
@@ -54,7 +47,7 @@ def _only_by_iterations(request: Request) -> list[Finding]:
             f"gradient accumulation ({sizes.accumulation} micro batches per step) needs --train-iters, not --epochs",
             request.asked("micro_batch_size", "global_batch_size", "epochs"),
             changes=(
-                _same_length(request.config, sizes.global_batch),
+                _same_length(request),
                 *same_batch,
                 replace({"global_batch_size": sizes.micro_batch * sizes.data}, "no accumulation"),
             ),

@@ -21,6 +21,7 @@ may be a copy of the other.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ from rapidformer_templates.data.text.files import ROW_READERS, BadLines, parquet
 from rapidformer_templates.errors import DataError, RapidformerError, did_you_mean
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import DataFlags
+from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.weights import mixture_of, named_sets
 
@@ -377,6 +379,12 @@ def training_samples(config: RunConfig) -> int | None:
     except (RapidformerError, OSError, ValueError):
         return None  # the training reports the error
     return None if None in counts else sum(count for count in counts if count)
+
+
+def steps_of(config: RunConfig, epochs: Epochs, global_batch: int) -> int | None:
+    """Return the optimizer steps of so many epochs if the samples are cheap to count, else None."""
+    samples = training_samples(config)
+    return epochs.steps(math.ceil(samples / global_batch)) if samples else None
 
 
 def _training_rows(flags: DataFlags) -> int | None:

@@ -1,0 +1,189 @@
+"""Lengths and intervals in epochs: the steps are those of ``--epochs``, or of numbers computed by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from rapidformer_templates import Callback
+from rapidformer_templates.data.types import Bookmark, Data, Endless
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.system.workers import Workers
+from tests.support.jobs import CausalJob
+from tests.support.parity import trained
+from tests.support.worker_pool import run_in_workers
+
+pytestmark = pytest.mark.slow
+
+MICRO, ACCUMULATED = "--micro-batch-size 8", "--micro-batch-size 2 --global-batch-size 8"
+
+
+class Job(CausalJob):
+    """A language model on the first ``count`` samples, in fp64. Six steps of 8 samples are one pass over 48."""
+
+    count = 48
+    double = True
+
+    def __init__(self, flags: str, **values: Any) -> None:
+        super().__init__([*flags.split(), "--lr", "1e-3", "--log-interval", "1", "--no-export-model"], **values)
+
+    def build_data(self) -> Data:
+        data = super().build_data()
+        return Data(train=data.train[: self.count], valid=data.valid, collate=data.collate)
+
+
+class OddJob(Job):
+    """Seven steps are one pass. The last one of a pass has two samples if batches end with the pass."""
+
+    count = 50
+
+
+def curve(flags: str, job: type[Job] = Job) -> Any:
+    return trained(job(flags))["curve"]
+
+
+def evaluated(lines: list[dict[str, Any]]) -> list[int]:
+    return [line["step"] for line in lines if "eval_loss" in line]
+
+
+def test_a_length_in_epochs_takes_the_steps_of_epochs() -> None:
+    by_epochs = trained(Job(f"--epochs 2 {MICRO}"))
+    counted = trained(Job(f"--train-iters 2epochs {MICRO}"))
+    assert len(counted["curve"]) == 12
+    assert counted["curve"] == by_epochs["curve"]
+    assert evaluated(counted["lines"]) == evaluated(by_epochs["lines"]) == [6, 12]
+
+
+def test_with_accumulation_it_is_the_run_of_that_many_steps() -> None:
+    counted = curve(f"--train-iters 2epochs {ACCUMULATED}")
+    assert counted == curve(f"--train-iters 12 {ACCUMULATED}")
+    np.testing.assert_allclose(counted, curve(f"--epochs 2 {MICRO}"), rtol=1e-9)
+
+
+def test_a_pass_that_does_not_divide_has_the_steps_of_an_epoch() -> None:
+    steps = [len(curve(f"{length} {MICRO}", OddJob)) for length in ("--epochs 2", "--train-iters 2epochs")]
+    assert steps == [14, 14]
+    counted = curve(f"--train-iters 1.5epochs {ACCUMULATED}", OddJob)
+    assert counted == curve(f"--train-iters 11 {ACCUMULATED}", OddJob)  # 1.5 × 7 = 10.5
+
+
+def test_epochs_with_a_global_batch_take_the_whole_batch_at_once() -> None:
+    job = Job("--epochs 1 --global-batch-size 8")
+    assert (job.plan.sizes.micro_batch, job.plan.sizes.accumulation) == (8, 1)
+    assert trained(job)["curve"] == curve(f"--epochs 1 {MICRO}")
+
+
+def test_the_steps_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    curve(f"--train-iters 0.5epochs {ACCUMULATED}")
+    assert "note       --train-iters 0.5epochs: 3 steps, 6 per epoch" in capsys.readouterr().err
+
+
+class Ends(Callback):
+    """Records the ends of epochs."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def on_epoch_end(self, trainer: Any, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def test_callbacks_see_the_end_of_each_pass() -> None:
+    ends = Ends()
+    job = Job(f"--train-iters 2.5epochs {ACCUMULATED}", callbacks=[ends])
+    trained(job)
+    assert ends.epochs == [1, 2]
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+
+
+INTERVALS = "--eval-interval 0.25epochs --save-interval 1epoch --keep-checkpoints 99"
+
+
+def _dies_in_step(last: int) -> Callable[..., None]:
+    def on_step_end(step: int, result: Any) -> None:
+        if step == last:
+            raise InterruptedError
+
+    return on_step_end
+
+
+@pytest.mark.parametrize(("length", "total"), [("--train-iters 2epochs", 14), ("--train-iters 14", 14)])
+def test_intervals_in_epochs_and_a_resume_in_between(length: str, total: int, tmp_path: Path) -> None:
+    flags = f"{length} {ACCUMULATED} {INTERVALS}"
+    # A pass has 7 steps: quarters end at 1.75, 3.5, 5.25, 7, 8.75, 10.5, 12.25 and 14, rounded up.
+    quarters = [2, 4, 6, 7, 9, 11, 13, total]
+    OddJob(flags, save=str(tmp_path / "whole"), no_save=False).fit()
+    whole = read_metrics(tmp_path / "whole/metrics.jsonl")
+    assert evaluated(whole) == quarters
+    assert saved(tmp_path / "whole") == [7, 14]
+    job = OddJob(flags, save=str(tmp_path / "cut"), no_save=False)
+    with pytest.raises(InterruptedError), mock.patch.object(job, "on_step_end", _dies_in_step(10)):
+        job.fit()
+    OddJob(f"{flags} --resume", save=str(tmp_path / "cut"), no_save=False).fit()
+    cut = read_metrics(tmp_path / "cut/metrics.jsonl")
+    assert saved(tmp_path / "cut") == [7, 14]
+    assert [_result(line) for line in cut] == [_result(line) for line in whole]
+
+
+def _result(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["step"], line.get("loss"), line.get("eval_loss"), line.get("lr")
+
+
+def _in_a_worker(workers: Workers, flags: str) -> Any:
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+        return trained(OddJob(flags))["curve"]
+
+
+@pytest.mark.distributed
+def test_two_workers_take_the_steps_of_one() -> None:
+    both = run_in_workers(2, _in_a_worker, "--train-iters 1.5epochs --micro-batch-size 2 --global-batch-size 8")
+    assert [len(one) for one in both] == [11, 11]
+    np.testing.assert_allclose(both[0], curve("--train-iters 11 --micro-batch-size 8", OddJob), rtol=1e-9)
+
+
+class Stream(Endless):
+    """The samples of a list, again and again."""
+
+    identity = "a list"
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+        self.bookmark: Bookmark = {"position": 0, "epoch": 0}
+
+    def go_to(self, bookmark: Bookmark) -> None:
+        self.bookmark = bookmark
+
+    def __getitem__(self, position: int) -> Any:
+        return self.samples[position % len(self.samples)]
+
+
+class StreamJob(Job):
+    def build_data(self) -> Data:
+        data = super().build_data()
+        return Data(train=Stream(data.train), valid=data.valid, collate=data.collate)
+
+
+@pytest.mark.parametrize(
+    ("flags", "where", "hint"),
+    [
+        ("--epochs 1", "--epochs", "give --train-iters as a number of steps"),
+        ("--train-iters 1epochs", "--train-iters", "give it as a number of steps"),
+        ("--train-iters 4 --save-interval 1epochs", "--save-interval", "give it as a number of steps"),
+    ],
+)
+def test_a_stream_has_no_epochs(flags: str, where: str, hint: str, tmp_path: Path) -> None:
+    job = StreamJob(flags, save=str(tmp_path / "run"), no_save=False)
+    with pytest.raises(ConfigError, match="a stream without a length") as caught:
+        job.fit()
+    assert (caught.value.where, caught.value.hint) == (f"{where} (command line)", hint)
+    assert not list(itertools.islice((tmp_path / "run/checkpoints").glob("*"), 1))
