@@ -184,7 +184,7 @@ class Trainer:
 
     @hook()
     def on_epoch_end(self, epoch: int) -> None:
-        """Called after the last step of each epoch in an epoch-based run."""
+        """Called after the last step of each epoch in a run whose length is given in epochs."""
 
     @hook()
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:

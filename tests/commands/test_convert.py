@@ -69,7 +69,7 @@ seq-length: 2048
 pack-sequences: true
 micro-batch-size: 2
 global-batch-size: 8
-train-iters: 250
+train-iters: 1epochs
 lr: 0.0002
 lr-decay-style: cosine
 lr-warmup-fraction: 0.1
@@ -79,10 +79,9 @@ seed: 42
 mixed-precision: bf16
 checkpoint-activations: true
 save: ./outputs/qlora-out
-save-interval: 250
 log-interval: 1
 validation-fraction: 0.1
-eval-interval: 63
+eval-interval: 0.25epochs
 keep-best: false
 use-flash-attn: true
 lora-rank: 32
@@ -134,7 +133,7 @@ seq-length: 2048
 max-train-samples: 1000
 micro-batch-size: 1
 global-batch-size: 4
-train-iters: 750
+train-iters: 3epochs
 lr: 0.0001
 lr-decay-style: cosine
 lr-warmup-fraction: 0.1
@@ -173,6 +172,7 @@ global_batch_size: 8
 cutoff_len: 2048
 learning_rate: 1.0e-4
 max_steps: 10
+save_epochs: 2
 cp_size: 2
 batching_strategy: padding_free
 sample_backend: hf
@@ -198,6 +198,7 @@ checkpoint-activations: true
 save: ./outputs/test_lora
 log-interval: 1
 validation-fraction: 0.0
+save-interval: 2epochs
 fsdp-memory-optimization: true
 lora-rank: 16
 lora-alpha: 64
@@ -419,8 +420,8 @@ report-to: tensorboard
 """
 
 CASES = {
-    "axolotl": ("qlora.yml", AXOLOTL, Options(samples=2000), FROM_AXOLOTL),
-    "llama-factory": ("sft.yaml", LLAMA_FACTORY, Options(world_size=2, samples=1000), FROM_LLAMA_FACTORY),
+    "axolotl": ("qlora.yml", AXOLOTL, Options(), FROM_AXOLOTL),
+    "llama-factory": ("sft.yaml", LLAMA_FACTORY, Options(world_size=2), FROM_LLAMA_FACTORY),
     "llama-factory, version 1": ("v1.yaml", VERSION_1, Options(world_size=4, task="causal_lm"), FROM_VERSION_1),
     "transformers": ("args.json", json.dumps(ARGUMENTS), Options(task="sequence_classification"), FROM_ARGUMENTS),
     "transformers, as TRL writes it": ("dpo.yaml", TRL, Options(), FROM_TRL),
@@ -508,20 +509,20 @@ def test_configuration_of_megatrons_tests_is_read(desk: Path) -> None:
     assert list(result.missing) == ["normalization: RMSNorm"]
 
 
-def test_accumulation_over_epochs_asks_for_samples(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accumulation_over_epochs_resolves(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (desk / "qlora.yml").write_text(AXOLOTL)
-    assert main(["convert", "qlora.yml"]) == 2
+    assert main(["convert", "qlora.yml"]) == 0
     shown = capsys.readouterr()
     ours = yaml.safe_load(shown.out)
-    assert (ours["epochs"], ours["micro-batch-size"], ours["global-batch-size"]) == (1, 2, 8)
-    assert "error[RF006]" in shown.err
-    assert "Convert with --samples N" in shown.err
+    assert (ours["train-iters"], ours["micro-batch-size"], ours["global-batch-size"]) == ("1epochs", 2, 8)
+    assert "epochs" not in ours
+    assert "The plan for 1 worker resolves." in shown.err
 
 
-def test_workers_decide_the_global_batch_and_the_steps(desk: Path) -> None:
+def test_workers_decide_the_global_batch(desk: Path) -> None:
     (desk / "qlora.yml").write_text(AXOLOTL)
-    flags = converted(desk / "qlora.yml", None, Options(world_size=4, samples=2000))[1].flags
-    assert (flags["global_batch_size"], flags["train_iters"], flags["eval_interval"]) == (32, 63, 16)
+    flags = converted(desk / "qlora.yml", None, Options(world_size=4))[1].flags
+    assert (flags["global_batch_size"], flags["train_iters"], flags["eval_interval"]) == (32, "1epochs", "0.25epochs")
 
 
 def test_packages_that_are_missing_are_no_refusal(
@@ -529,7 +530,7 @@ def test_packages_that_are_missing_are_no_refusal(
 ) -> None:
     monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", dict)
     (desk / "qlora.yml").write_text(AXOLOTL)
-    assert main(["convert", "qlora.yml", "--samples", "2000"]) == 0
+    assert main(["convert", "qlora.yml"]) == 0
     shown = capsys.readouterr().err
     assert "The plan for 1 worker resolves." in shown
     assert "adamw_bnb_8bit needs bitsandbytes, which is not installed" in shown
@@ -697,7 +698,7 @@ def test_converted_configuration_trains(desk: Path, gpt_folder: Path) -> None:
         "load_in_4bit": False,
     }
     (desk / "lora.yml").write_text(yaml.safe_dump(yaml.safe_load(AXOLOTL) | wanted))
-    assert main(["convert", "lora.yml", "--samples", "16", "--output", "ours.yaml"]) == 0
+    assert main(["convert", "lora.yml", "--output", "ours.yaml"]) == 0
     Finetuner(["--config", "ours.yaml", "--device", "cpu"]).fit()
     summary = json.loads((desk / "out" / "summary.json").read_text())
     assert summary["steps"] == 2

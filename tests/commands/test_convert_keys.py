@@ -131,9 +131,18 @@ FRAGMENTS: list[tuple[str, dict[str, Value], dict[str, Value], tuple[str, ...]]]
     ),
     ("axolotl", {"max_steps": 100, "num_epochs": 4}, {"train_iters": 100, "epochs": None}, ()),
     ("axolotl", {"batch_size": 32, "micro_batch_size": 2, "max_steps": 9}, {"global_batch_size": 32}, ()),
-    ("axolotl", {"num_epochs": 0.5}, {"epochs": None, "train_iters": None}, ("num_epochs: 0.5",)),
+    ("axolotl", {"num_epochs": 0.5}, {"epochs": None, "train_iters": "0.5epochs"}, ()),
     ("axolotl", {"val_set_size": 100}, {"validation_fraction": 0.0}, ("val_set_size: 100.0",)),
-    ("axolotl", {"val_set_size": 0.1, "evals_per_epoch": 4}, {"validation_fraction": 0.1}, ("evals_per_epoch: 4.0",)),
+    ("axolotl", {"val_set_size": 0.1, "evals_per_epoch": 4}, {"eval_interval": "0.25epochs"}, ()),
+    ("axolotl", {"saves_per_epoch": 3, "evals_per_epoch": 4}, {"save_interval": "0.333333333333epochs"}, ()),
+    ("axolotl", {"saves_per_epoch": 1}, {"save_interval": None}, ()),
+    ("axolotl", {"saves_per_epoch": 1, "max_steps": 9}, {"save_interval": "1epochs"}, ()),
+    (
+        "axolotl",
+        {"saves_per_epoch": 1, "max_steps": 9, "streaming": True},
+        {"save_interval": None, "streaming": True},
+        (),
+    ),
     (
         "axolotl",
         {"val_set_size": 0.1, "eval_steps": 20, "early_stopping_patience": 3},
@@ -298,8 +307,16 @@ FRAGMENTS: list[tuple[str, dict[str, Value], dict[str, Value], tuple[str, ...]]]
         {"save_interval": 50, "log_interval": 10},
         (),
     ),
-    ("transformers", {"save_steps": 0.25}, {"save_interval": None}, ("save_steps: 0.25",)),
-    ("transformers", {"max_steps": 9, "save_strategy": "epoch"}, {"save_interval": None}, ()),
+    ("transformers", {"save_steps": 0.25}, {"epochs": 3, "save_interval": "0.75epochs"}, ()),
+    ("transformers", {"logging_steps": 0.25}, {"log_interval": None}, ("logging_steps: 0.25",)),
+    ("transformers", {"save_strategy": "epoch"}, {"epochs": 3, "save_interval": None}, ()),
+    ("transformers", {"max_steps": 9, "save_strategy": "epoch"}, {"save_interval": "1epochs"}, ()),
+    (
+        "transformers",
+        {"gradient_accumulation_steps": 2, "num_train_epochs": 2},
+        {"epochs": None, "train_iters": "2epochs", "global_batch_size": 128},
+        (),
+    ),
     ("transformers", {"torch_compile": True, "torch_compile_backend": "aot_eager"}, {"torch_compile": "aot_eager"}, ()),
 ]
 """Keys that are added to a small configuration, flags of the result (None: not set), and what has no counterpart."""
@@ -392,3 +409,10 @@ def test_key_is_either_ignored_or_explained(module: object) -> None:
     known = module.KNOWN  # type: ignore[attr-defined]
     assert len(known.ignored) > 30
     assert sorted(known.ignored & known.reasons.keys()) == []
+
+
+def test_log_lines_at_a_share_of_the_epochs_need_their_samples(zero_3: Path) -> None:
+    values = SMALL["transformers"] | {"logging_steps": 0.25, "gradient_accumulation_steps": 2}
+    result = FORMATS["transformers"](values, Options(world_size=8, samples=1650))
+    assert (result.flags["train_iters"], result.flags["log_interval"]) == ("3epochs", 10)  # a quarter of 3 × 13
+    assert result.missing == {}

@@ -28,7 +28,7 @@ VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 7, 5000, 2.5, 1e-5, -0.5, "1e-5", "-1e-5", "5", "-5", "1.5", "1_000", "abc", "bf16",
     "auto", "20000samples", "5e7tokens", "0.5steps", "30 minutes", "5E7Tokens", "1E-5", "+5", " 5 ", "BF16", "True",
-    "yes", "WandB", "NONE", [], ["a", "b"], {"a": 1},
+    "3epochs", "1 Epoch", "yes", "WandB", "NONE", [], ["a", "b"], {"a": 1},
 )  # fmt: skip
 """Correct and wrong values in files."""
 

@@ -272,7 +272,9 @@ def test_what_cannot_be_told_apart_names_the_hook() -> None:
     with given(flags):
         lines = recorded(Counted(engine=rapidformer.RapidformerEngine()).train)
     assert [line["lr"] for line in lines] == [0.1, 0.05, 0.025]  # the scheduler of the script
-    with given("--device cpu --lr 1e-2 --epochs 1 --no-save"), pytest.raises(ConfigError, match="--epochs"):
-        pretrain.MyBertPreTrainer(engine=rapidformer.RapidformerEngine()).train()
+    for length in ("--epochs 1", "--train-iters 1epochs"):
+        wrong = pytest.raises(ConfigError, match="the number of samples, which a length in epochs does not give")
+        with given(f"--device cpu --lr 1e-2 {length} --no-save"), wrong:
+            pretrain.MyBertPreTrainer(engine=rapidformer.RapidformerEngine()).train()
     with pytest.raises(ConfigError, match="GPTPredictor of PAI-Rapidformer is not available"):
         _ = rapidformer.GPTPredictor

@@ -1,4 +1,4 @@
-"""Lengths and intervals in epochs: the steps are those of ``--epochs``, or of numbers computed by hand."""
+"""Lengths and intervals in epochs take the same steps as ``--epochs``, or numbers of steps computed by hand."""
 
 from __future__ import annotations
 
@@ -80,8 +80,12 @@ def test_epochs_with_a_global_batch_take_the_whole_batch_at_once() -> None:
     assert trained(job)["curve"] == curve(f"--epochs 1 {MICRO}")
 
 
-def test_the_steps_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    curve(f"--train-iters 0.5epochs {ACCUMULATED}")
+@pytest.mark.parametrize("place", ["command line", "file", "script"])
+def test_the_steps_are_printed(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("train-iters: 0.5epochs\n", encoding="utf-8")
+    flags = {"command line": "--train-iters 0.5epochs", "file": f"--config {tmp_path}/run.yaml", "script": ""}
+    in_code = {"train_iters": "0.5epochs"} if place == "script" else {}
+    assert len(trained(Job(f"{flags[place]} {ACCUMULATED}", **in_code))["curve"]) == 3
     assert "note       --train-iters 0.5epochs: 3 steps, 6 per epoch" in capsys.readouterr().err
 
 

@@ -360,7 +360,7 @@ def _counts(template: Trainer) -> list[int]:
     training, batch = template.config.training, template.plan.sizes.global_batch
     if not isinstance(training.train_iters, int):
         raise ConfigError(
-            "train_valid_test_datasets_provider needs the number of samples, which a number of epochs does not give",
+            "train_valid_test_datasets_provider needs the number of samples, which a length in epochs does not give",
             hint="give --train-iters as a number of steps, or write the hook without that argument",
         )
     evaluated = (training.eval_iters or MEGATRON_EVAL_ITERS) * batch

@@ -298,7 +298,7 @@ class TrainingFlags:
     )
     train_iters: int | Epochs | None = flag(
         None,
-        "optimizer steps to train; 3epochs are those of three passes over the training data, also with accumulation",
+        "optimizer steps to train; 3epochs counts the steps of three passes over the data, also with accumulation",
         metavar="N",
         minimum=1,
         choice="length",

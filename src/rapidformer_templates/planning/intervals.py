@@ -66,7 +66,7 @@ class Epochs(str):
         return self
 
     def steps(self, steps_per_epoch: int) -> int:
-        """Return the number of steps: that of so many passes of ``--epochs``, rounded up."""
+        """Return the number of steps that ``--epochs`` takes for these passes. A fraction of a step is rounded up."""
         return math.ceil(self.size * steps_per_epoch)
 
 

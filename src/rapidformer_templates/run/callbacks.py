@@ -34,7 +34,7 @@ class Callback:
         """Called after each optimizer step. ``step`` counts from 1."""
 
     def on_epoch_end(self, trainer: Any, epoch: int) -> None:
-        """Called after the last step of an epoch, in runs whose length is given in epochs."""
+        """Called after the last step of each epoch in a run whose length is given in epochs."""
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
         """Called after an evaluation."""

@@ -85,7 +85,7 @@ SWITCHES = (
                 "[R]",
                 _only_by_iterations,
                 Example("--epochs 3 --micro-batch-size 4 --global-batch-size 16"),
-                refusal="Gradient accumulation in a run that is measured in epochs.",
+                refusal="Gradient accumulation in a run by --epochs.",
             ),
         ),
     ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from rapidformer_templates.commands.convert.result import Options, Result, keys
 from rapidformer_templates.commands.convert.settings import (
     SEVERAL,
@@ -13,7 +11,14 @@ from rapidformer_templates.commands.convert.settings import (
     set_quantized_base,
 )
 from rapidformer_templates.commands.convert.source import Source, Value
-from rapidformer_templates.commands.convert.training import IGNORED, REASONS, Length, convert_training, set_validation
+from rapidformer_templates.commands.convert.training import (
+    IGNORED,
+    REASONS,
+    Length,
+    convert_training,
+    set_times_per_epoch,
+    set_validation,
+)
 from rapidformer_templates.errors import ConfigError
 
 NAMES = {
@@ -250,12 +255,8 @@ def _evaluation(source: Source, result: Result, options: Options, length: Length
         set_validation(result, held_out)
     for what, key in (("eval", "evals_per_epoch"), ("save", "saves_per_epoch")):
         times = source.number(key)
-        if not times or (what == "eval" and not held_out):
-            continue
-        if length.per_epoch and (times > 1 or length.steps):
-            result.set(f"{what}_interval", math.ceil(length.per_epoch / times))
-        elif times != 1:
-            result.miss(key, times, f"{what}-interval: a number of steps; --samples N makes steps of it")
+        if times and (what == "save" or held_out):
+            set_times_per_epoch(result, length, what, times)
     if not held_out:
         source.get("eval_steps", "eval_strategy")
         return

@@ -71,8 +71,7 @@ def main(argv: Sequence[str]) -> int:
         refusal, packages = refusal_of(target, result.workers, arguments.device_kind)
     workers = f"{result.workers} worker{'s' if result.workers > 1 else ''}"
     if refusal is not None:
-        hints = [f"  help   {note}" for note in result.notes if "--samples" in note]
-        print(f"The plan for {workers} does not resolve yet:", refusal.render(), *hints, sep="\n", file=sys.stderr)
+        print(f"The plan for {workers} does not resolve yet:", refusal.render(), sep="\n", file=sys.stderr)
         return refusal.exit_status
     print(f"The plan for {workers} resolves.", *packages, sep="\n  ", file=sys.stderr)
     return 0
@@ -96,8 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.add_argument("--world-size", type=_count, metavar="N", help="workers (default: those in the file, else 1)")
     parser.add_argument(
-        "--samples", type=_count, metavar="N", help="samples of an epoch, with which epochs become steps; with "
-        "packing: packed rows",
+        "--samples", type=_count, metavar="N", help="samples of an epoch, for a validation set that is a number of "
+        "rows, and for log lines at a share of the run",
     )  # fmt: skip
     parser.add_argument("--task", choices=tuple(TASKS), help="task (default: from the file)")
     parser.add_argument(

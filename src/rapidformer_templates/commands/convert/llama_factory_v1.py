@@ -19,7 +19,7 @@ from rapidformer_templates.commands.convert.settings import (
     set_quantized_base,
 )
 from rapidformer_templates.commands.convert.source import Source, Value, mapping_of, read_text
-from rapidformer_templates.commands.convert.training import IGNORED, REASONS, convert_training
+from rapidformer_templates.commands.convert.training import IGNORED, REASONS, convert_training, in_epochs
 from rapidformer_templates.errors import ConfigError
 
 NAMES = {
@@ -44,7 +44,6 @@ KNOWN = keys(
     ("trust_remote_code", "give --trust-remote-code on the command line if you trust the code of the model"),
     ("eval_dataset", "eval-data-name: NAME=SET"),
     ("pref_ftx dpo_label_smoothing ld_alpha", "write compute_loss() in your script"),
-    ("save_epochs", "save-interval: a number of steps"),
 )
 
 PACKED = ("padding_free", "dynamic_padding_free")
@@ -75,6 +74,8 @@ def convert_version_1(values: dict[str, Value], options: Options) -> Result:
     if batch:
         source.defaults = {**source.defaults, "gradient_accumulation_steps": math.ceil(batch / (micro * replicas))}
     convert_training(source, result, options, held_out=None, replicas=replicas)
+    saved = source.number("save_epochs")
+    result.set("save_interval", in_epochs(saved) if saved else None)
     _plugins(source, result, options)
     if is_preference:
         loss = source.text("pref_loss") or "sigmoid"

@@ -18,7 +18,7 @@ class Options:
 
     Attributes:
         world_size: number of workers, or None for the number in the file.
-        samples: samples of an epoch, with which epochs become steps.
+        samples: samples of an epoch, with which shares become numbers of rows or steps.
         task: the task, if the configuration does not name one.
         folders: where files that the configuration names are looked for.
     """

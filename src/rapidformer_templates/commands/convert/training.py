@@ -61,16 +61,23 @@ class Length:
     """How long the run is.
 
     Attributes:
-        steps: optimizer steps, or None for a run of whole epochs.
-        per_epoch: optimizer steps of an epoch, or None if the number of samples is unknown.
+        steps: optimizer steps, or None for a run of epochs.
+        epochs: number of epochs, if the run has no number of steps.
+        global_batch: samples per step.
     """
 
     steps: int | None
-    per_epoch: int | None
+    epochs: float
+    global_batch: int
 
-    def share(self, part: float) -> int | None:
-        """Return a share of the run in steps."""
-        return max(1, math.ceil(part * self.steps)) if self.steps else None
+    def share(self, part: float) -> int | str:
+        """Return a share of the run as an interval: in steps, or in epochs."""
+        return max(1, math.ceil(part * self.steps)) if self.steps else in_epochs(part * self.epochs)
+
+
+def in_epochs(count: float) -> str:
+    """Spell a number of epochs as the value of a flag: ``0.25epochs``."""
+    return f"{count:.12g}epochs"
 
 
 def convert_training(
@@ -85,43 +92,32 @@ def convert_training(
     Returns:
         The length of the run.
     """
-    length = _length(source, result, options, replicas or result.workers)
+    length = _length(source, result, replicas or result.workers)
     _schedule(source, result, length)
     _optimizer(source, result)
     _precision(source, result)
     _memory(source, result, options)
-    _outputs(source, result, length)
+    _outputs(source, result, options, length)
     _evaluation(source, result, length, held_out)
     return length
 
 
-def _length(source: Source, result: Result, options: Options, replicas: int) -> Length:
+def _length(source: Source, result: Result, replicas: int) -> Length:
     micro = source.whole("per_device_train_batch_size") or 1
     accumulation = source.whole("gradient_accumulation_steps") or 1
     epochs, steps = source.number("num_train_epochs") or 0, source.whole("max_steps") or -1
+    batch = micro * accumulation * replicas
     result.set("micro_batch_size", micro)
     if accumulation > 1:
-        result.set("global_batch_size", micro * accumulation * replicas)
-    per_epoch = None
-    if options.samples:
-        per_epoch = math.ceil(math.ceil(options.samples / (micro * replicas)) / accumulation)
+        result.set("global_batch_size", batch)
     if steps > 0:
         result.set("train_iters", steps)
-        return Length(steps, per_epoch)
-    is_whole = epochs == int(epochs)
-    if is_whole and accumulation == 1:
+        return Length(steps, epochs, batch)
+    if epochs == int(epochs) and accumulation == 1:
         result.set("epochs", int(epochs))
-        return Length(None, per_epoch)
-    if per_epoch:
-        result.set("train_iters", math.ceil(epochs * per_epoch))
-        return Length(math.ceil(epochs * per_epoch), per_epoch)
-    if is_whole:
-        result.set("epochs", int(epochs))
-        key = source.own("gradient_accumulation_steps")
-        result.note(f"{key}: accumulation needs a number of steps. Convert with --samples N, the samples of an epoch")
     else:
-        result.miss(source.own("num_train_epochs"), epochs, "--samples N, the samples of an epoch, makes steps of it")
-    return Length(None, None)
+        result.set("train_iters", in_epochs(epochs))
+    return Length(None, epochs, batch)
 
 
 def _schedule(source: Source, result: Result, length: Length) -> None:
@@ -199,7 +195,7 @@ def _memory(source: Source, result: Result, options: Options) -> None:
         result.set("device", "cpu")
 
 
-def _outputs(source: Source, result: Result, length: Length) -> None:
+def _outputs(source: Source, result: Result, options: Options, length: Length) -> None:
     result.set("save", source.text("output_dir"))
     if source.is_on("overwrite_output_dir"):
         result.set("overwrite", True)
@@ -216,15 +212,13 @@ def _outputs(source: Source, result: Result, length: Length) -> None:
     strategy = (source.text("save_strategy") or "steps").removeprefix("IntervalStrategy.").lower()
     steps = source.number("save_steps")
     if strategy == "steps":
-        _interval(source, result, length, "save", steps)
+        _interval(result, length, "save", steps)
     elif strategy == "epoch":
-        _every_epoch(result, length, "save")
+        set_times_per_epoch(result, length, "save", 1)
     elif strategy == "best":
         result.set("keep_best", True)
     result.set("keep_checkpoints", source.whole("save_total_limit"))
-    logged = source.number("logging_steps")
-    if (source.text("logging_strategy") or "steps").lower() == "steps" and logged:
-        result.set("log_interval", int(logged) if logged >= 1 else length.share(logged))
+    _log_interval(source, result, options, length)
     names = [name.lower() for name in source.words("report_to")]
     set_trackers(result, source.own("report_to"), names, source.text("run_name"), source.text("project"))
     result.set("dataloader_num_workers", source.whole("dataloader_num_workers") or None)
@@ -234,24 +228,36 @@ def _outputs(source: Source, result: Result, length: Length) -> None:
         result.set("group_by_length", True)
 
 
-def _interval(source: Source, result: Result, length: Length, what: str, steps: float | None) -> None:
-    """Set an interval in steps, or in a share of the run."""
-    if not steps:
+def _log_interval(source: Source, result: Result, options: Options, length: Length) -> None:
+    """Set the interval of log lines, which is a number of steps here."""
+    logged = source.number("logging_steps")
+    if (source.text("logging_strategy") or "steps").lower() != "steps" or not logged:
         return
-    if steps >= 1:
-        result.set(f"{what}_interval", int(steps))
-    elif length.share(steps):
-        result.set(f"{what}_interval", length.share(steps))
+    steps = length.steps
+    if not steps and options.samples:
+        steps = math.ceil(length.epochs * math.ceil(options.samples / length.global_batch))
+    if logged >= 1:
+        result.set("log_interval", int(logged))
+    elif steps:
+        result.set("log_interval", max(1, math.ceil(logged * steps)))
     else:
-        result.miss(source.own(f"{what}_steps"), steps, "a share of the run; --samples N makes steps of it")
+        result.miss(source.own("logging_steps"), logged, "log-interval: a number of steps; --samples N computes it")
 
 
-def _every_epoch(result: Result, length: Length, what: str) -> None:
-    """Set the interval of an epoch for a run that is given in steps. A run of epochs has it already."""
-    if length.steps and length.per_epoch:
-        result.set(f"{what}_interval", length.per_epoch)
-    elif length.steps:
-        result.note(f"{what}: once per epoch there, at the end of the run here; --samples N makes steps of an epoch")
+def _interval(result: Result, length: Length, what: str, steps: float | None) -> None:
+    """Set an interval in steps, or in a share of the run."""
+    if steps:
+        result.set(f"{what}_interval", int(steps) if steps >= 1 else length.share(steps))
+
+
+def set_times_per_epoch(result: Result, length: Length, what: str, times: float) -> None:
+    """Set the interval of something that happens some times per epoch. Once per epoch is the default in epochs."""
+    if times == 1 and not length.steps:
+        return
+    if result.flags.get("streaming"):
+        result.note(f"{what}: at the end of the run only, because a stream has no epochs")
+    else:
+        result.set(f"{what}_interval", in_epochs(1 / times))
 
 
 def set_validation(result: Result, share: float | None) -> None:
@@ -270,9 +276,9 @@ def _evaluation(source: Source, result: Result, length: Length, held_out: float 
         return
     set_validation(result, held_out)
     if strategy == "steps":
-        _interval(source, result, length, "eval", steps)
+        _interval(result, length, "eval", steps)
     else:
-        _every_epoch(result, length, "eval")
+        set_times_per_epoch(result, length, "eval", 1)
     result.set("keep_best", is_best)
     if is_best and metric:
         name = metric.removeprefix("eval_")

@@ -382,7 +382,7 @@ def training_samples(config: RunConfig) -> int | None:
 
 
 def steps_of(config: RunConfig, epochs: Epochs, global_batch: int) -> int | None:
-    """Return the optimizer steps of so many epochs if the samples are cheap to count, else None."""
+    """Return the optimizer steps of a number of epochs if the samples are cheap to count, else None."""
     samples = training_samples(config)
     return epochs.steps(math.ceil(samples / global_batch)) if samples else None
 
