@@ -100,10 +100,10 @@ class Ends(Callback):
 
 
 def test_callbacks_see_the_end_of_each_pass() -> None:
-    ends = Ends()
-    job = Job(f"--train-iters 2.5epochs {ACCUMULATED}", callbacks=[ends])
-    trained(job)
-    assert ends.epochs == [1, 2]
+    counted, by_steps = Ends(), Ends()
+    trained(Job(f"--train-iters 2.5epochs {ACCUMULATED}", callbacks=[counted]))
+    trained(Job(f"--train-iters 15 {ACCUMULATED}", callbacks=[by_steps]))
+    assert (counted.epochs, by_steps.epochs) == ([1, 2], [])
 
 
 def saved(folder: Path) -> list[int]:

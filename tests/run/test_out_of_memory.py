@@ -100,6 +100,14 @@ def test_the_ladder(flags: str, said: str | None, monkeypatch: pytest.MonkeyPatc
     assert next_step(job.config, plan, lambda config: resolve_plan(type(job), config)) == said
 
 
+def test_a_run_by_epochs_gets_its_passes_in_iterations() -> None:
+    job = CausalJob("--epochs 2 --global-batch-size 16 --nproc-per-node 2 --lr 1e-3".split())
+    plan = resolve_plan(type(job), job.config)
+    assert plan.sizes.micro_batch == 8
+    expected = "--micro-batch-size 1 --global-batch-size 16 --train-iters 2epochs in place of --epochs"
+    assert next_step(job.config, plan, lambda config: resolve_plan(type(job), config)) == expected
+
+
 def test_without_deepspeed_the_ladder_leads_to_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", dict)
     flags = "--checkpoint-activations --mixed-precision bf16 --nproc-per-node 2 --train-iters 4 --lr 1e-3"
