@@ -101,7 +101,7 @@ def test_the_ladder(flags: str, said: str | None, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_by_epochs_gets_its_passes_in_iterations() -> None:
-    job = CausalJob("--epochs 2 --global-batch-size 16 --nproc-per-node 2 --lr 1e-3".split())
+    job = CausalJob(["--epochs", "2", "--global-batch-size", "16", "--nproc-per-node", "2", "--lr", "1e-3"])
     plan = resolve_plan(type(job), job.config)
     assert plan.sizes.micro_batch == 8
     expected = "--micro-batch-size 1 --global-batch-size 16 --train-iters 2epochs in place of --epochs"
