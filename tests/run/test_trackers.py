@@ -19,6 +19,7 @@ import pytest
 from rapidformer_templates.run import tracking as tracking_module
 from rapidformer_templates.run.folder import is_test_line, read_metrics
 from rapidformer_templates.run.trackers import KINDS, TensorBoard
+from tests.support.requests import config_of
 from tests.support.tracked import Tracked, train
 from tests.support.worker_pool import FSYNC, new_process, run_in_workers
 
@@ -28,30 +29,38 @@ Tracker = list[tuple[str, int, float]]
 """(name, step, value) of all values that a store has for a run."""
 
 
-def of_tensorboard(run: Path) -> Tracker:
+def events_of_tensorboard(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run / "trackers" / "tensorboard" / "run"), size_guidance={"scalars": 0}).Reload()
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+
+
+def of_tensorboard(run: Path) -> Tracker:
+    events = events_of_tensorboard(run / "trackers" / "tensorboard" / "run")
     return [(tag, e.step, e.value) for tag in events.Tags()["scalars"] for e in events.Scalars(tag)]
 
 
-def of_mlflow(run: Path) -> Tracker:
+def run_of_mlflow(run: Path) -> tuple[Any, Any]:
+    """Return mlflow's client and the run."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run.parent}/mlflow.db")
     (experiment,) = client.search_experiments(filter_string="name = 'rapidformer'")
     (one,) = client.search_runs([experiment.experiment_id])
     assert one.info.run_name == "run"
-    assert one.data.params["lr"] == "0.1"
+    return client, one
+
+
+def of_mlflow(run: Path) -> Tracker:
+    client, one = run_of_mlflow(run)
     histories = [client.get_metric_history(one.info.run_id, name) for name in one.data.metrics]
     return [(metric.key, metric.step, metric.value) for history in histories for metric in history]
 
 
-def of_wandb(run: Path) -> Tracker:
+def records_of_wandb(run: Path) -> Iterator[Any]:
     """Read the store with a second reader of LevelDB's log, which looks for every record and has no state."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    held: Tracker = []
     for path in sorted((run / "trackers" / "wandb").glob("offline-run-*/*.wandb")):
         data, entry = path.read_bytes(), b""
         blocks = [data[i : i + 32768] for i in range(0, len(data), 32768)]
@@ -61,25 +70,96 @@ def of_wandb(run: Path) -> Tracker:
                 kind, piece = block[at + 6], block[at + 7 : at + 7 + length]
                 entry, at = (b"" if kind in (1, 2) else entry) + piece, at + 7 + length
                 if kind in (1, 4):
-                    record = Record.FromString(entry)
-                    row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-                    held += [(name, row["_step"], value) for name, value in row.items() if not name.startswith("_")]
-    return held
+                    yield Record.FromString(entry)
+
+
+def values_of_wandb(items: Any) -> dict[str, Any]:
+    return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+
+
+def of_wandb(run: Path) -> Tracker:
+    rows = [values_of_wandb(record.history.item) for record in records_of_wandb(run)]
+    return [(name, row["_step"], value) for row in rows for name, value in row.items() if not name.startswith("_")]
+
+
+def rows_of_trackio(run: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with sqlite3.connect(run.parent / "trackio" / "rapidformer.db") as store:
+        rows = store.execute("SELECT step, metrics FROM metrics WHERE run_name = 'run'").fetchall()
+    for step, metrics in rows:
+        yield step, {name: value for name, value in json.loads(metrics).items() if name != "timestamp"}
 
 
 def of_trackio(run: Path) -> Tracker:
-    with sqlite3.connect(run.parent / "trackio" / "rapidformer.db") as store:
-        rows = store.execute("SELECT step, metrics FROM metrics WHERE run_name = 'run'").fetchall()
-    told = [(step, json.loads(metrics)) for step, metrics in rows]
-    return [(name, step, value) for step, row in told for name, value in row.items() if name != "timestamp"]
+    rows = rows_of_trackio(run)
+    return [(name, step, v) for step, row in rows for name, v in row.items() if not isinstance(v, str)]
+
+
+Results = tuple[dict[str, Any], dict[str, str]]
+"""Numbers and texts at the end of a run."""
+
+
+def results_of_tensorboard(run: Path) -> Results:
+    events = events_of_tensorboard(run / "trackers" / "tensorboard" / "run")
+    texts = {
+        tag.removesuffix("/text_summary"): [
+            bytes(event.tensor_proto.string_val[0]).decode() for event in events.Tensors(tag)
+        ]
+        for tag in events.Tags()["tensors"]
+    }
+    assert [name for name, each in texts.items() if len(each) > 1] == []
+    return {name: value for name, step, value in of_tensorboard(run) if step == STEPS}, {
+        n: t[0] for n, t in texts.items()
+    }
+
+
+def results_of_mlflow(run: Path) -> Results:
+    _, one = run_of_mlflow(run)
+    return one.data.metrics, one.data.tags
+
+
+def results_of_wandb(run: Path) -> Results:
+    values: dict[str, Any] = {}
+    for record in records_of_wandb(run):
+        values |= values_of_wandb(record.summary.update)
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    return {name: value for name, value in values.items() if name not in texts}, texts
+
+
+def results_of_trackio(run: Path) -> Results:
+    values = {name: value for step, row in rows_of_trackio(run) if step == STEPS for name, value in row.items()}
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    return {name: value for name, value in values.items() if name not in texts}, texts
+
+
+def parameters_of_tensorboard(run: Path) -> dict[str, Any]:
+    from tensorboard.plugins.hparams import metadata
+
+    (path,) = (run / "trackers" / "tensorboard" / "run").glob("*/events.*")
+    content = events_of_tensorboard(path.parent).SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    values = metadata.parse_session_start_info_plugin_data(content).hparams
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
+
+
+def parameters_of_wandb(run: Path) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for record in records_of_wandb(run):
+        values |= values_of_wandb([*record.run.config.update, *record.config.update])
+    return values
 
 
 READERS = {"tensorboard": of_tensorboard, "mlflow": of_mlflow, "wandb": of_wandb}
+RESULTS = {"tensorboard": results_of_tensorboard, "mlflow": results_of_mlflow, "wandb": results_of_wandb}
+PARAMETERS = {
+    "tensorboard": parameters_of_tensorboard,
+    "mlflow": lambda run: run_of_mlflow(run)[1].data.params,
+    "wandb": parameters_of_wandb,
+}
 NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 ABSENT = {tracker: [name for name in names if find_spec(name) is None] for tracker, names in NEEDED.items()}
 """Packages of each tracker that are not installed."""
 if find_spec("trackio"):  # its dependencies differ from those of the others
     READERS["trackio"], ABSENT["trackio"] = of_trackio, []
+    RESULTS["trackio"] = results_of_trackio
 INSTALLED = [tracker for tracker in READERS if not ABSENT[tracker]]
 needs_tensorboard = pytest.mark.skipif(bool(ABSENT["tensorboard"]), reason="needs tensorboard: pip install tensorboard")
 
@@ -105,10 +185,29 @@ def metric_rows(run: Path) -> Iterator[tuple[str, int, float]]:
     """Yield the values that must be logged, from metrics.jsonl."""
     for line in read_metrics(run / "metrics.jsonl"):
         numbers = {name: v for name, v in line.items() if isinstance(v, int | float) and not is_test_line(line)}
-        yield from ((name, line["step"], float(value)) for name, value in numbers.items() if name != "step")
+        yield from ((NAMES[name], line["step"], float(value)) for name, value in numbers.items() if name != "step")
 
 
-CLOCKS = ("samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb")
+NAMES = {
+    "epoch": "train/epoch",
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "samples": "train/samples",
+    "tokens": "train/tokens",
+    "samples_per_second": "train/samples_per_second",
+    "tokens_per_second": "train/tokens_per_second",
+    "step_ms": "train/step_ms",
+    "peak_memory_mb": "train/peak_memory_mb",
+    "skipped": "train/skipped",
+    "near/loss": "eval/near/loss",
+    "far/loss": "eval/far/loss",
+    "near/samples@1": "eval/near/samples@1",
+    "far/samples@1": "eval/far/samples@1",
+}
+"""The name in the trackers of each name in metrics.jsonl."""
+
+CLOCKS = ("train/samples_per_second", "train/tokens_per_second", "train/step_ms", "train/peak_memory_mb")
 
 
 @pytest.mark.slow
@@ -118,7 +217,7 @@ def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_an
         pytest.skip(f"needs {', '.join(ABSENT[tracker])}: pip install 'rapidformer_templates[trackers]'")
     held = READERS[tracker](killed_and_resumed)
     assert [which for which, times in Counter((name, step) for name, step, _ in held).items() if times > 1] == []
-    assert sorted(step for name, step, _ in held if name == "loss") == list(range(1, STEPS + 1))
+    assert sorted(step for name, step, _ in held if name == "train/loss") == list(range(1, STEPS + 1))
     curves = {(name.replace("@", "_"), step): value for name, step, value in held}
     wanted = {(name.replace("@", "_"), step): value for name, step, value in metric_rows(killed_and_resumed)}
     assert wanted.keys() <= curves.keys()
@@ -126,8 +225,8 @@ def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_an
     for (name, step), value in wanted.items():
         if name not in CLOCKS:  # for a step that was trained twice, these are from the first time
             assert curves[name, step] == pytest.approx(value, rel=1e-6), (name, step)
-    assert {(name, step) for name, step in wanted if name == "near/samples_1"} == {
-        ("near/samples_1", step) for step in (4, 8, 10)
+    assert {(name, step) for name, step in wanted if name == "eval/near/samples_1"} == {
+        ("eval/near/samples_1", step) for step in (4, 8, 10)
     }
 
 
@@ -138,20 +237,37 @@ def test_the_summary_and_the_test_part_are_told_at_the_end(killed_and_resumed: P
     if "tensorboard" in INSTALLED:
         where = f"tensorboard --logdir {killed_and_resumed}/trackers/tensorboard"
         assert summary["trackers"]["tensorboard"]["where"] == where
-    for tracker in set(INSTALLED) - {"wandb"}:  # it stores the summary elsewhere
-        held = {(name, step): value for name, step, value in READERS[tracker](killed_and_resumed)}
-        assert held["test/loss", STEPS] == pytest.approx(summary["metrics"]["test/loss"], rel=1e-6)
-        assert held["summary/parameters", STEPS] == 2
-        assert any(name.startswith("summary/receipts/") for name, _ in held)
+    for tracker in INSTALLED:
+        values, texts = RESULTS[tracker](killed_and_resumed)
+        assert values["test/loss"] == pytest.approx(summary["metrics"]["test/loss"], rel=1e-6)
+        if tracker in ("mlflow", "wandb"):
+            assert values["summary/parameters"] == 2
+        else:  # they can only draw curves
+            assert [name for name in values if name.startswith("summary")] == []
+            assert "| parameters | 2 |" in texts["summary"].splitlines()
+        assert [name for name in values if "receipts" in name] == []
+        optimizer = summary["receipts"]["optimizer_class"]
+        assert f"| optimizer_class | {optimizer} |" in texts["receipts"].splitlines()
+        assert len(texts["receipts"].splitlines()) == 2 + len(summary["receipts"])
     (line,) = [line for line in read_metrics(killed_and_resumed / "metrics.jsonl") if is_test_line(line)]
     assert line == {"step": STEPS, "test/loss": summary["metrics"]["test/loss"], "test/samples@1": 3.0}
+
+
+@pytest.mark.slow
+def test_every_flag_is_a_parameter_of_the_run(killed_and_resumed: Path) -> None:
+    fields = {field.name.replace("_", "-") for field in config_of("").fields()}
+    for tracker in PARAMETERS.keys() & set(INSTALLED):
+        parameters = {name: str(value) for name, value in PARAMETERS[tracker](killed_and_resumed).items()}
+        assert fields - parameters.keys() == set()
+        assert [float(parameters[name]) for name in ("lr", "seed", "weight-decay")] == [0.1, 1234, 0.01]
+        assert [parameters[name] for name in ("optimizer", "run-name", "precision")] == ["adamw", "None", "fp32"]
 
 
 @needs_tensorboard
 @pytest.mark.distributed
 def test_only_one_of_several_workers_tells(tmp_path: Path) -> None:
     run_in_workers(2, tracked_by_two, str(tmp_path))
-    steps = [step for name, step, _ in of_tensorboard(tmp_path / "run") if name == "loss"]
+    steps = [step for name, step, _ in of_tensorboard(tmp_path / "run") if name == "train/loss"]
     assert steps == list(range(1, 5))
     assert len(list((tmp_path / "run/trackers/tensorboard/run").glob("events.*"))) == 1
 
@@ -187,10 +303,11 @@ def test_a_tracker_that_fails_ends_no_run_and_catches_up_later(
     assert err.count("tensorboard failed") == 1
     assert f"warning: tensorboard failed: {reason}; the run continues without it" in err
     Tracked([*flags.split(), str(tmp_path), "--train-iters", "6", "--resume"]).fit()
-    assert [step for name, step, _ in of_tensorboard(tmp_path) if name == "loss"] == [1, 2, 3, 4, 5, 6]
+    assert [step for name, step, _ in of_tensorboard(tmp_path) if name == "train/loss"] == [1, 2, 3, 4, 5, 6]
     held = of_tensorboard(tmp_path)
     Tracked([*flags.split(), str(tmp_path), "--train-iters", "6", "--resume"]).fit()  # nothing is left to train
     assert of_tensorboard(tmp_path) == held
+    assert results_of_tensorboard(tmp_path)[1].keys() == {"summary", "receipts"}
 
 
 @needs_tensorboard
@@ -201,7 +318,7 @@ def test_a_step_is_told_before_the_next_one_and_with_its_evaluation(
 
     class Notes(TensorBoard):
         def log(self, values: Mapping[str, float], step: int) -> None:
-            told.append((step, "near/loss" in values))
+            told.append((step, "eval/near/loss" in values))
 
     class Looks(Tracked):
         def on_step_end(self, step: int, result: Any) -> None:

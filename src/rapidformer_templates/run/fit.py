@@ -329,7 +329,7 @@ def _open_trackers(template: Template, folder: RunFolder | None, workers: Worker
     if not names or folder is None or not workers.is_main:
         return None
     run_name = RunName(training.run_name or folder.path.resolve().name, training.project_name)
-    return Trackers(folder, names, run_name, template.plan, workers)
+    return Trackers(folder, names, run_name, template.config, template.plan, workers)
 
 
 def _profile(template: Template, folder: RunFolder | None, steps_left: int, workers: Workers) -> Profile | None:

@@ -23,6 +23,9 @@ from rapidformer_templates.run.wandb_file import rows
 PROJECT = "rapidformer"
 """The default project."""
 
+MAX_TAG = 5000
+"""Characters that every version of mlflow accepts in a tag."""
+
 IsLogged = Callable[[str, int], bool]
 """Returns whether a value with this name was logged for this step."""
 
@@ -45,11 +48,17 @@ class Tracker(ABC):
 
     Args:
         folder: directory for its files, inside the run folder.
-        called: names for a run that is new to the tracker.
+        run_name: names for a run that is new to the tracker.
         known: identity of a run that is resumed. Empty for a new run.
+
+    Attributes:
+        has_summary: whether a run has single values that are not curves.
+        sends_later: whether values may be lost if the process dies. The parameters are then sent at each start.
     """
 
     name: ClassVar[str]
+    has_summary: ClassVar[bool] = False
+    sends_later: ClassVar[bool] = False
     project_variable: ClassVar[str] = ""
 
     def __init__(self, folder: Path, run_name: RunName, known: Mapping[str, str]) -> None:
@@ -84,9 +93,9 @@ class Tracker(ABC):
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.tracker.log(dict(values), step=step)
 
-    def summarise(self, values: Mapping[str, float], step: int) -> None:
-        """Log final values. Trackers without a summary log them as values of the last step."""
-        self.log(values, step)
+    def summarise(self, values: Mapping[str, float | str], step: int) -> None:
+        """Store the final values and texts. A tracker without a summary logs them at the last step."""
+        self.tracker.log(dict(values), step=step)
 
     def finish(self) -> None:
         self.tracker.finish()
@@ -133,7 +142,11 @@ class TensorBoard(Tracker):
 
         events = EventAccumulator(str(self._events), size_guidance={"scalars": 0})
         events.Reload()
-        return _logged_steps((tag, event.step) for tag in events.Tags()["scalars"] for event in events.Scalars(tag))
+        texts = {tag: tag.removesuffix("/text_summary") for tag in events.Tags()["tensors"]}
+        scalars = ((tag, event.step) for tag in events.Tags()["scalars"] for event in events.Scalars(tag))
+        return _logged_steps(
+            [*scalars, *((name, event.step) for tag, name in texts.items() for event in events.Tensors(tag))]
+        )
 
     @property
     def where(self) -> str:
@@ -144,6 +157,8 @@ class WandB(Tracker):
     """Weights & Biases: local files, which wandb uploads if it is online."""
 
     name = "wandb"
+    has_summary = True
+    sends_later = True
     project_variable = "WANDB_PROJECT"
 
     def _open(self) -> Any:
@@ -164,7 +179,7 @@ class WandB(Tracker):
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.tracker.log(dict(values), step=step, commit=True)  # otherwise it would wait for the next step
 
-    def summarise(self, values: Mapping[str, float], step: int) -> None:
+    def summarise(self, values: Mapping[str, float | str], step: int) -> None:
         self.tracker.tracker.summary.update(dict(values))
 
     @property
@@ -177,6 +192,7 @@ class MLflow(Tracker):
     """An mlflow store: that of ``MLFLOW_TRACKING_URI``, or the default in the working directory."""
 
     name = "mlflow"
+    has_summary = True
     project_variable = "MLFLOW_EXPERIMENT_NAME"
 
     def _open(self) -> Any:
@@ -207,6 +223,13 @@ class MLflow(Tracker):
     def log(self, values: Mapping[str, float], step: int) -> None:
         super().log({_allowed(name): value for name, value in values.items()}, step)
 
+    def summarise(self, values: Mapping[str, float | str], step: int) -> None:
+        """Log numbers as metrics, and texts as tags."""
+        import mlflow
+
+        self.log({name: value for name, value in values.items() if not isinstance(value, str)}, step)
+        mlflow.set_tags({name: value[:MAX_TAG] for name, value in values.items() if isinstance(value, str)})
+
     @property
     def where(self) -> str:
         return f"mlflow ui --backend-store-uri {self.identity['uri']}"
@@ -221,6 +244,7 @@ class Trackio(Tracker):
     """A trackio store, in ``TRACKIO_DIR`` or the user's cache. It identifies runs only by their names."""
 
     name = "trackio"
+    sends_later = True
     project_variable = "TRACKIO_PROJECT"
 
     def _open(self) -> Any:

@@ -1,4 +1,4 @@
-"""Sends a run to its trackers: the plan, each line of metrics.jsonl once, and the summary.
+"""Sends a run to its trackers: the flags and the plan, each line of metrics.jsonl once, and the summary.
 
 A resumed run repeats some steps, and some values of the earlier process may not have arrived. So each tracker's store
 is read once at the start. The tracker then receives the missing values of the lines that are kept, and those values of
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.console import say
 from rapidformer_templates.run.folder import RunFolder, is_test_line, read_metrics
@@ -24,6 +26,10 @@ RUN_IDS = "runs.json"
 """File with the identity of the run in each tracker, so that a resumed run finds it again."""
 
 CONFIGURED = "configured"
+DECISIONS = ("template", "engine", "device", "precision", "optimizer", "optimizer_implementation", "switches")
+"""Fields of the plan that are parameters of a run."""
+
+Parameter = str | int | float | bool
 
 
 class Trackers:
@@ -33,12 +39,18 @@ class Trackers:
 
     Args:
         names: names of the trackers.
-        called: names of the run in the trackers.
-        plan: logged as the configuration if the run is new to a tracker.
+        run_name: names of the run in the trackers.
+        config, plan: logged as the parameters of the run if it is new to a tracker.
     """
 
     def __init__(
-        self, folder: RunFolder, names: tuple[str, ...], run_name: RunName, plan: Plan, workers: Workers
+        self,
+        folder: RunFolder,
+        names: tuple[str, ...],
+        run_name: RunName,
+        config: RunConfig,
+        plan: Plan,
+        workers: Workers,
     ) -> None:
         self.workers = workers
         self.folder = folder
@@ -49,18 +61,19 @@ class Trackers:
         self._row: dict[str, float] = {}
         self._step = 0
         folder.trackers.mkdir(exist_ok=True)
+        parameters = run_parameters(config, plan)
         for name in names:
-            self._try(name, lambda name=name: self._open_tracker(name, run_name, plan))  # type: ignore[misc]
+            self._try(name, lambda name=name: self._open_tracker(name, run_name, parameters))  # type: ignore[misc]
         for line in read_metrics(folder.metrics):
             self.log(line)
 
-    def _open_tracker(self, name: str, run_name: RunName, plan: Plan) -> None:
+    def _open_tracker(self, name: str, run_name: RunName, parameters: Mapping[str, Parameter]) -> None:
         saved = self._known.get(name, {})
         identity = {key: value for key, value in saved.items() if key != CONFIGURED}
         self._open[name] = tracker = KINDS[name](self.folder.trackers, run_name, identity)
         self._remember(name, {**tracker.identity, CONFIGURED: saved.get(CONFIGURED, False)})
-        if not saved.get(CONFIGURED):
-            tracker.configure(configuration(plan))
+        if tracker.sends_later or not saved.get(CONFIGURED):
+            tracker.configure(parameters)
             self._remember(name, {**tracker.identity, CONFIGURED: True})
         self._is_logged[name] = tracker.logged()
 
@@ -75,7 +88,7 @@ class Trackers:
         if line["step"] != self._step:
             self.flush()
         self._step = line["step"]
-        self._row |= {name: value for name, value in numbers(line) if name != "step"}
+        self._row |= in_groups(line)
 
     def flush(self) -> None:
         """Log the collected values of the current step. No more values may follow for it."""
@@ -84,7 +97,7 @@ class Trackers:
             self._all(lambda tracker, is_logged: self._log_new(tracker.log, row, is_logged))
 
     def _log_new(
-        self, log: Callable[[Mapping[str, float], int], None], row: Mapping[str, float], is_logged: IsLogged
+        self, log: Callable[[Mapping[str, Any], int], None], row: Mapping[str, Any], is_logged: IsLogged
     ) -> None:
         new = {name: value for name, value in row.items() if not is_logged(name, self._step)}
         if new:
@@ -98,9 +111,11 @@ class Trackers:
         """
         self.flush()
         self._step = summary["steps"]
-        of_test = {name: value for name, value in numbers(summary["metrics"]) if is_test_line({name: value})}
-        row = of_test | {f"summary/{name}": value for name, value in numbers(summary)}
-        self._all(lambda tracker, is_logged: self._log_new(tracker.summarise, row, is_logged))
+        self._all(
+            lambda tracker, is_logged: self._log_new(
+                tracker.summarise, results_of(summary, totals_as_text=not tracker.has_summary), is_logged
+            )
+        )
         where = {name: tracker.where for name, tracker in self._open.items()}
         self.close()
         return {
@@ -140,21 +155,50 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return identities
 
 
-def configuration(plan: Plan) -> dict[str, str | int | float | bool]:
-    """Return the plan as plain values: its decisions, and each given flag by name."""
-    values_of_plan = plan.to_json()
-    fields = ("template", "engine", "device", "precision", "optimizer", "optimizer_implementation", "switches")
-    flags = {name.lstrip("-"): flag["value"] for name, flag in values_of_plan["values"].items()}
-    values = {name: values_of_plan[name] for name in fields} | {
-        f"sizes/{name}": size for name, size in values_of_plan["sizes"].items()
-    }
-    return {name: _plain(value) for name, value in (flags | values).items()}
+def run_parameters(config: RunConfig, plan: Plan) -> dict[str, Parameter]:
+    """Return every flag with its value, defaults included, and the decisions of the plan."""
+    flags = {spelling(name).removeprefix("--"): value for name, value in config.items()}
+    decisions = {name: getattr(plan, name) for name in DECISIONS}
+    sizes = {f"sizes/{name}": size for name, size in asdict(plan.sizes).items()}
+    return {name: _plain(value) for name, value in (flags | decisions | sizes).items()}
 
 
-def _plain(value: Any) -> str | int | float | bool:
+def _plain(value: Any) -> Parameter:
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
-    return value if isinstance(value, str | int | float | bool) and not isinstance(value, str) else str(value)
+    return value if isinstance(value, int | float | bool) else str(value)
+
+
+def in_groups(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of metrics, named by the groups that trackers show.
+
+    >>> in_groups({"step": 8, "epoch": 1.0, "loss": 0.5, "grad_norm": 1.2})
+    {'train/epoch': 1.0, 'train/loss': 0.5, 'train/grad_norm': 1.2}
+    >>> in_groups({"step": 8, "epoch": 1.0, "eval_loss": 0.4, "accuracy": 0.9, "hard/loss": 0.7})
+    {'train/epoch': 1.0, 'eval/loss': 0.4, 'eval/accuracy': 0.9, 'eval/hard/loss': 0.7}
+    """
+    group = "train" if "grad_norm" in line else "eval"
+    return {
+        f"{'train' if name == 'epoch' else group}/{name.removeprefix('eval_')}": value
+        for name, value in numbers(line)
+        if name != "step"
+    }
+
+
+def results_of(summary: Mapping[str, Any], *, totals_as_text: bool) -> dict[str, float | str]:
+    """Return the metrics of the test part, the totals as numbers or as a text, and the receipts as a text."""
+    of_test = {name: value for name, value in numbers(summary["metrics"]) if is_test_line({name: value})}
+    totals = dict(numbers({name: value for name, value in summary.items() if name != "receipts"}))
+    texts = {"receipts": as_table(summary["receipts"])} if summary["receipts"] else {}
+    if totals_as_text:
+        return {**of_test, "summary": as_table(totals), **texts}
+    return {**of_test, **{f"summary/{name}": value for name, value in totals.items()}, **texts}
+
+
+def as_table(values: Mapping[str, Any]) -> str:
+    """Return a Markdown table of names and values."""
+    rows = [f"| {name} | {value if isinstance(value, str) else json.dumps(value)} |" for name, value in values.items()]
+    return "\n".join(["| name | value |", "|---|---|", *rows])
 
 
 def numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
