@@ -75,6 +75,13 @@ def test_a_run_of_the_former_default_optimizer_resumes_without_a_word(
     assert json.loads(curves[0][-1])["eval_loss"] == json.loads(curves[1][-1])["eval_loss"]
 
 
+def test_the_results_show_whole_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "runs of [bold] words" / ("long" * 30)
+    Watched([*FLAGS, "--lr", "0.1", "--save", str(folder)]).fit()
+    cells = [line.split("│")[-2].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert f"{folder}/metrics.jsonl".replace(" ", "") in "".join(cells).replace(" ", "")
+
+
 def test_a_run_goes_on_where_nobody_reads_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed:
         def write(self, text: str) -> int:

@@ -142,7 +142,7 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
     """Print a table of the results to standard output, and plot the curves in the run folder."""
     table = Table(title="results", show_header=False)
     table.add_column(style="bold")
-    table.add_column(justify="right")
+    table.add_column(justify="right", overflow="fold")  # a path that is cut off cannot be opened
     table.add_row("steps", f"{summary['steps']:,} ({summary['epochs']:g} epochs)")
     if summary["metrics"]:
         best, step = summary["best"], summary["metrics_step"]
@@ -168,7 +168,7 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
                 table.add_row(name, str(path))
     for name, tracker in summary["trackers"].items():
         table.add_row(name, f"failed: {tracker['failed']}" if tracker["failed"] else tracker["where"])
-    console = Console(force_jupyter=False)  # plain text, even in a notebook
+    console = Console(force_jupyter=False, markup=False)  # plain text, even in a notebook, and with brackets in a path
     with console.capture() as captured:
         console.print(table)
     try:
