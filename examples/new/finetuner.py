@@ -3,7 +3,7 @@
     python my_task.py
     python my_task.py --epochs 5 --nproc-per-node 2 --mixed-precision bf16 --save runs/longer
 
-It takes every flag: python my_task.py --help. To see what a run would do: rapidformer plan --user-script my_task.py
+It takes every flag: python my_task.py --help-all. To see what a run would do: rapidformer plan --user-script my_task.py
 """
 
 from collections.abc import Mapping, Sequence

@@ -215,11 +215,11 @@ def _switches_of_rules() -> Mapping[str, Sequence[str]]:
 
 
 def flags_page() -> str:
-    """Return the page with every flag by topic, as in ``rapidformer --help``."""
+    """Return the page with every flag by topic, as in ``rapidformer --help-all``."""
     parts = [
         "# Flags",
         "Every flag is accepted with dashes or underscores, and as a key of the YAML file of `--config`. A flag on the "
-        "command line wins over the file. `rapidformer --help` prints the same.",
+        "command line wins over the file. `rapidformer --help-all` prints the same.",
     ]
     for group in _parser()._action_groups:
         rows = [_flag_row(action) for action in group._group_actions if action.option_strings and action.dest != "help"]

@@ -133,7 +133,8 @@ def test_mistakes_are_reported_before_torch_is_imported(folder: Path) -> None:
 
 
 QUICK = (
-    "--help", "--version", "explain RF006", "plan --task causal_lm --fsdp-memory-optimization --world-size 2",
+    "--help", "--help-all", "plan --help", "doctor --help", "--version", "explain RF006",
+    "plan --task causal_lm --fsdp-memory-optimization --world-size 2",
     "data --help", "evaluate --help", "predict --help", "chat --help", "export --help", "bench --help", "schema",
     "convert --help", "convert {0}/arguments.yaml",
 )  # fmt: skip

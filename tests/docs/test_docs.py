@@ -24,7 +24,7 @@ MADE = ("reference/", "switches/")  # generated with the site. tests/docs/test_s
 OTHERS = {  # flags of other programs, and flags that examples declare
     "mlflow": ["--backend-store-uri"],
     "pip": ["--constraint", "--editable", "--index-url", "--no-deps"],
-    "rapidformer": ["--help", "--version"],
+    "rapidformer": ["--help", "--help-all", "--version"],
     "ruff": ["--check"],
     "tensorboard": ["--logdir"],
     "torchrun": [

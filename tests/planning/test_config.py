@@ -120,8 +120,8 @@ def test_flags_of_the_user(tmp_path: Path) -> None:
     ("flags", "message", "hint"),
     [
         ("--micro-batch-sise 4", "unknown flag --micro-batch-sise", "did you mean --micro-batch-size?"),
-        ("--xyzzy", "unknown flag --xyzzy", "rapidformer --help lists every flag"),
-        ("surplus", "unexpected argument 'surplus'", "rapidformer --help lists every flag"),
+        ("--xyzzy", "unknown flag --xyzzy", "rapidformer --help-all lists every flag"),
+        ("surplus", "unexpected argument 'surplus'", "rapidformer --help-all lists every flag"),
         ("--micro-batch-size 0", "--micro-batch-size must be at least 1, not 0", None),
         ("--seed 4294967296", "--seed must be at most 4294967295, not 4294967296", None),
         (

@@ -65,9 +65,9 @@ def test_what_is_suggested_is_a_flag_with_a_value_that_it_takes(name: str) -> No
         ("--mixed-precison bf16", "did you mean --mixed-precision?"),
         ("--zero-3-memory-optimisation", "did you mean --zero-3-memory-optimization?"),
         ("--train-iter 5", "did you mean --train-iters?"),
-        ("--zigzag", "rapidformer --help lists every flag"),
-        ("--banana", "rapidformer --help lists every flag"),
-        ("--ema", "rapidformer --help lists every flag"),
+        ("--zigzag", "rapidformer --help-all lists every flag"),
+        ("--banana", "rapidformer --help-all lists every flag"),
+        ("--ema", "rapidformer --help-all lists every flag"),
     ],
 )
 def test_hints_on_the_command_line(flags: str, hint: str) -> None:

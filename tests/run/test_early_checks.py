@@ -31,7 +31,7 @@ def test_three_wrong_keys_are_three_lines(tmp_path: Path) -> None:
 def test_unknown_flags_and_a_wrong_value_are_three_lines() -> None:
     """The words after an unknown flag are its values, and are not reported."""
     assert lines_of("--task causal_lm --foo 1 2 --learning-rate=3 --epochs none") == [
-        "error: unknown flag --foo (command line): rapidformer --help lists every flag",
+        "error: unknown flag --foo (command line): rapidformer --help-all lists every flag",
         "error: unknown flag --learning-rate (command line): did you mean --lr?",
         "error: --epochs needs a value of type int, not 'none' (command line)",
     ]
@@ -39,10 +39,10 @@ def test_unknown_flags_and_a_wrong_value_are_three_lines() -> None:
 
 def test_flags_without_their_value_do_not_hide_other_mistakes() -> None:
     assert lines_of("words here --lr --epochs --sed 1 --no-save=3") == [
-        "error: argument --lr: expected one argument: rapidformer --help lists every flag",
-        "error: argument --epochs: expected one argument: rapidformer --help lists every flag",
-        "error: argument --no-save: ignored explicit argument '3': rapidformer --help lists every flag",
-        "error: unexpected argument 'words', and 1 more: rapidformer --help lists every flag",
+        "error: argument --lr: expected one argument: rapidformer --help-all lists every flag",
+        "error: argument --epochs: expected one argument: rapidformer --help-all lists every flag",
+        "error: argument --no-save: ignored explicit argument '3': rapidformer --help-all lists every flag",
+        "error: unexpected argument 'words', and 1 more: rapidformer --help-all lists every flag",
         "error: unknown flag --sed (command line): did you mean --seed?",
     ]
 

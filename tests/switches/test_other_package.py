@@ -76,7 +76,7 @@ def several(place: Path, *commands: str) -> list[tuple[int, str]]:
 def test_it_is_in_the_help_the_catalogue_and_the_plan(place: Path) -> None:
     assert NAME in rapidformer(place, "switches")
     plan = f"plan {RUN} {FLAG} 0.1"
-    commands = ("--help", "explain GS001", plan, f"{plan} --onnx-runtime-training")
+    commands = ("--help-all", "explain GS001", plan, f"{plan} --onnx-runtime-training")
     (helped, usage), (explained, rule), (planned, switches), (status, refused) = several(place, *commands)
     assert (helped, explained, planned, status) == (0, 0, 0, 2)
     assert FLAG in usage

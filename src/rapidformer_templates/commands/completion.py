@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import shtab
 
@@ -46,16 +45,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def whole_parser() -> argparse.ArgumentParser:
     """Return one parser with every command and its flags. It is for completion only."""
-    from rapidformer_templates.commands.main import OTHERS, PlanFlags
+    from rapidformer_templates.commands.main import OTHERS, PlanFlags, own_parsers
 
     parser = _training_parser("rapidformer", [])
-    commands = parser.add_subparsers()
+    commands = parser.add_subparsers(parser_class=argparse.ArgumentParser)
     parsers: dict[str, argparse.ArgumentParser] = {
         "plan": _training_parser("rapidformer plan", [PlanFlags]),
-        "switches": _plain_parser("switches", {"--markdown": {"action": "store_true"}}),
-        "explain": _plain_parser("explain", {"code": {"choices": [rule.code for rule in REGISTRY.all_rules]}}),
-        "doctor": _plain_parser("doctor", {"--json": {"action": "store_true"}, "--build": {"action": "store_true"}}),
+        **{name: own for name, own in own_parsers().items() if name != "plan"},
     }
+    parsers["explain"]._actions[-1].choices = [rule.code for rule in REGISTRY.all_rules]
     parsers |= {name: load_object(f"{module}:build_parser")() for name, module in OTHERS.items()}
     for name, command in parsers.items():
         # The existing parser of the command replaces the one that argparse creates.
@@ -84,13 +82,6 @@ def _choices(options: Iterable[type]) -> dict[str, Sequence[str]]:
         for kind, field in fields
     }
     return {name: choices for name, choices in listed.items() if choices}
-
-
-def _plain_parser(name: str, words: Mapping[str, Mapping[str, Any]]) -> argparse.ArgumentParser:
-    parser = Parser(prog=f"rapidformer {name}")
-    for word, keywords in words.items():
-        parser.add_argument(word, **keywords)
-    return parser
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

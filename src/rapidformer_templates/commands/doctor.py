@@ -20,7 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.commands.saved_model_parser import Parser
+from rapidformer_templates.errors import ConfigError, RapidformerError, did_you_mean
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, version_of
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
@@ -111,14 +112,11 @@ def main(words: Sequence[str]) -> int:
         ConfigError: the command does not accept a word.
         PartError: a part that ``--build`` names cannot be built.
     """
-    parser = argparse.ArgumentParser(prog="rapidformer doctor", add_help=False, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--build", nargs="*", metavar="PART")
-    options, unknown = parser.parse_known_args(words)
+    options = build_parser().parse_args(words)
     names = options.build or []
-    if wrong := [*unknown, *(name for name in names if name not in deepspeed_parts.PARTS)]:
-        hint = f"rapidformer doctor [--json] [--build [{' | '.join(deepspeed_parts.PARTS)} …]]"
-        raise ConfigError(f"unexpected argument '{wrong[0]}'", hint=hint)
+    if wrong := [name for name in names if name not in deepspeed_parts.PARTS]:
+        hint = did_you_mean(wrong[0], deepspeed_parts.PARTS, f"the parts are {', '.join(deepspeed_parts.PARTS)}")
+        raise ConfigError(f"DeepSpeed has no part '{wrong[0]}'", where="--build", hint=hint)
     device = "cpu" if environment.detect_gpu() is None else "cuda"
     if options.build is not None:
         _build(names or [part for part in deepspeed_parts.PARTS if not build_tools.problems(part, device)], device)
@@ -128,6 +126,26 @@ def main(words: Sequence[str]) -> int:
     else:
         show(report)
     return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``rapidformer doctor``."""
+    parser = Parser(
+        prog="rapidformer doctor",
+        description="Show what this machine has: its devices, the installed packages, what each of them serves, what\n"
+        "does not work, and what to do about it. It imports the packages in another process.",
+        epilog="example: rapidformer doctor --build cpu_adam",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--build",
+        nargs="*",
+        metavar="PART",
+        help=f"first build compiled parts of DeepSpeed: {', '.join(deepspeed_parts.PARTS)} (default: all that can be)",
+    )
+    return parser
 
 
 def _build(parts: Sequence[str], device: str) -> None:

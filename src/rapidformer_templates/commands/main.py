@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused, did_you_mean
 from rapidformer_templates.planning import environment
-from rapidformer_templates.planning.config import RunConfig, build_parser, parse, split, to_yaml
+from rapidformer_templates.planning.config import RunConfig, add_flags, build_parser, parse, split, to_yaml
 from rapidformer_templates.planning.device_kinds import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName
 from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.flag_parser import FlagParser
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.plan import Plan
@@ -61,7 +63,8 @@ commands:
   rapidformer schema            print the JSON schema of the YAML files of --config, for editors
   rapidformer completion SHELL  print a script for bash, zsh, fish …: eval "$(rapidformer completion bash)"
 
-Every flag is accepted with dashes or underscores, and as a key of the YAML file of --config."""
+Each command has --help. Every flag is accepted with dashes or underscores, and as a key of the YAML file of
+--config."""
 
 
 OTHERS = {
@@ -139,8 +142,11 @@ def _dispatch(words: list[str]) -> int:
     if command == "--version":
         print(f"rapidformer_templates {importlib.metadata.version('rapidformer_templates')}")
         return 0
+    if "--help-all" in words:
+        print(all_flags_parser().format_help())
+        return 0
     if {"-h", "--help"}.intersection(words or ["--help"]):
-        print(help_text())
+        print(help_text(command))
         return 0
     commands = {"plan": _plan, "switches": _switches, "explain": _explain, "doctor": _doctor}
     if command in commands:
@@ -156,12 +162,56 @@ def _dispatch(words: list[str]) -> int:
     return run(words)
 
 
-def help_text() -> str:
-    """Return the help text: the commands, then every flag by topic."""
+def help_text(command: str) -> str:
+    """Return the help text of ``plan``, ``switches``, ``explain``, ``doctor``, or else of ``rapidformer`` itself."""
+    parsers = own_parsers()
+    return parsers[command].format_help() if command in parsers else all_flags_parser().format_usual_help()
+
+
+def all_flags_parser() -> FlagParser:
+    """Return the parser of every flag. Its description lists the commands."""
     parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
+    parser.usual -= {field.name for field in dataclasses.fields(PlanFlags)}
     parser.usage = f"rapidformer [{' | '.join(COMMANDS)}] [flags]"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    return parser.format_help()
+    return parser
+
+
+def own_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of the commands without a module of their parser. ``plan`` also takes training flags."""
+    from rapidformer_templates.commands.doctor import build_parser as doctor_parser
+
+    plan = Parser(
+        prog="rapidformer plan",
+        usage="rapidformer plan [--json | --yaml] [--world-size N] [flags of a training command]",
+        description=PLAN_DESCRIPTION,
+        epilog=PLAN_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_flags(plan, PlanFlags)
+    switches = Parser(
+        prog="rapidformer switches", description="List the switches, their flags, and which of them go together."
+    )
+    switches.add_argument("--markdown", action="store_true", help="print the page docs/switches.md")
+    explain = Parser(
+        prog="rapidformer explain",
+        description="Print what a rule refuses, why, an example that breaks it, and what to do instead.",
+        epilog="example: rapidformer explain RF006",
+    )
+    explain.add_argument("code", nargs="?", metavar="CODE", help="code of the rule, such as RF006 or 6")
+    return {"plan": plan, "switches": switches, "explain": explain, "doctor": doctor_parser()}
+
+
+PLAN_DESCRIPTION = """Resolve the flags of a training command, print the plan, and start nothing.
+
+The plan has the template, the switches in their order, the batch sizes, the groups of workers, and the origin of each
+value. It needs neither data nor a GPU. If a rule refuses the flags, the status is 2, and the message names flags that
+work. With --auto-strategy it lists the layouts that fit, best first. With --user-script it plans what the script
+would run."""
+
+PLAN_EXAMPLE = """example: rapidformer plan --task causal_lm --fsdp-memory-optimization --world-size 8 --device cpu
+
+rapidformer --help-all lists the flags of a training command."""
 
 
 def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlags]:
@@ -355,11 +405,7 @@ def _switches(words: list[str]) -> int:
     from rapidformer_templates.commands import catalogue as _document
     from rapidformer_templates.commands.compatibility import compatibility
 
-    parser = argparse.ArgumentParser(prog="rapidformer switches", add_help=False)
-    parser.add_argument("--markdown", action="store_true")
-    options, unknown = parser.parse_known_args(words)
-    if unknown:
-        raise ConfigError(f"unexpected argument '{unknown[0]}'", hint="rapidformer switches [--markdown]")
+    options = own_parsers()["switches"].parse_args(words)
     if options.markdown:
         print(_document.markdown(REGISTRY, list(compatibility(REGISTRY))), end="")
     else:

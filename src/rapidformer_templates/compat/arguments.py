@@ -49,7 +49,7 @@ class Arguments:
             return self._config().get(name)
         raise AttributeError(
             f"there is no flag {spelling(name)}: add it with RapidformerEngine(extra_args_provider=…), "
-            "or look for its name here with rapidformer --help"
+            "or look for its name here with rapidformer --help-all"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import yaml
 
 from rapidformer_templates.errors import ConfigError, MistakeCollector, UnknownName, did_you_mean
+from rapidformer_templates.planning.flag_parser import FlagParser
 from rapidformer_templates.planning.flags import SECTIONS, DataFlags, LaunchFlags, ModelFlags, TrainingFlags
 from rapidformer_templates.planning.intervals import Epochs, Interval
 from rapidformer_templates.planning.peers import as_code, flag_hint
@@ -174,7 +175,8 @@ def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
     for f in dataclasses.fields(options):
         meta, (kind, choices, several) = f.metadata, value_kind(field_types(options)[f.name])
         text = meta.get("help", "").replace("%", "%%")
-        if f.default not in (None, False, ()) and not isinstance(f.default, dataclasses._MISSING_TYPE):
+        has_default = f.default not in (None, False, ()) and not isinstance(f.default, dataclasses._MISSING_TYPE)
+        if has_default and "(default:" not in text:
             text += f" (default: {f.default})"
         keywords: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": text}
         if kind is bool and f.name.startswith("no_"):
@@ -224,19 +226,16 @@ def _by_field(
     return by_field
 
 
-def build_parser(
-    prog: str, switch_options: Iterable[type], user: type | None, description: str
-) -> argparse.ArgumentParser:
+def build_parser(prog: str, switch_options: Iterable[type], user: type | None, description: str) -> FlagParser:
     """Build the parser of all flags, grouped by topic.
 
     Raises:
         ConfigError: one of the user's flags has the name of a library flag.
     """
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False
-    )
+    parser = FlagParser(prog, description)
     for options in (*SECTIONS.values(), *switch_options):
         add_flags(parser, options)
+        parser.usual |= {f.name for f in dataclasses.fields(options) if f.metadata.get("usual")}
     if user:
         reserved = [
             spelling(f.name) for f in dataclasses.fields(user) if spelling(f.name) in parser._option_string_actions
@@ -246,6 +245,7 @@ def build_parser(
                 f"{reserved[0]} is a flag of the library", where=user.__name__, hint="rename your own flag"
             )
         add_flags(parser, user)
+        parser.usual |= {f.name for f in dataclasses.fields(user)}
     return parser
 
 
@@ -307,7 +307,7 @@ def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
     try:
         namespace, rest = parser.parse_known_args(dashed(argv))
     except argparse.ArgumentError as error:
-        raise ConfigError(str(error), hint="rapidformer --help lists every flag") from error
+        raise ConfigError(str(error), hint="rapidformer --help-all lists every flag") from error
     fields = {f.name: f for f in dataclasses.fields(options)}
     mistakes = MistakeCollector()
     words = {name: (value, "command line") for name, value in vars(namespace).items()}
@@ -378,7 +378,7 @@ def parse_words(parser: argparse.ArgumentParser, words: Sequence[str], mistakes:
             break
         except argparse.ArgumentError as error:  # about one flag: the others can still be read
             names = (error.argument_name or "").split("/")
-            mistakes.errors.append(ConfigError(str(error), hint=f"{parser.prog} --help lists every flag"))
+            mistakes.errors.append(ConfigError(str(error), hint=_list_of_flags(parser)))
             words = [word for word in words if word.partition("=")[0] not in names]
     mistakes.errors += _unknown_words(unknown, parser)
     return vars(namespace)
@@ -398,12 +398,15 @@ def _unknown_words(words: Sequence[str], parser: argparse.ArgumentParser) -> Ite
     positional = list(itertools.takewhile(lambda word: not _FLAG.match(word), words))
     if positional:
         more = f", and {len(positional) - 1} more" if len(positional) > 1 else ""
-        hint = f"{parser.prog} --help lists every flag"
-        yield UnknownName(f"unexpected argument '{positional[0]}'{more}", hint=hint)
+        yield UnknownName(f"unexpected argument '{positional[0]}'{more}", hint=_list_of_flags(parser))
     known = [name for action in parser._actions for name in action.option_strings]
     for name in dict.fromkeys(word.split("=")[0] for word in words if _FLAG.match(word)):
-        hint = flag_hint(name, known) or f"{parser.prog} --help lists every flag"
+        hint = flag_hint(name, known) or _list_of_flags(parser)
         yield UnknownName(f"unknown flag {name}", where="command line", hint=hint)
+
+
+def _list_of_flags(parser: argparse.ArgumentParser) -> str:
+    return f"{parser.prog} {'--help-all' if isinstance(parser, FlagParser) else '--help'} lists every flag"
 
 
 _FLAG = re.compile("--|-[A-Za-z]")

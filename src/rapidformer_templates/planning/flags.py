@@ -26,6 +26,7 @@ def flag(
     choice: str | None = None,
     only_with: tuple[str, Any] | None = None,
     in_files: bool = True,
+    usual: bool = False,
 ) -> Any:
     """Declare one flag as a dataclass field.
 
@@ -43,10 +44,11 @@ def flag(
             group in a file or a script.
         only_with: another field without which the flag has no effect, and a value to suggest for it.
         in_files: whether a YAML file or the plan of an earlier run may set it. False for flags that run code.
+        usual: whether ``--help`` shows it. ``--help-all`` shows every flag.
     """
     metadata: dict[str, Any] = {"help": help, "bare": bare, "metavar": metavar, "minimum": minimum, "maximum": maximum}
     metadata |= {"choice": choice, "only_with": only_with, "aliases": dict(aliases or {}), "offered": offered}
-    metadata["in_files"] = in_files
+    metadata |= {"in_files": in_files, "usual": usual}
     return field(default=default, metadata=metadata)
 
 
@@ -54,14 +56,14 @@ def flag(
 class LaunchFlags:
     """Launch"""
 
-    config: str | None = flag(None, "YAML file with flags; the command line wins", metavar="FILE")
+    config: str | None = flag(None, "YAML file with flags; the command line wins", metavar="FILE", usual=True)
     template: Literal["Trainer", "Pretrainer", "Finetuner"] | None = flag(
         None, "template of a black-box run (default: chosen from the task and the switches)"
     )
     user_script: str | None = flag(
-        None, "white-box script to run with these flags; not in a YAML file", metavar="FILE", in_files=False
+        None, "white-box script to run with these flags; not in a YAML file", metavar="FILE", in_files=False, usual=True
     )
-    nproc_per_node: int | None = flag(None, "local workers that the command starts itself", minimum=1)
+    nproc_per_node: int | None = flag(None, "local workers that the command starts itself", minimum=1, usual=True)
     data_parallel_size: int | None = flag(
         None,
         "expected number of data-parallel workers; computed without the flag as all workers / (tensor × pipeline size)",
@@ -76,6 +78,7 @@ class LaunchFlags:
         "(default: the accelerator, if there is one)",
         metavar="DEVICE",
         offered=("auto", "cpu", "cuda", "xpu", "mps", "npu"),
+        usual=True,
     )
 
 
@@ -83,14 +86,19 @@ class LaunchFlags:
 class ModelFlags:
     """Model"""
 
-    pretrained_model_name_or_path: str | None = flag(None, "folder (or cached hub name) with weights", metavar="PATH")
-    model_type: str | None = flag(None, "architecture to train from scratch: gpt2, bert, llama, t5, …")
+    pretrained_model_name_or_path: str | None = flag(
+        None, "folder (or cached hub name) with weights", metavar="PATH", usual=True
+    )
+    model_type: str | None = flag(None, "architecture to train from scratch: gpt2, bert, llama, t5, …", usual=True)
     num_layers: int | None = flag(None, "number of blocks", minimum=1)
     hidden_size: int | None = flag(None, "width of the model", minimum=1)
     num_attention_heads: int | None = flag(None, "attention heads per block", minimum=1)
     max_position_embeddings: int | None = flag(None, "longest sequence that the model accepts, in tokens", minimum=1)
     seq_length: int | None = flag(
-        None, "length that samples are truncated to, in tokens (default: the longest that the model accepts)", minimum=1
+        None,
+        "length that samples are truncated to, in tokens (default: the longest that the model accepts)",
+        minimum=1,
+        usual=True,
     )
     new_head: bool = flag(False, "replace a pretrained model's head with a new one for the labels of the data")
     dropout: float | None = flag(
@@ -106,9 +114,12 @@ class ModelFlags:
 class DataFlags:
     """Data"""
 
-    micro_batch_size: int = flag(1, "samples per forward on each data-parallel rank", minimum=1)
+    micro_batch_size: int = flag(1, "samples per forward on each data-parallel rank", minimum=1, usual=True)
     global_batch_size: int | None = flag(
-        None, "samples per optimizer step, over all ranks (default: micro batch × data-parallel size)", minimum=1
+        None,
+        "samples per optimizer step, over all ranks (default: micro batch × data-parallel size)",
+        minimum=1,
+        usual=True,
     )
     tokenizer_type: (
         Literal["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer"] | None
@@ -121,15 +132,19 @@ class DataFlags:
     split: str = flag("969,30,1", "train, valid and test shares of a pretraining corpus", metavar="T,V,T")
     data_impl: Literal["mmap", "lazy", "cached", "infer"] = flag("mmap", "how an indexed corpus is read")
     data_path: tuple[str, ...] | None = flag(
-        None, "pretraining corpus: text files, indexed prefixes, or a blend '0.3 A 0.7 B'", metavar="PATH"
+        None, "pretraining corpus: text files, indexed prefixes, or a blend '0.3 A 0.7 B'", metavar="PATH", usual=True
     )
-    data_dir: str | None = flag(None, "fine-tuning: folder with the files", metavar="DIR")
+    data_dir: str | None = flag(None, "fine-tuning: folder with the files", metavar="DIR", usual=True)
     data_name: str | None = flag(
-        None, "fine-tuning: data set in that folder: a file stem or a saved data set", metavar="NAME"
+        None, "fine-tuning: data set in that folder: a file stem or a saved data set", metavar="NAME", usual=True
     )
-    text_column: str | None = flag(None, "column with the text (default: the task's usual names)", metavar="NAME")
+    text_column: str | None = flag(
+        None, "column with the text (default: the task's usual names)", metavar="NAME", usual=True
+    )
     pair_column: str | None = flag(None, "column with a second text or the question", metavar="NAME")
-    label_column: str | None = flag(None, "column with the label, the tags, the answers or the target", metavar="NAME")
+    label_column: str | None = flag(
+        None, "column with the label, the tags, the answers or the target", metavar="NAME", usual=True
+    )
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = flag(
         None, "sequence_classification: kind of labels (default: regression for fractions, multi-label for lists)"
     )
@@ -205,18 +220,24 @@ class TrainingFlags:
             "pretraining",
         ]
         | None
-    ) = flag(None, "what to train the model for")
+    ) = flag(None, "what to train the model for", usual=True)
     save: str | None = flag(
-        None, "run folder: checkpoints, metrics, summary, plan, exported model", metavar="DIR", choice="save"
+        None,
+        "run folder: checkpoints, metrics, summary, plan, exported model",
+        metavar="DIR",
+        choice="save",
+        usual=True,
     )
-    no_save: bool = flag(False, "train without --save and discard the model at the end", choice="save")
+    no_save: bool = flag(False, "train without --save and discard the model at the end", choice="save", usual=True)
     overwrite: bool = flag(False, "empty a run folder that already holds a run")
     load: str | None = flag(None, "run folder or checkpoint to start from", metavar="DIR")
-    resume: bool = flag(False, "continue from the newest complete checkpoint in --save", only_with=("save", "DIR"))
+    resume: bool = flag(
+        False, "continue from the newest complete checkpoint in --save", only_with=("save", "DIR"), usual=True
+    )
     weights_only: bool = flag(
         False, "with --load: load only the weights and start everything else from scratch", only_with=("load", "DIR")
     )
-    lr: float | None = flag(None, "peak learning rate", minimum=0)
+    lr: float | None = flag(None, "peak learning rate", minimum=0, usual=True)
     lr_decay_style: Literal[
         "linear",
         "cosine",
@@ -302,9 +323,10 @@ class TrainingFlags:
         metavar="N",
         minimum=1,
         choice="length",
+        usual=True,
     )
     epochs: int | None = flag(
-        None, "passes over the training data, without accumulation", metavar="N", minimum=1, choice="length"
+        None, "passes over the training data, without accumulation", metavar="N", minimum=1, choice="length", usual=True
     )
     log_interval: int | None = flag(
         None,
@@ -318,12 +340,14 @@ class TrainingFlags:
         "interval between evaluations: steps, or with a unit 20000samples, 5e7tokens, 30minutes, 0.5epochs (default: "
         "the end of each epoch in a run that is counted in epochs, else of the run)",
         metavar="EVERY",
+        usual=True,
     )
     eval_iters: int | None = flag(None, "batches per evaluation (default: all)", minimum=1)
     save_interval: Interval | None = flag(
         None,
         "interval between checkpoints, in the same units and with the same default",
         metavar="EVERY",
+        usual=True,
     )
     async_save: bool = flag(False, "save in the background; training waits only for the copy to host memory")
     profile: int | None = flag(

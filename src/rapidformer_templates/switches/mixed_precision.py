@@ -36,6 +36,7 @@ class MixedPrecisionFlags:
         bare="auto",
         aliases={"fp16": "fp16", "bf16": "bf16"},
         metavar="fp16|bf16",
+        usual=True,
     )
     keep_fp32_parameters: bool = flag(
         False,

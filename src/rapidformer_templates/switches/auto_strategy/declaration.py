@@ -23,7 +23,7 @@ from rapidformer_templates.planning.switch import (
 class AutoStrategyFlags:
     """Acceleration"""
 
-    auto_strategy: bool = flag(False, "search for the best layout of workers and batch")
+    auto_strategy: bool = flag(False, "search for the best layout of workers and batch", usual=True)
     max_global_batch_size: int | None = flag(
         None, "maximum samples per optimizer step that --auto-strategy may choose", minimum=1
     )

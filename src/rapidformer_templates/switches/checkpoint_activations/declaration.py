@@ -27,7 +27,7 @@ class CheckpointActivationsFlags:
     """Acceleration"""
 
     checkpoint_activations: bool = flag(
-        False, "keep only each block's input and recompute the rest (about 20 % slower)"
+        False, "keep only each block's input and recompute the rest (about 20 % slower)", usual=True
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,

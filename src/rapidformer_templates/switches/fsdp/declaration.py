@@ -33,7 +33,10 @@ class FsdpFlags:
     """Acceleration"""
 
     fsdp_memory_optimization: bool = flag(
-        False, "FSDP: shard optimizer state, gradients and parameters (torch fully_shard)", choice=PARTITIONING
+        False,
+        "FSDP: shard optimizer state, gradients and parameters (torch fully_shard)",
+        choice=PARTITIONING,
+        usual=True,
     )
 
 

@@ -33,7 +33,9 @@ BITSANDBYTES = (0, 50)
 class LoraFlags:
     """Adapters"""
 
-    lora_rank: int | None = flag(None, "train adapters of this rank on top of frozen weights", metavar="N", minimum=1)
+    lora_rank: int | None = flag(
+        None, "train adapters of this rank on top of frozen weights", metavar="N", minimum=1, usual=True
+    )
     lora_alpha: float | None = flag(
         None,
         "the adapters' output is multiplied by ALPHA / rank (default: twice the rank)",
