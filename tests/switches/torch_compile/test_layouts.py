@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 
+from rapidformer_templates.switches.tensor_parallel import layers
+from rapidformer_templates.switches.tensor_parallel.collectives import copy_all_to_region
+from tests.support import parity
 from tests.support.compiled_jobs import train_exactly
 from tests.support.parity import reference
 from tests.support.selection import by_default
-from tests.support.worker_pool import Failure, outcomes_in_workers
+from tests.support.worker_pool import Failure, outcomes_in_workers, run_in_workers
 
 pytestmark = pytest.mark.distributed
 
@@ -86,6 +91,23 @@ def test_it_follows_one_eager_process_without_a_break(name: str) -> None:
     assert not report["recompilations"]
     assert not report["not_compiled"]
     _assert_documented(job, layout, workers, report)
+
+
+def _train_with_breaks(workers: Any, job: str, flags: str) -> parity.Trained:
+    def copy(*arguments: Any) -> Any:
+        torch._dynamo.graph_break()
+        return copy_all_to_region(*arguments)
+
+    with mock.patch.object(layers, "copy_all_to_region", copy):
+        return train_exactly(workers, job, flags)
+
+
+def test_a_graph_break_inside_a_divided_layer_changes_no_number() -> None:
+    """A forward that continues after a break must not use the parameters from before."""
+    flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {TENSOR} --sequence-parallel"
+    run = run_in_workers(2, _train_with_breaks, "stages-bert", flags)[0]
+    _assert_follows(run, _reference("stages-bert"))
+    assert list(run["summary"]["receipts"]["compile"]["graph_breaks"]) == ["Call to `torch._dynamo.graph_break()`"]
 
 
 @pytest.mark.longer

@@ -80,13 +80,13 @@ class OnAdaptedWeight:
         product = self.product()
         if product is None:
             return self.forward(*args, **kwargs)
-        attributes: dict[str, Any] = self.module.__dict__
-        parameters = attributes["_parameters"]
-        attributes["_parameters"] = {**parameters, self.name: parameters[self.name] + product}
+        # No local name for __dict__, because of graph breaks: see OnLocalParameters in tensor_parallel/layers.py.
+        before: dict[str, Any] = self.module._parameters
+        self.module.__dict__["_parameters"] = {**before, self.name: before[self.name] + product}
         try:
             return self.forward(*args, **kwargs)
         finally:
-            attributes["_parameters"] = parameters
+            self.module.__dict__["_parameters"] = before
 
 
 def matrix_adapters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:

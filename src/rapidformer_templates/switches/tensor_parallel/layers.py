@@ -106,13 +106,15 @@ class OnLocalParameters:
         return local
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        attributes = self.module.__dict__
-        parameters = attributes["_parameters"]
-        attributes["_parameters"] = self.parts()
+        before = self.module._parameters
+        parts = self.parts()
+        # No local name for __dict__: after a graph break, torch.compile would not know it as the module's attributes,
+        # and the forward would use the parameters from before.
+        self.module.__dict__["_parameters"] = parts
         try:
             return self.forward(*args, **kwargs)
         finally:
-            attributes["_parameters"] = parameters
+            self.module.__dict__["_parameters"] = before
 
 
 def local_parameter_layers(part: nn.Module) -> list[OnLocalParameters]:
