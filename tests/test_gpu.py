@@ -190,6 +190,6 @@ class BeyondJob(CausalJob):
 
 def test_a_token_id_beyond_the_vocabulary_is_found_before_a_kernel_fails() -> None:
     with pytest.raises(DataError, match=f"the token id {VOCABULARY} in 'input_ids'") as caught:
-        BeyondJob("--train-iters 9 --micro-batch-size 4 --lr 1e-3".split()).fit()
+        BeyondJob(["--epochs", "1", "--micro-batch-size", "4", "--lr", "1e-3"]).fit()
     assert caught.value.where == "training samples [3]"
     assert float(torch.ones(2, device="cuda").sum()) == 2, "after an assertion of a kernel, nothing can run"
