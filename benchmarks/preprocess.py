@@ -27,7 +27,8 @@ from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, table, verd
 from benchmarks.texts import write_corpus
 from rapidformer_templates.commands.bench.output import Advance, progress, why_absent
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
-from rapidformer_templates.data.text.files import BadLines, documents
+from rapidformer_templates.data.text.bad_lines import BadLines
+from rapidformer_templates.data.text.files import documents
 from rapidformer_templates.data.text.train_tokenizer import save, train
 from rapidformer_templates.errors import RapidformerError
 

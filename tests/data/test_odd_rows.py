@@ -26,7 +26,7 @@ ANSWERED = {"role": "assistant", "content": "a"}
 @pytest.fixture
 def make(configure: Callable[..., RunConfig], bert_folder: Path, gpt_folder: Path, tmp_path: Path) -> Make:
     def task(kind: str, architecture: str, row: dict[str, Any], tokenizer: str) -> Task:
-        write_jsonl(tmp_path / "test.jsonl", [row, row])
+        write_jsonl(tmp_path / "test.jsonl", [row])
         folder = str({"gpt": gpt_folder, "bert": bert_folder, "bare": tmp_path / "bare"}[tokenizer])
         if tokenizer == "bare":  # it has no token for unknown characters
             known = Tokenizer(BPE({"<pad>": 0, "a": 1}, []))
@@ -43,9 +43,15 @@ BERT, GPT = ("bert", "bert"), ("gpt2", "gpt")
 REFUSED: Mapping[str, tuple[str, tuple[str, str], dict[str, Any], tuple[str | None, str | None]]] = {
     # name: (task, (architecture, tokenizer), row, errors of evaluation and prediction; None: it works)
     "no token": (
-        "sequence_classification", GPT, {"text": "", "label": "O"}, (NO_TOKEN.format("text"), NO_TOKEN.format("text")),
+        "sequence_classification", GPT, {"text": "", "label": "O"},
+        ("the text in column 'text' is empty", NO_TOKEN.format("text")),
     ),
-    "an empty text": ("sequence_classification", BERT, {"text": "", "label": "O"}, (None, None)),
+    "an empty text": (
+        "sequence_classification", BERT, {"text": " ", "label": "O"}, ("the text in column 'text' is empty", None),
+    ),
+    "an empty list of words": (
+        "token_classification", BERT, {"tokens": [], "tags": []}, ("the text in column 'tokens' is empty", None),
+    ),
     "a long text": ("sequence_classification", BERT, {"text": LONG, "label": "O"}, (None, None)),
     "no label": (
         "sequence_classification", BERT, {"text": "a", "label": None}, ("the label in column 'label' is empty", None),

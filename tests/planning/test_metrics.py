@@ -169,7 +169,7 @@ class OwnMetrics(Scored):
     uses_task = True
 
     def build_data(self) -> Data:
-        self.task.notes, self.task.skipped = [], []
+        self.task.notes = []
         return super().build_data()
 
     def model_was_built(self, model: nn.Module) -> None:

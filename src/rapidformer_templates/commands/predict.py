@@ -172,18 +172,21 @@ def read_rows(config: RunConfig, text_column: str) -> DataPart:
             cannot be read.
     """
     from rapidformer_templates.data.finetuning.tables import part_of, read_files
-    from rapidformer_templates.data.text.files import ROW_READERS, BadLines, text_lines
+    from rapidformer_templates.data.text.bad_lines import BadLines, add_by_reason, describe_skipped
+    from rapidformer_templates.data.text.files import ROW_READERS, data_suffix, text_lines
 
     path = Path(config.user.input)
     bad = BadLines(skip=config.data.skip_bad_lines)
-    if path.suffix.lower() == ".txt":
+    if data_suffix(path) == ".txt":
         lines = list(text_lines(path, bad))
+        bad.raise_all()
         rows, places = [{text_column: text.rstrip("\r\n")} for _, text in lines], [(0, number) for number, _ in lines]
         if not rows:
             raise DataError("the file is empty", where=str(path), hint="it needs at least one line")
         part = part_of(rows, places, (str(path),))
-    elif path.suffix.lower() in ROW_READERS:
+    elif data_suffix(path) in ROW_READERS:
         part = read_files([path], bad)
+        bad.raise_all()
     else:
         hint = f"use {', '.join(('.txt', *ROW_READERS))}"
         raise DataError(f"files {path.suffix or 'without an ending'} are not read", where="--input", hint=hint)
@@ -191,8 +194,8 @@ def read_rows(config: RunConfig, text_column: str) -> DataPart:
         raise DataError(
             f"there is a column '{KEY}' already", where=str(path), hint="rename it: the output adds this column"
         )
-    for line in bad.skipped:
-        print(f"left out {line}", file=sys.stderr)
+    if bad.skipped:
+        print(describe_skipped(add_by_reason({}, bad.skipped)), file=sys.stderr)
     return part
 
 

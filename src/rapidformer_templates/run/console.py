@@ -86,7 +86,7 @@ def summarise(
         "metrics_step": loop.exported_step,
         "best": loop.position.best,
         "stopped_early": loop.early_stop_reason,
-        "skipped_lines": len(template.task.skipped) if template.uses_task else 0,
+        "skipped_lines": len(template.task.bad.skipped) if template.uses_task else 0,
     }
     if not loop.meter.steps and loop.folder and loop.folder.summary.exists():
         # A complete run was resumed without a step, so its earlier measurements are still valid.

@@ -13,6 +13,7 @@ from torch import nn
 
 from rapidformer_templates.data.checks import checked_data
 from rapidformer_templates.data.order import Order
+from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.errors import ConfigError, DataError
@@ -258,9 +259,9 @@ def _loaded_run(training: TrainingFlags) -> RunFolder:
 def build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
     """Return the training samples. All data is stored on the template for its hooks."""
     template.data = checked_data(template.build_data())
-    skipped = template.task.skipped if template.uses_task else []
+    skipped = template.task.bad.skipped if template.uses_task else []
     if skipped:
-        say(workers, f"left out {len(skipped)} lines that cannot be read: {'; '.join(skipped[:5])}", loud=True)
+        say(workers, describe_skipped(add_by_reason({}, skipped)), loud=True)
     for note in template.task.notes if template.uses_task else []:
         say(workers, f"note       {note}")
     samples = template.data.train
@@ -352,9 +353,8 @@ def _profile(template: Template, folder: RunFolder | None, steps_left: int, work
 
 def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str, Any]:
     template, folder = loop.template, loop.folder
-    if loop.position.stream and loop.position.stream["skipped"]:
-        skipped, lines = loop.position.stream["skipped"], loop.position.stream["lines"]
-        say(workers, f"left out {skipped} lines of the stream that cannot be read: {'; '.join(lines)}", loud=True)
+    if loop.position.stream and loop.position.stream.get("reasons"):
+        say(workers, f"the stream {describe_skipped(loop.position.stream['reasons'])}", loud=True)
     if _load_best_weights(loop, workers):
         metrics = {}
     if loop.validation and not metrics:  # the best weights replaced the last ones, or the run was already complete

@@ -219,7 +219,7 @@ def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
 
     def read_rows() -> LoadedDataset:
         read_parts.append(part)
-        return LoadedDataset(train=part, valid=part)
+        return own_task.unread_rows(part)
 
     own_task.read_rows = read_rows  # type: ignore[method-assign]
     samples = own_task.read_data().valid

@@ -284,13 +284,15 @@ def test_rows_that_cannot_be_used_are_named(load: Load, tmp_path: Path, talk: An
     assert caught.value.hint
     task = load(rows, skip_bad_lines=True)
     assert len(_built(task)) == 2
-    assert task.skipped == [f"{tmp_path / 'train.jsonl'}:2: {message}"]
+    assert task.bad.skipped == [f"{tmp_path / 'train.jsonl'}:2: {message}"]
 
 
 def test_a_misspelt_role_has_a_hint(load: Load) -> None:
     with pytest.raises(DataError) as caught:
         load([{"messages": [{"role": "humna", "content": "a"}]}]).build_data()
-    assert caught.value.hint == "did you mean user? roles are system, developer, user, assistant, tool"
+    hint = str(caught.value.hint)
+    assert hint.startswith("did you mean user? roles are system, developer, user, assistant, tool; ")
+    assert hint.endswith("--skip-bad-lines")
 
 
 @pytest.mark.parametrize(
@@ -332,9 +334,10 @@ def test_templates_that_cannot_be_used(load: Load, tmp_path: Path) -> None:
     assert caught.value.where == f"{tmp_path / 'train.jsonl'}:2"
     assert "--loss-on all" in str(caught.value.hint)
     assert len(_built(load(rows, LAST_TURN_DIFFERS, loss_on="all"))) == 2
-    with pytest.raises(DataError, match="rejects the conversation: roles must alternate") as caught:
+    with pytest.raises(DataError, match="rejects the conversation: roles must alternate, in 2 rows") as caught:
         load(rows, STRICT).build_data()
-    assert caught.value.where == f"{tmp_path / 'train.jsonl'}:1"
+    places = [f"{tmp_path / 'train.jsonl'}:{line}" for line in (1, 2)]
+    assert [line.strip() for line in str(caught.value.where).splitlines()] == places
 
 
 def test_long_conversations_are_cut_and_counted(load: Load) -> None:

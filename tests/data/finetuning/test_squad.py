@@ -189,15 +189,15 @@ def test_answers_that_cannot_be_used(make: Make, tmp_path: Path) -> None:
     where = f"{tmp_path / 'train.jsonl'}:2"
     with pytest.raises(DataError, match="is not at character 1 of the context") as caught:
         make([good, good | {"answers": {"text": ["zzz"], "answer_start": [1]}}]).build_data()
-    assert caught.value.where == where
-    with pytest.raises(DataError, match="the column 'context' is not text") as caught:
+    assert str(caught.value.where).splitlines()[0] == where
+    with pytest.raises(DataError, match="the column 'context' is empty") as caught:
         make([good, good | {"context": None}]).build_data()
-    assert caught.value.where == where
+    assert str(caught.value.where).splitlines()[0] == where
     with pytest.raises(DataError, match="the column 'answers' holds no answers"):
         make([good, good | {"answers": None}]).build_data()
     with pytest.raises(DataError, match="leaves no room for its context") as caught:
         make([good, good | {"question": "what " * 30}]).build_data()
-    assert caught.value.where == where
+    assert str(caught.value.where).splitlines()[0] == where
     with pytest.raises(DataError, match="there is no column 'ask'"):
         make([good], pair_column="ask").build_data()
 

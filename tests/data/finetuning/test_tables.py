@@ -16,6 +16,7 @@ import pytest
 
 from rapidformer_templates.data.finetuning.locating import locate
 from rapidformer_templates.data.finetuning.tables import read_dataset
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.texts import write_jsonl
@@ -49,7 +50,6 @@ def test_every_format_gives_the_same_table(tmp_path: Path, configure: Configure,
     raw = read_dataset(configure(data_dir=str(tmp_path), data_name="set", validation_fraction=0.0))
     assert raw.train.table.to_list() == ROWS
     assert raw.valid is None
-    assert raw.skipped == []
 
 
 @pytest.mark.parametrize("layout", ["{part}", "set/{part}", "set-{part}", "set_{part}", "set.{part}"])
@@ -121,10 +121,11 @@ def test_a_bad_line_is_named_or_left_out(tmp_path: Path, configure: Configure, n
     assert caught.value.message.startswith(message)
     assert caught.value.where == f"{tmp_path / name}:{line}"
     assert "--skip-bad-lines" in str(caught.value.hint)
-    raw = read_dataset(configure(data_dir=str(tmp_path), skip_bad_lines=True, validation_fraction=0.0))
+    bad = BadLines(skip=True)
+    raw = read_dataset(configure(data_dir=str(tmp_path), validation_fraction=0.0), bad)
     assert raw.train.table["text"][:] == ["a", "c"]
-    assert len(raw.skipped) == 1
-    assert raw.skipped[0].startswith(f"{tmp_path / name}:{line}: {message}")
+    assert len(bad.skipped) == 1
+    assert bad.skipped[0].startswith(f"{tmp_path / name}:{line}: {message}")
 
 
 def test_an_open_quote_does_not_swallow_the_file_in_silence(tmp_path: Path, configure: Configure) -> None:

@@ -284,15 +284,18 @@ def test_a_bad_line_is_named_or_left_out(configure: Configure, flags: dict[str, 
     path = Path(flags["data_path"][0])
     path.write_text('{"text": "the cat runs"}\n{"text"\n{"text": 3}\n{"text": "a dog"}\n', encoding="utf-8")
     config = configure(**(flags | {"seq_length": 2}), split="1")
-    with pytest.raises(DataError, match="broken JSON") as caught:
+    with pytest.raises(DataError, match="at least 2 rows cannot be used") as caught:
         load_task(config).build_data()
-    assert caught.value.where == f"{path}:2"
+    first, second = str(caught.value.where).split("\n")
+    assert first.startswith(f"{path}:2: broken JSON")
+    assert second.strip() == f"{path}:3: the column 'text' holds int, not text"
     for _ in range(2):  # the second time from the cache
         task = load_task(config.replace("command line", skip_bad_lines=True))
         task.build_data()
-        assert [line.split(": ")[0] for line in task.skipped] == [f"{path}:2", f"{path}:3"]
-    with pytest.raises(DataError, match="there is no column 'body'") as caught:
+        assert [line.split(": ")[0] for line in task.bad.skipped] == [f"{path}:2", f"{path}:3"]
+    with pytest.raises(DataError) as caught:
         load_task(config.replace("command line", text_column="body")).build_data()
+    assert "there is no column 'body'" in str(caught.value.where)
     assert "columns: text" in str(caught.value.hint)
 
 

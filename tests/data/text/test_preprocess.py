@@ -15,9 +15,10 @@ from transformers import AutoTokenizer
 
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.text import fast_tokenizers, preprocess
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.encoding import Encoder, EncodingJob, EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import Reference
-from rapidformer_templates.data.text.files import BadLines, Span, TextUnit, documents, text_documents
+from rapidformer_templates.data.text.files import Span, TextUnit, documents, text_documents
 from rapidformer_templates.data.text.preprocess import AHEAD, PreprocessResult, split_files
 from rapidformer_templates.errors import DataError
 from tests.support.indexed_sets import contents

@@ -113,7 +113,8 @@ def test_other_columns_and_bad_lines(corpus: Path, tmp_path: Path, capsys: pytes
     assert not (tmp_path / "never").exists()
     assert train(corpus, tmp_path / "skips", "--skip-bad-lines", "--vocab-size", "999") == 0
     shown = capsys.readouterr().out
-    assert f"1 bad lines left out, the first: {corpus}:31: broken JSON" in shown
+    assert "left out 1 row that cannot be used\n  1 × broken JSON" in shown
+    assert f"(first: {corpus}:31)" in shown
     assert "so there are fewer tokens" in shown
 
 
@@ -130,7 +131,7 @@ def test_wrong_use(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert train(corpus, tmp_path / "out", *words) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}\n")
+    assert capsys.readouterr().err.startswith(f"error: {message}")
     assert not (tmp_path / "out").exists()
 
 

@@ -15,6 +15,7 @@ from rapidformer_templates.data.finetuning.chat import Columns, Completion, Exam
 from rapidformer_templates.data.finetuning.chat_template import ChatTemplate, EncodedChat, Rendered, encode
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.targets import IGNORED
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError
 
 T = TypeVar("T")
@@ -32,9 +33,7 @@ class ChatReader:
         seq_length: maximum number of tokens. Longer samples are truncated at the end.
         answers_only: only answers are learned. Otherwise all tokens are.
         whole: parts are complete. False for blocks of a stream, which may end up with no rows.
-        skip_bad: leave out rows that cannot be used instead of raising an error.
-        advice: what to do about such a row.
-        skipped: ``file:line: reason`` of each row that was left out.
+        bad: receives rows that cannot be used. The caller raises an error about them.
         notes: remarks about the data for the user.
     """
 
@@ -42,9 +41,7 @@ class ChatReader:
     seq_length: int
     answers_only: bool
     whole: bool = True
-    skip_bad: bool = False
-    advice: str = "fix the row, or skip such rows with --skip-bad-lines"
-    skipped: list[str] = field(default_factory=list)
+    bad: BadLines = field(default_factory=BadLines)
     notes: list[str] = field(default_factory=list)
 
     @cached_property
@@ -78,21 +75,20 @@ class ChatReader:
         return self.read(part, rows_of(part, columns), lambda fields: self.render(read_example(fields)))
 
     def read(self, part: DataPart, rows: Iterable[Any], read_row: Callable[[Any], T]) -> list[T]:
-        """Apply a function to each row. Rows that cannot be used are left out with ``skip_bad``.
+        """Apply a function to each row. Rows that cannot be used are left out and noted in ``bad``.
 
         Raises:
-            DataError: a row cannot be used and ``skip_bad`` is off, or no row can be used.
+            DataError: no row can be used.
         """
         results: list[T] = []
         for row, fields in enumerate(rows):
             try:
                 results.append(read_row(fields))
             except DataError as error:
-                if not self.skip_bad:
-                    raise DataError(error.message, where=part.where(row), hint=error.hint or self.advice) from error
-                self.skipped.append(f"{part.where(row)}: {error.message}")
+                self.bad.note_at(part.where(row), error.message, error.hint or "")
         if not results and self.whole:
-            message = f"none of the {len(part)} rows can be used; the last: {self.skipped[-1]}"
+            self.bad.raise_all()
+            message = f"none of the {len(part)} rows can be used; the last: {self.bad.skipped[-1]}"
             raise DataError(message, where=part.files[0], hint="fix the rows")
         return results
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rapidformer_templates.data.text.files import ROW_READERS, BadLines, Row
+from rapidformer_templates.data.text.bad_lines import BadLines
+from rapidformer_templates.data.text.files import ROW_READERS, Row, data_suffix
 from rapidformer_templates.errors import DataError
 
 OF_TEXT = ("text", "input_text", "output_text")
@@ -46,7 +47,7 @@ def rows_with_texts(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
 
     A column may mix both forms of content.
     """
-    for number, row in ROW_READERS[path.suffix.lower()](path, bad):
+    for number, row in ROW_READERS[data_suffix(path)](path, bad):
         try:
             yield number, {key: _joined_messages(v, key) if isinstance(v, list) else v for key, v in row.items()}
         except DataError as error:

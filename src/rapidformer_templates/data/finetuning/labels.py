@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from rapidformer_templates.data.finetuning.tables import DataPart
@@ -45,17 +46,17 @@ def is_missing_label(value: Any, declared: Sequence[str] | None) -> bool:
     return label_text(value) in ((str(IGNORED),) if declared is None else (str(IGNORED), "-1"))
 
 
-def label_name(value: Any, declared: Sequence[str] | None, column: str, part: DataPart, row: int) -> str | None:
+def label_name(value: Any, declared: Sequence[str] | None, column: str) -> str | None:
     """Return the name of a label, or None if it is empty.
 
     Raises:
-        DataError: names are declared, and the label is not among them.
+        DataError: names are declared, and the label is not among them. The caller adds the location.
     """
     if declared is None or value is None:
         return label_text(value)
     if not 0 <= value < len(declared):
         message = f"the label in column '{column}' is {value}; {len(declared)} names are declared"
-        raise DataError(message, where=part.where(row), hint="save the data set with the names of all of its labels")
+        raise DataError(message, hint="save the data set with the names of all of its labels")
     return declared[value]
 
 
@@ -105,20 +106,64 @@ def problem_of(parts: Sequence[DataPart], column: str) -> str:
     return "regression" if is_measured else "single_label_classification"
 
 
+def measure(value: Any, column: str) -> float:
+    """Return the number to predict.
+
+    Raises:
+        DataError: it is missing, or is not finite. The caller adds the location.
+    """
+    text = None if isinstance(value, bool) else label_text(value)
+    if text is None or not NUMBER.fullmatch(text):
+        message = f"the column '{column}' holds {value!r}, which is not a number to predict"
+        raise DataError(message, hint="fill it, or remove the row")
+    return float(text)
+
+
+def label_set(values: Any, declared: Sequence[str] | None, column: str) -> list[str]:
+    """Return the names of a row's labels. It may have none.
+
+    Raises:
+        DataError: the row does not have a list, or its list has an empty label. The caller adds the location.
+    """
+    if not isinstance(values, list):
+        message = f"the column '{column}' holds {values!r}, not a list of labels"
+        raise DataError(message, hint='write a list, such as ["red", "round"], or []')
+    names = [label_name(value, declared, column) for value in values]
+    if None in names:
+        raise DataError(f"a label in column '{column}' is empty", hint="leave it out of the list")
+    return [name for name in names if name is not None]
+
+
+def single_label(value: Any, declared: Sequence[str] | None, column: str) -> str:
+    """Return the name of a row's only label.
+
+    Raises:
+        DataError: it is empty, or means "no label". The caller adds the location.
+    """
+    if is_missing_label(value, declared):
+        message = f"the label in column '{column}' is {value}, which is not a label"
+        raise DataError(message, hint="fill it, or remove the row")
+    name = label_name(value, declared, column)
+    if name is None:
+        raise DataError(f"the label in column '{column}' is empty", hint="fill it, or remove the row")
+    return name
+
+
+def label_reader(part: DataPart, column: str, problem: str | None) -> Callable[[Any], Any]:
+    """Return the function that reads the label of a row for a problem type."""
+    if problem == "regression":
+        return partial(measure, column=column)
+    read = label_set if problem == "multi_label_classification" else single_label
+    return partial(read, declared=declared_names(part, column), column=column)
+
+
 def measures(part: DataPart, column: str) -> list[float]:
     """Return the number of each row.
 
     Raises:
         DataError: a number is missing, or is not finite.
     """
-    numbers = []
-    for row, value in enumerate(part.table[column][:]):
-        text = None if isinstance(value, bool) else label_text(value)
-        if text is None or not NUMBER.fullmatch(text):
-            message = f"the column '{column}' holds {value!r}, which is not a number to predict"
-            raise DataError(message, where=part.where(row), hint="fill it, or remove the row")
-        numbers.append(float(text))
-    return numbers
+    return part.read([column], partial(measure, column=column))
 
 
 def label_sets(part: DataPart, column: str) -> list[list[str]]:
@@ -127,18 +172,7 @@ def label_sets(part: DataPart, column: str) -> list[list[str]]:
     Raises:
         DataError: a row does not have a list, or its list has an empty label.
     """
-    declared = declared_names(part, column)
-    sets = []
-    for row, values in enumerate(part.table[column][:]):
-        if not isinstance(values, list):
-            message = f"the column '{column}' holds {values!r}, not a list of labels"
-            raise DataError(message, where=part.where(row), hint='write a list, such as ["red", "round"], or []')
-        names = [label_name(value, declared, column, part, row) for value in values]
-        if None in names:
-            message = f"a label in column '{column}' is empty"
-            raise DataError(message, where=part.where(row), hint="leave it out of the list")
-        sets.append([name for name in names if name is not None])
-    return sets
+    return part.read([column], label_reader(part, column, "multi_label_classification"))
 
 
 def label_set_names(parts: Sequence[DataPart], column: str) -> list[str]:
@@ -154,12 +188,16 @@ def encode_label_sets(part: DataPart, column: str, names: Sequence[str]) -> list
     Raises:
         DataError: a label is not among ``names``.
     """
-    rows = label_sets(part, column)
-    for row, row_labels in enumerate(rows):
+    read, known = label_reader(part, column, "multi_label_classification"), frozenset(names)
+
+    def encode(values: Any) -> list[float]:
+        row_labels = read(values)
         for name in row_labels:
-            if name not in names:
-                unknown_label(name, names, part.where(row))
-    return [[float(name in row_labels) for name in names] for row_labels in rows]
+            if name not in known:
+                raise unknown_label(name, names)
+        return [float(name in row_labels) for name in names]
+
+    return part.read([column], encode)
 
 
 def encode_labels(part: DataPart, column: str, names: Sequence[str]) -> list[int]:
@@ -169,30 +207,22 @@ def encode_labels(part: DataPart, column: str, names: Sequence[str]) -> list[int
         DataError: a label is empty or is not among ``names``.
     """
     numbers = {name: i for i, name in enumerate(names)}
-    names_here = _names(part, column)
-    for row, name in enumerate(names_here):
+    read = label_reader(part, column, "single_label_classification")
+
+    def encode(value: Any) -> int:
+        name = read(value)
         if name not in numbers:
-            unknown_label(name, names, part.where(row))
-    return [numbers[name] for name in names_here]
+            raise unknown_label(name, names)
+        return numbers[name]
+
+    return part.read([column], encode)
 
 
-def unknown_label(name: str, names: Sequence[str], where: str) -> None:
-    """Raise the error for a label that the training part does not have."""
+def unknown_label(name: str, names: Sequence[str]) -> DataError:
+    """Return the error for a label that the training part does not have. The caller adds the location."""
     hint = did_you_mean(name, names, f"the training part has: {', '.join(names)}")
-    raise DataError(f"unknown label '{name}'", where=where, hint=hint)
+    return DataError(f"unknown label '{name}'", hint=hint)
 
 
 def _names(part: DataPart, column: str) -> list[str]:
-    declared = declared_names(part, column)
-    names: list[str] = []
-    for row, value in enumerate(part.table[column][:]):
-        if is_missing_label(value, declared):
-            message = f"the label in column '{column}' is {value}, which is not a label"
-            raise DataError(message, where=part.where(row), hint="fill it, or remove the row")
-        name = label_name(value, declared, column, part, row)
-        if name is None:
-            raise DataError(
-                f"the label in column '{column}' is empty", where=part.where(row), hint="fill it, or remove the row"
-            )
-        names.append(name)
-    return names
+    return part.read([column], label_reader(part, column, "single_label_classification"))

@@ -1,7 +1,8 @@
 """Finds a fine-tuning data set and counts its training rows. Plans use this too, so torch is not imported.
 
-The search order is as follows. EXT is one of csv, tsv, json, jsonl, parquet.
+The search order is as follows. EXT is one of csv, tsv, json, jsonl, parquet. ``.gz`` may follow all but parquet.
 
+0. If ``DIR`` is a file, it is the training part.
 1. ``DIR/NAME/``, or ``DIR`` itself without a name. It is a folder saved by ``datasets``, else it has files called
    ``train.EXT``, ``validation.EXT`` (or valid, val, dev, eval) and ``test.EXT``, which may be sharded
    (``train-00000-of-00002.parquet``). Otherwise its only file is used.
@@ -39,7 +40,8 @@ from rapidformer_templates.data.finetuning.hub_cache import (
     is_cached,
     is_owned,
 )
-from rapidformer_templates.data.text.files import ROW_READERS, BadLines, parquet_row_count
+from rapidformer_templates.data.text.bad_lines import BadLines
+from rapidformer_templates.data.text.files import ROW_READERS, data_stem, data_suffix, parquet_row_count
 from rapidformer_templates.errors import DataError, RapidformerError, did_you_mean
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import DataFlags
@@ -97,6 +99,8 @@ def locate(flags: DataFlags, read: Sequence[str] | None = None) -> Located:
         return _cached(flags.data_name, None, "--data-name", read)
     check_data_folder(flags)
     folder = Path(flags.data_dir)
+    if folder.is_file():
+        return _named_file(folder, flags.data_name)
     if not folder.is_dir():
         return _cached(flags.data_dir, flags.data_name, "--data-dir", read)
     name = flags.data_name
@@ -108,16 +112,31 @@ def locate(flags: DataFlags, read: Sequence[str] | None = None) -> Located:
 
 
 def check_data_folder(flags: DataFlags) -> None:
-    """Check that ``--data-dir`` names a folder, or may be the name of a data set.
+    """Check that ``--data-dir`` names a folder or a file, or may be the name of a data set.
 
     Raises:
         DataError: it does not.
     """
     folder = Path(flags.data_dir or "")
-    if not folder.is_dir() and not is_cached(str(flags.data_dir)) and not is_owned(str(flags.data_dir)):
+    if not folder.exists() and not is_cached(str(flags.data_dir)) and not is_owned(str(flags.data_dir)):
         siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
         hint = did_you_mean(str(folder), siblings, f"give the folder that holds the files, or a name in {cache_root()}")
         raise DataError(f"the folder {folder} does not exist", where="--data-dir", hint=hint)
+
+
+def _named_file(file: Path, name: str | None) -> Located:
+    """Return a single file as the training part.
+
+    Raises:
+        DataError: files of its kind are not read, or ``--data-name`` names something in it.
+    """
+    if data_suffix(file) not in ROW_READERS:
+        hint = f"files can be {', '.join(ROW_READERS)}"
+        raise DataError(f"{file} is not a data file that is read", where="--data-dir", hint=hint)
+    if name is not None:
+        hint = f"leave out --data-name, or give the folder: --data-dir {file.parent}"
+        raise DataError(f"{file} is a file, so there is no data set '{name}' in it", where="--data-name", hint=hint)
+    return Located("files", str(file), {"train": [file]})
 
 
 def parts_read(flags: DataFlags) -> tuple[str, ...]:
@@ -132,12 +151,12 @@ def _cached(name: str, config: str | None, flag: str, read: Sequence[str]) -> Lo
 
 def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, list[Path]]:
     """Return the files of each part, by the rules in the module docstring."""
-    files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in ROW_READERS)
+    files = sorted(p for p in folder.iterdir() if p.is_file() and data_suffix(p) in ROW_READERS)
     if name and (named := folder / name) in files:
         return {"train": [named], **(_neighbouring_parts(named, files, read) if "valid" in read else {})}
     parts = _parts_by_name(name, files)
     if "train" not in parts:
-        training = [p for p in files if name in (p.name, p.stem)] if name else ([] if parts else files)
+        training = [p for p in files if name in (p.name, data_stem(p))] if name else ([] if parts else files)
         if training:
             parts["train"] = training
     for part in parts.keys() & set(read):
@@ -160,7 +179,7 @@ def _parts_by_name(name: str | None, files: Sequence[Path]) -> dict[str, list[Pa
     """Return the files whose names mark them as parts of the data set ``name``."""
     parts: dict[str, list[Path]] = {}
     for path in files:
-        match = STEM.match(path.stem)
+        match = STEM.match(data_stem(path))
         if match and match["name"] == name:
             parts.setdefault(PART_NAMES[match["part"]], []).append(path)
     return parts
@@ -168,9 +187,9 @@ def _parts_by_name(name: str | None, files: Sequence[Path]) -> dict[str, list[Pa
 
 def _neighbouring_parts(named: Path, files: Sequence[Path], read: Sequence[str]) -> dict[str, list[Path]]:
     """Return the validation and test files next to a training file that have the same extension."""
-    match = STEM.match(named.stem)
-    name = match["name"] if match and PART_NAMES[match["part"]] == "train" else named.stem
-    parts = _parts_by_name(name, [path for path in files if path.suffix == named.suffix and path != named])
+    match = STEM.match(data_stem(named))
+    name = match["name"] if match and PART_NAMES[match["part"]] == "train" else data_stem(named)
+    parts = _parts_by_name(name, [path for path in files if data_suffix(path) == data_suffix(named) and path != named])
     parts.pop("train", None)
     for part in parts.keys() & set(read):
         _check_one(parts[part], named.parent)
@@ -179,9 +198,9 @@ def _neighbouring_parts(named: Path, files: Sequence[Path], read: Sequence[str])
 
 def _check_one(files: Sequence[Path], folder: Path) -> None:
     """Check that the files of a part are a single file, or all shards of one."""
-    numbers = [SHARD.search(path.stem) for path in files]
+    numbers = [SHARD.search(data_stem(path)) for path in files]
     shards = [
-        (path.stem[: of.start()], path.suffix.lower(), of[2]) for path, of in zip(files, numbers, strict=True) if of
+        (data_stem(path)[: of.start()], data_suffix(path), of[2]) for path, of in zip(files, numbers, strict=True) if of
     ]
     if len(files) > 1 and (len(shards) < len(files) or len(set(shards)) > 1):
         hint = "keep one, or choose one with --data-name: " + ", ".join(path.name for path in files)
@@ -212,7 +231,7 @@ def _folders_of_parts(folder: Path, name: str | None) -> dict[str, list[Path]]:
     """Return all files in folders that are named like parts, by folder name."""
     folders: dict[str, list[Path]] = {}
     for inner in sorted(folder.iterdir()) if name is None else ():
-        files = sorted(p for p in inner.glob("*") if p.suffix.lower() in ROW_READERS)
+        files = sorted(p for p in inner.glob("*") if data_suffix(p) in ROW_READERS)
         if inner.name in PART_NAMES and files:
             folders[inner.name] = files
     return folders
@@ -302,7 +321,11 @@ def evaluated_sets(flags: DataFlags) -> dict[str, DataFlags]:
 
 def _flags_of_set(flags: DataFlags, of: str) -> DataFlags:
     alone = replace(flags, eval_data_name=None, evaluate_test=False)
-    for path in (Path(flags.data_dir or ".") / of, Path(of)):
+    folder = Path(flags.data_dir or ".")
+    if folder.is_file():
+        folder = folder.parent
+        alone = replace(alone, data_dir=str(folder))
+    for path in (folder / of, Path(of)):
         if path.is_dir():
             return replace(alone, data_dir=str(path), data_name=None)
         if path.is_file():
@@ -404,13 +427,13 @@ def _rows(files: Sequence[tuple[Path, int]], *, saved: bool) -> int | None:
     """Return the number of rows in files or saved folders, or None if counting would take too long."""
     if saved:
         return sum(_saved_rows(folder) for folder, _ in files)
-    text = sum(size for path, size in files if path.suffix.lower() != ".parquet")
+    text = sum(size for path, size in files if data_suffix(path) != ".parquet")
     if text > MAX_COUNTED_BYTES:
         return None
     return sum(
         parquet_row_count(path)
-        if path.suffix.lower() == ".parquet"
-        else sum(1 for _ in ROW_READERS[path.suffix.lower()](path, BadLines(skip=True)))
+        if data_suffix(path) == ".parquet"
+        else sum(1 for _ in ROW_READERS[data_suffix(path)](path, BadLines(skip=True)))
         for path, _ in files
     )
 

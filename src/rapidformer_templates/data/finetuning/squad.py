@@ -67,34 +67,26 @@ def flattened(part: DataPart) -> DataPart:
     return DataPart(datasets.Dataset.from_list(rows), part.origins[articles], part.files)
 
 
-def read_examples(part: DataPart, question: str, context: str, answers: str) -> list[QuestionExample]:
-    """Read the examples of a part.
+def read_example(question: str, context: str, answers: Any, column: str) -> QuestionExample:
+    """Read the example of a row.
+
+    Args:
+        column: name of the column of answers, for messages.
 
     Raises:
-        DataError: a text is missing, or an answer is not at the position that its row gives.
+        DataError: there are no answers, or one is not at the position that its row gives. The caller adds the
+            location.
     """
-    examples = []
-    for row, (question_text, text, answer_fields) in enumerate(_rows(part, question, context, answers)):
-        if not isinstance(question_text, str) or not isinstance(text, str):
-            column = context if isinstance(question_text, str) else question
-            raise DataError(
-                f"the column '{column}' is not text", where=part.where(row), hint="fill it, or remove the row"
-            )
-        try:
-            pairs = tuple(_pairs(json.loads(answer_fields) if isinstance(answer_fields, str) else answer_fields))
-        except (KeyError, TypeError, ValueError):
-            hint = 'write {"text": ["…"], "answer_start": [0]}'
-            raise DataError(f"the column '{answers}' holds no answers", where=part.where(row), hint=hint) from None
-        for answer, start in pairs:
-            if text[start : start + len(answer)] != answer:
-                message = f"the answer '{answer}' is not at character {start} of the context"
-                raise DataError(message, where=part.where(row), hint="answer_start counts characters from 0")
-        examples.append(QuestionExample(question_text, text, pairs))
-    return examples
-
-
-def _rows(part: DataPart, *columns: str) -> Iterator[tuple[Any, ...]]:
-    return zip(*(part.table[column][:] for column in columns), strict=True)
+    try:
+        pairs = tuple(_pairs(json.loads(answers) if isinstance(answers, str) else answers))
+    except (KeyError, TypeError, ValueError):
+        hint = 'write {"text": ["…"], "answer_start": [0]}'
+        raise DataError(f"the column '{column}' holds no answers", hint=hint) from None
+    for answer, start in pairs:
+        if context[start : start + len(answer)] != answer:
+            message = f"the answer '{answer}' is not at character {start} of the context"
+            raise DataError(message, hint="answer_start counts characters from 0")
+    return QuestionExample(question, context, pairs)
 
 
 def _pairs(answers: Any) -> Iterator[tuple[str, int]]:

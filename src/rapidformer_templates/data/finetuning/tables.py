@@ -8,10 +8,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +29,8 @@ from rapidformer_templates.data.finetuning.locating import (
     unreadable_error,
 )
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
-from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, BadLines, Row
+from rapidformer_templates.data.text.bad_lines import BadLines
+from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, Row, data_suffix
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import DataFlags
@@ -37,6 +38,8 @@ from rapidformer_templates.planning.metrics import TEST
 
 if TYPE_CHECKING:
     import datasets  # imports pandas, so only code that reads a table pays for it
+
+T = TypeVar("T")
 
 EMPTY, EMPTY_HINT = "the data set is empty", "it needs at least one row"
 FIRST_ROWS = 100
@@ -64,10 +67,38 @@ class DataPart:
         """Return the location of a row: ``file:line``, or ``file, row N`` for files without lines."""
         file, number = self.origins[row]
         name = self.files[file]
-        return f"{name}:{number}" if Path(name).suffix.lower() in NUMBERED_BY_LINE else f"{name}, row {number}"
+        return f"{name}:{number}" if data_suffix(Path(name)) in NUMBERED_BY_LINE else f"{name}, row {number}"
 
     def select(self, rows: Sequence[int] | np.ndarray) -> DataPart:
         return DataPart(self.table.select(rows), self.origins[rows], self.files)
+
+    def read(self, columns: Sequence[str], read_row: Callable[..., T], advice: str = "") -> list[T]:
+        """Return the results of a function for the values of each row in some columns.
+
+        Args:
+            read_row: raises a :class:`DataError` for a row that cannot be used.
+            advice: what to do about such a row.
+
+        Raises:
+            DataError: one error about all rows that cannot be used.
+        """
+        bad = BadLines(advice=advice)
+        results = [result for _, result in self._results(columns, read_row, bad)]
+        bad.raise_all()
+        return results
+
+    def usable(self, columns: Sequence[str], check_row: Callable[..., object], bad: BadLines) -> DataPart:
+        """Return the rows for which a function raises no :class:`DataError`. The others are noted in ``bad``."""
+        rows = [row for row, _ in self._results(columns, check_row, bad)]
+        return self if len(rows) == len(self) else self.select(rows)
+
+    def _results(self, columns: Sequence[str], read_row: Callable[..., T], bad: BadLines) -> Iterator[tuple[int, T]]:
+        values = (self.table[name][:] for name in columns)
+        for row, fields in enumerate(zip(*values, strict=True)):
+            try:
+                yield row, read_row(*fields)
+            except DataError as error:
+                bad.note_at(self.where(row), error.message, error.hint or "")
 
     def column(self, flag: str, value: str | None, usual: Sequence[str]) -> str:
         """Return the column that the flag names, else the first of the usual names that exists.
@@ -97,7 +128,6 @@ class LoadedDataset:
         train, valid, test: its parts.
         named: additional validation sets, by name.
         held_out: the validation part was held out of the training part.
-        skipped: ``file:line: reason`` of the lines that were left out.
         stream: the rows of a streamed training part. ``train`` has the first of them.
     """
 
@@ -107,7 +137,6 @@ class LoadedDataset:
     named: dict[str, DataPart] = field(default_factory=dict)
     stream: RowStream | None = None
     held_out: bool = False
-    skipped: list[str] = field(default_factory=list)
 
     def parts(self) -> dict[str, DataPart]:
         """Return the existing parts by name. Evaluated sets have names from :func:`part_name`."""
@@ -121,19 +150,35 @@ def part_name(evaluated: str) -> str:
     return {"": "valid", TEST: TEST}.get(evaluated, f"valid {evaluated}")
 
 
-def read_dataset(config: RunConfig) -> LoadedDataset:
+UsableRows = Callable[[DataPart, BadLines], DataPart]
+"""Returns the rows of a part that a task can use, and notes the others. It is called for the training part first."""
+
+
+def all_rows(part: DataPart, bad: BadLines) -> DataPart:
+    """Return all rows of a part: the default of :data:`UsableRows`."""
+    return part
+
+
+def read_dataset(config: RunConfig, bad: BadLines | None = None, usable: UsableRows = all_rows) -> LoadedDataset:
     """Read, check and split the data set that the flags name.
 
+    Args:
+        bad: receives the lines and rows that cannot be used.
+
     Raises:
-        DataError: a folder, file, line or part is missing or cannot be read.
+        DataError: a folder, file or part is missing, or lines or rows cannot be used.
     """
+    bad = BadLines(skip=config.data.skip_bad_lines) if bad is None else bad
     if config.data.streaming:
-        return _streamed(config)
+        return _streamed(config, bad, usable)
     flags = config.data
-    bad = BadLines(skip=flags.skip_bad_lines)
     located = locate(flags)
     files = _with_training(located.parts, flags)
-    parts = {name: _read_part(located, paths, bad) for name, paths in files.items() if name in parts_read(flags)}
+    parts = {
+        name: _usable(_read_part(located, files[name], bad), bad, usable) for name in parts_read(flags) if name in files
+    }
+    named = _read_named(flags, bad, usable)
+    bad.raise_all()
     train, valid = parts["train"], parts.get("valid")
     held_out = valid is None and flags.validation_fraction > 0
     if held_out:
@@ -142,25 +187,38 @@ def read_dataset(config: RunConfig) -> LoadedDataset:
         train=_first(train, flags.max_train_samples),
         valid=valid and _first(valid, flags.max_eval_samples),
         test=parts.get(TEST),
-        named=_read_named(flags, bad),
+        named=named,
         held_out=held_out,
-        skipped=bad.skipped,
     )
 
 
-def read_part(config: RunConfig, name: str | None) -> LoadedDataset:
+def read_part(
+    config: RunConfig, name: str | None, bad: BadLines | None = None, usable: UsableRows = all_rows
+) -> LoadedDataset:
     """Read one part of a data set to evaluate. It is ``train``, too, because columns are searched there.
 
     Args:
         name: see :func:`locate_part`.
+        bad: receives the lines and rows that cannot be used.
 
     Raises:
         DataError: it does not exist, or there are several parts and none is named. Also the errors of
             :func:`read_dataset`.
     """
-    bad = BadLines(skip=config.data.skip_bad_lines)
-    part = _first(_read_part(*locate_part(config.data, name), bad), config.data.max_eval_samples)
-    return LoadedDataset(train=part, valid=part, skipped=bad.skipped)
+    bad = BadLines(skip=config.data.skip_bad_lines) if bad is None else bad
+    part = _usable(_read_part(*locate_part(config.data, name), bad), bad, usable)
+    bad.raise_all()
+    part = _first(part, config.data.max_eval_samples)
+    return LoadedDataset(train=part, valid=part)
+
+
+def _usable(part: DataPart, bad: BadLines, usable: UsableRows) -> DataPart:
+    """Return the usable rows of a whole part. A part without any is an error."""
+    rows = usable(part, bad)
+    if not len(rows) and bad.skip:
+        message = f"none of the {len(part)} rows can be used; the last: {bad.skipped[-1]}"
+        raise DataError(message, where=part.files[0], hint="fix the rows")
+    return rows
 
 
 def streamed_files(flags: DataFlags) -> Mapping[str, list[Path]]:
@@ -176,26 +234,31 @@ def streamed_files(flags: DataFlags) -> Mapping[str, list[Path]]:
     return _with_training(located.parts, flags)
 
 
-def _streamed(config: RunConfig) -> LoadedDataset:
+def _streamed(config: RunConfig, bad: BadLines, usable: UsableRows) -> LoadedDataset:
     """Read the training part as a stream, with its first rows to find columns. Read the other parts whole."""
     flags = config.data
-    files, bad = streamed_files(flags), BadLines(skip=flags.skip_bad_lines)
+    files = streamed_files(flags)
     seed = None if flags.shuffle_buffer == 0 else config.training.seed
     stream = RowStream(files["train"], seed, skip=flags.skip_bad_lines)
-    parts = {name: read_files(files[name], bad) for name in parts_read(flags)[1:] if name in files}
-    valid = parts.get("valid")
     beginning = stream.state()
     rows = [row for row in (next(stream) for _ in range(FIRST_ROWS)) if row.row is not None]
     if not rows:
         raise DataError(EMPTY, where=str(files["train"][0]), hint=EMPTY_HINT)
     stream.go_to(beginning)
+    train = part_of_stream(rows, BadLines(skip=True))
+    usable(train, BadLines(skip=True))  # finds the columns; the rows are checked when they are used
+    parts = {
+        name: _usable(read_files(files[name], bad), bad, usable) for name in parts_read(flags)[1:] if name in files
+    }
+    named = _read_named(flags, bad, usable)
+    bad.raise_all()
+    valid = parts.get("valid")
     return LoadedDataset(
-        train=part_of_stream(rows),
+        train=train,
         valid=valid and _first(valid, flags.max_eval_samples),
         test=parts.get(TEST),
-        named=_read_named(flags, bad),
+        named=named,
         stream=stream,
-        skipped=bad.skipped,
     )
 
 
@@ -222,11 +285,11 @@ def _with_training(files: Mapping[str, list[Path]], flags: DataFlags) -> Mapping
     raise DataError("the data set has no training part", where=flags.data_dir, hint=hint)
 
 
-def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, DataPart]:
+def _read_named(flags: DataFlags, bad: BadLines, usable: UsableRows) -> dict[str, DataPart]:
     """Read the additional validation sets."""
     sets = {}
     for name, one in evaluated_sets(flags).items():
-        part = _read_part(*locate_evaluated(name, one), bad)
+        part = _usable(_read_part(*locate_evaluated(name, one), bad), bad, usable)
         sets[name] = _first(part, flags.max_eval_samples)
     return sets
 
@@ -286,19 +349,30 @@ def read_files(files: Sequence[Path], bad: BadLines) -> DataPart:
             origins.append((index, number))
     names = tuple(str(path) for path in files)
     if not rows:
+        bad.raise_all()
         note = f" ({len(bad.skipped)} lines were left out)" if bad.skipped else ""
         raise DataError(EMPTY + note, where=names[0], hint=EMPTY_HINT)
-    return part_of(rows, origins, names)
+    return part_of(rows, origins, names, bad)
 
 
-def part_of(rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tuple[str, ...]) -> DataPart:
+def part_of(
+    rows: Sequence[Row],
+    origins: Sequence[tuple[int, int]],
+    files: tuple[str, ...],
+    bad: BadLines | None = None,
+) -> DataPart:
     """Build a table from rows. A key that a row lacks is None. For the arguments see :class:`DataPart`.
 
+    Args:
+        bad: receives rows whose values have another type than those of the rows before. None: they are an error.
+
     Raises:
-        DataError: a column has values of several kinds.
+        DataError: a column has values that a table cannot hold.
     """
     import datasets
 
+    if bad is not None:
+        rows, origins = _of_one_type(rows, origins, files, bad)
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
     untabled = DataPart(datasets.Dataset.from_dict({}), np.asarray(origins), files)
     for key, values in columns.items():
@@ -306,11 +380,43 @@ def part_of(rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tupl
     return DataPart(datasets.Dataset.from_dict(columns), untabled.origins, files)
 
 
-def part_of_stream(rows: Sequence[StreamedRow]) -> DataPart:
-    """Build a table from rows of a stream."""
+def _of_one_type(
+    rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tuple[str, ...], bad: BadLines
+) -> tuple[Sequence[Row], Sequence[tuple[int, int]]]:
+    """Return the rows whose values have the types of the rows before, with their origins."""
+    refused = [
+        key for key in dict.fromkeys(key for row in rows for key in row) if _is_refused([row.get(key) for row in rows])
+    ]
+    if not refused:
+        return rows, origins
+    types: dict[str, str] = {}
+    fitting = []
+    for number, row in enumerate(rows):
+        key = next((key for key in refused if not _has_type(row.get(key), key, types)), None)
+        if key is None:
+            fitting.append(number)
+            continue
+        file, line = origins[number]
+        name = files[file]
+        where = f"{name}:{line}" if data_suffix(Path(name)) in NUMBERED_BY_LINE else f"{name}, row {line}"
+        reason = f"the column '{key}' holds {str(row[key])[:40]!r}, which has another type than the rows before"
+        bad.note_at(where, reason, "a column holds values of one type")
+    return [rows[number] for number in fitting], [origins[number] for number in fitting]
+
+
+def _has_type(value: object, key: str, types: dict[str, str]) -> bool:
+    """Whether a value has the type of its column. The first value decides."""
+    if value is None:
+        return True
+    kind = "number" if type(value) in (int, float) else type(value).__name__
+    return types.setdefault(key, kind) == kind
+
+
+def part_of_stream(rows: Sequence[StreamedRow], bad: BadLines | None = None) -> DataPart:
+    """Build a table from rows of a stream. For ``bad`` see :func:`part_of`."""
     files = {path: number for number, path in enumerate(dict.fromkeys(str(row.path) for row in rows))}
     origins = [(files[str(row.path)], row.number) for row in rows]
-    return part_of([row.row or {} for row in rows], origins, tuple(files))
+    return part_of([row.row or {} for row in rows], origins, tuple(files), bad)
 
 
 def _check_kinds(key: str, values: list[object], part: DataPart) -> None:

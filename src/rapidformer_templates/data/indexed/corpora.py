@@ -16,7 +16,7 @@ from rapidformer_templates.data.indexed.cache import IndexCache, cache_root, ide
 from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, check_vocabulary, is_indexed, type_for
 from rapidformer_templates.data.indexed.writer import read_sums
 from rapidformer_templates.data.text.encoding import EncodingRecipe
-from rapidformer_templates.data.text.files import no_corpus_error, text_files
+from rapidformer_templates.data.text.files import data_suffix, no_corpus_error, text_files
 from rapidformer_templates.data.text.preprocess import preprocess
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.tokenizers import vocabulary_id, vocabulary_size
@@ -101,7 +101,7 @@ def check_corpora(config: RunConfig) -> None:
             where = f"{spelling(flag)} ({config.origin(flag)})"
             hint = "leave it out; an indexed data set holds tokens"
             raise DataError(f"there is no raw text for {spelling(flag)}", where=where, hint=hint)
-    if config.origin("text_unit") != "default" and not any(file.suffix.lower() == ".txt" for file in files):
+    if config.origin("text_unit") != "default" and not any(data_suffix(file) == ".txt" for file in files):
         where = f"--text-unit ({config.origin('text_unit')})"
         raise DataError(
             "there is no .txt file for --text-unit", where=where, hint="leave it out; other formats have rows"

@@ -16,7 +16,8 @@ import numpy as np
 
 from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
 from rapidformer_templates.data.random_streams import Stream
-from rapidformer_templates.data.text.files import BadLines, Row, TextUnit, text_documents
+from rapidformer_templates.data.text.bad_lines import BadLines
+from rapidformer_templates.data.text.files import Row, TextUnit, data_suffix, text_documents
 from rapidformer_templates.system.files import hash_of
 
 
@@ -125,13 +126,15 @@ def _rows(files: list[str], skip: bool, unit: TextUnit, column: str) -> Iterator
     for name in files:
         path, bad = Path(name), BadLines(skip=skip)
         for number, row in _rows_of(path, bad, unit, column):
+            bad.raise_all(is_part=True)
             yield {"path": name, "number": number, "row": row, "skipped": bad.skipped}
             bad.skipped = []
+        bad.raise_all(is_part=True)
         if bad.skipped:
             yield {"path": name, "number": 0, "row": None, "skipped": bad.skipped}
 
 
 def _rows_of(path: Path, bad: BadLines, unit: TextUnit, column: str) -> Iterator[tuple[int, Row]]:
-    if path.suffix.lower() == ".txt":
+    if data_suffix(path) == ".txt":
         return ((number, {column: text}) for number, text in text_documents(path, bad, unit=unit))
     return rows_with_texts(path, bad)

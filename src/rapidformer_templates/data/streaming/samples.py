@@ -17,14 +17,13 @@ import numpy as np
 from rapidformer_templates.data.order import BatchRequest, even_requests
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
+from rapidformer_templates.data.text.bad_lines import add_by_reason
 from rapidformer_templates.data.types import Bookmark, Endless
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.flags import DataFlags
 
 BUFFER = 1000
 """Number of rows that are shuffled together by default, as in ``datasets``."""
-
-LISTED = 5
 
 
 def buffer_of(flags: DataFlags) -> int:
@@ -99,7 +98,7 @@ class StreamedSamples(Endless):
         self.buffer = buffer
         self.identity = f"{identity}, {buffer} rows shuffled together"
         self.bookmark: Bookmark = {
-            "position": 0, "block": 0, "epoch": 0, "stream": rows.state(), "left": None, "skipped": 0, "lines": []
+            "position": 0, "block": 0, "epoch": 0, "stream": rows.state(), "left": None, "reasons": {}
         }  # fmt: skip
         self._beginning = self._known = copy.deepcopy(self.bookmark)
         self._next = self.bookmark
@@ -164,8 +163,8 @@ class StreamedSamples(Endless):
                 "epoch": self.rows.epoch,
                 "stream": copy.deepcopy(self.rows.state()),
                 "left": result.remainder,
-                "skipped": self._next["skipped"] + len(skipped),
-                "lines": list(dict.fromkeys([*self._next["lines"], *skipped]))[:LISTED],
+                # A checkpoint of an older version has no reasons.
+                "reasons": add_by_reason(self._next.get("reasons", {}), skipped),
             }
             if count:
                 return block

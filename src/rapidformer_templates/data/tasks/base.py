@@ -29,6 +29,7 @@ from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.indexed.blend import whole_weights
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.targets import count_targets
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.errors import DataError, ModelError
 from rapidformer_templates.models.label_use import LabelUse
@@ -84,7 +85,7 @@ class Task(ABC):
             the same way. None: nothing is known.
         problem: the problem type of text labels, as transformers names it. None for tasks with only one kind of label.
         needs_reference: the loss compares the model with a reference model that is not trained.
-        skipped: ``file:line: reason`` of each line that ``--skip-bad-lines`` left out. Set by :meth:`build_data`.
+        bad: the lines and rows that ``--skip-bad-lines`` left out. Set by :meth:`build_data`.
         notes: remarks about the data for the user. Set by :meth:`build_data`.
         is_trained: the model is already trained, so the data of an evaluation must not change labels or columns. See
             :meth:`load_label_state`.
@@ -107,7 +108,7 @@ class Task(ABC):
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.skipped: list[str] = []
+        self.bad = BadLines(skip=config.data.skip_bad_lines)
         self.notes: list[str] = []
         self.is_trained = False
         self.part: str | None = None
@@ -187,7 +188,7 @@ class Task(ABC):
         """
         names = [name for _, name in mixture_of(self.config.data.data_name)]
         for name, task in zip(names, others, strict=True):
-            self.skipped += task.skipped
+            self.bad.skipped += task.bad.skipped
             self.notes += [f"{name}: {note}" for note in task.notes]
         labels = [getattr(task, "labels", None) for task in others]
         if any(other_labels != labels[0] for other_labels in labels):
@@ -336,12 +337,35 @@ class Task(ABC):
         """Read the rows of ``--data-dir`` and ``--data-name``: all parts for a run, or only the part to evaluate.
 
         Raises:
-            DataError: a folder, file, line or part is missing or cannot be read.
+            DataError: a folder, file or part is missing, or lines or rows cannot be used.
         """
+        self.bad = BadLines(skip=self.config.data.skip_bad_lines)
+        self.notes = []
         if self.is_trained:
-            return read_part(self.config, self.part)
+            return read_part(self.config, self.part, self.bad, self.usable_rows)
         self.columns = {}
-        return read_dataset(self.config)
+        return read_dataset(self.config, self.bad, self.usable_rows)
+
+    def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
+        """Return the rows of a part that can be learned or evaluated. The others are noted in ``bad``.
+
+        The training part comes first.
+
+        Raises:
+            DataError: a column is missing.
+        """
+        return part
+
+    def unread_rows(self, part: DataPart) -> LoadedDataset:
+        """Return a part that is already in memory, in place of :meth:`read_rows`.
+
+        Raises:
+            DataError: rows cannot be used.
+        """
+        self.bad = BadLines(advice="")
+        rows = self.usable_rows(part, self.bad)
+        self.bad.raise_all()
+        return LoadedDataset(train=rows, valid=rows)
 
     def column(self, part: DataPart, flag: str, usual: Sequence[str]) -> str:
         """Return the column that a flag names, else the known one (``columns``), else the first of the usual names.
@@ -433,6 +457,20 @@ def label_map(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def text_value(value: Any, column: str, *, may_be_empty: bool = True) -> str:
+    """Return a text.
+
+    Raises:
+        DataError: it is missing, is not a text, or is empty. The caller adds the location.
+    """
+    if not isinstance(value, str):
+        what = "is empty" if value is None else f"holds {type(value).__name__}, not text"
+        raise DataError(f"the column '{column}' {what}", hint="fill it, or remove the row")
+    if not may_be_empty and not value.strip():
+        raise DataError(f"the text in column '{column}' is empty", hint="fill it, or remove the row")
+    return value
+
+
 def texts_of(part: DataPart, column: str, *, may_be_missing: bool = False) -> list[str]:
     """Return the texts of a column.
 
@@ -442,14 +480,11 @@ def texts_of(part: DataPart, column: str, *, may_be_missing: bool = False) -> li
     Raises:
         DataError: a value is missing or is not a text.
     """
-    texts = list(part.table[column][:])
-    if may_be_missing:
-        texts = ["" if text is None else text for text in texts]
-    for row, text in enumerate(texts):
-        if not isinstance(text, str):
-            what = "is empty" if text is None else f"holds {type(text).__name__}, not text"
-            raise DataError(f"the column '{column}' {what}", where=part.where(row), hint="fill it, or remove the row")
-    return texts
+
+    def read(value: Any) -> str:
+        return text_value("" if value is None and may_be_missing else value, column)
+
+    return part.read([column], read)
 
 
 def tokenized(
@@ -474,9 +509,10 @@ def with_tokens(rows: Ragged, part: DataPart, column: str) -> Ragged:
     Raises:
         DataError: a text is empty, and the tokenizer does not add a token.
     """
-    for row in np.flatnonzero(rows.lengths == 0)[:1].tolist():
-        message = f"the text in column '{column}' has no token"
-        raise DataError(message, where=part.where(row), hint="fill it, or remove the row")
+    bad = BadLines(advice="")
+    for row in np.flatnonzero(rows.lengths == 0).tolist():
+        bad.note_at(part.where(row), f"the text in column '{column}' has no token", "fill it, or remove the row")
+    bad.raise_all()
     return rows
 
 

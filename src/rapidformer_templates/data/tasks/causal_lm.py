@@ -33,10 +33,12 @@ from rapidformer_templates.data.tasks.base import (
     Task,
     as_data,
     device_of,
+    text_value,
     texts_of,
     tokenized,
 )
 from rapidformer_templates.data.tasks.sets import Block, sets_of
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.architectures import positions_of
@@ -82,10 +84,8 @@ class CausalLM(Task):
 
     def read_data(self) -> Data:
         raw = self.read_rows()
-        self.skipped, self.notes = raw.skipped, []
-        columns = known_columns(self.config.data, self.columns or {}) or find_columns(raw.train, self.config.data)
-        self.remember(columns.to_state())
-        sets = sets_of(raw, self.config, partial(self._set, columns))
+        columns = self._columns(raw.train)
+        sets = sets_of(raw, self, partial(self._set, columns))
         if raw.stream is not None and columns.kind in ("chat", "instruction") and not self.tokenizer.chat_template:
             self.notes.append(PLAIN_NOTE)  # no part was read whole, which would have added this note
         pad = self.tokenizer.pad_token_id
@@ -97,6 +97,19 @@ class CausalLM(Task):
         if self._learns_answers(columns):
             return as_data(sets, PadCollate({"input_ids": pad, "labels": IGNORED}))
         return as_data(sets, CausalCollate(pad))
+
+    def _columns(self, part: DataPart) -> Columns:
+        columns = known_columns(self.config.data, self.columns or {}) or find_columns(part, self.config.data)
+        self.remember(columns.to_state())
+        return columns
+
+    def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
+        """Return the rows with a text. Conversations are checked when they are read."""
+        columns = self._columns(part).of(part)
+        if columns.kind != "text":
+            return part
+        column = columns.names[0]
+        return part.usable([column], partial(text_value, column=column, may_be_empty=not bad.skip), bad)
 
     @property
     def text_column(self) -> str:
@@ -114,8 +127,7 @@ class CausalLM(Task):
             self.seq_length,
             answers_only=self._learns_answers(columns),
             whole=block is None,
-            skip_bad=self.config.data.skip_bad_lines,
-            skipped=block.skipped if block else self.skipped,
+            bad=block.bad if block else self.bad,
             notes=[] if block else self.notes,
         )
         return reader.samples(name, part, columns)
@@ -180,8 +192,9 @@ def prompts_of(task: Task, part: DataPart) -> list[list[int]]:
         DataError: a column is missing, a row cannot be used, or a prompt leaves the model no room to write.
     """
     columns, tokenizer = find_prompt_columns(part, task.config.data, task.columns or {}), task.tokenizer
-    reader = ChatReader(tokenizer, task.seq_length, answers_only=True, advice=ASKED)
+    reader = ChatReader(tokenizer, task.seq_length, answers_only=True, bad=BadLines(advice=ASKED))
     unanswered = reader.read(part, rows_of(part, columns), partial(read_prompt, columns))
+    reader.bad.raise_all()
     ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
     positions, prompts = positions_of(task.model_config), []
     for row, one in enumerate(unanswered):

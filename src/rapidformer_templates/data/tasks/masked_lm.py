@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from rapidformer_templates.data.tasks.base import (
     as_data,
     padding_of,
     round_score,
+    text_value,
     texts_of,
     tokenized,
     with_tokens,
 )
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
 from rapidformer_templates.data.tasks.sets import Block, sets_of
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 
@@ -51,10 +54,13 @@ class MaskedLM(Task):
 
     def read_data(self) -> Data:
         raw = self.read_rows()
-        self.skipped = raw.skipped
-        self.column(raw.train, "text_column", TEXT_COLUMNS)
         collate = PadCollate({**padding_of(self.tokenizer), "labels": IGNORED})
-        return as_data(sets_of(raw, self.config, self._set), collate, self._mask())
+        return as_data(sets_of(raw, self, self._set), collate, self._mask())
+
+    def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
+        """Return the rows with a text. Empty texts are only left out on request."""
+        column = self.column(part, "text_column", TEXT_COLUMNS)
+        return part.usable([column], partial(text_value, column=column, may_be_empty=not bad.skip), bad)
 
     def _set(self, name: str, part: DataPart, block: Block | None) -> TokenizedSamples:
         column = self.column(part, "text_column", TEXT_COLUMNS)

@@ -34,6 +34,7 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.tasks import preference_losses as losses
 from rapidformer_templates.data.tasks.base import EvalBatch, Inputs, Record, Task, as_data, round_score
 from rapidformer_templates.data.tasks.causal_lm import continued, prompts_of
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.models.architectures import dropout_rates
 from rapidformer_templates.models.label_use import LabelUse, check_causal
@@ -65,8 +66,8 @@ class _Preferences(Task):
 
     def read_data(self) -> Data:
         raw = self.read_rows()
-        self.skipped, self.notes = raw.skipped, []
         sets = {name: self._samples(name, part) for name, part in raw.parts().items()}
+        self.bad.raise_all()
         assert isinstance(self.tokenizer.pad_token_id, int)
         return as_data(sets, PreferenceCollate(self.tokenizer.pad_token_id))
 
@@ -75,8 +76,7 @@ class _Preferences(Task):
             self.tokenizer,
             self.seq_length,
             answers_only=True,
-            skip_bad=self.config.data.skip_bad_lines,
-            skipped=self.skipped,
+            bad=self.bad,
             notes=self.notes,
         )
         prompt = self._prompt(part)
@@ -318,12 +318,13 @@ class Reward(_Preferences):
 
     def inputs(self, part: DataPart) -> Inputs:
         """Tokenize answers with their prompts. Each row has one answer, or a chosen and a rejected one."""
-        reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True, advice=ASKED)
+        reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True, bad=BadLines(advice=ASKED))
         if has_pairs(part):
             answers = [list(pair) for pair in pairs_of(part, self._prompt(part), reader)]
         else:
             columns = find_columns(part, self.config.data)
             answers = [[one] for one in reader.read(part, rows_of(part, columns), read_example)]
+        reader.bad.raise_all()
         tokens = [[encoded.ids for encoded in reader.encoded([reader.render(one) for one in row])] for row in answers]
         return Inputs(tokens, np.asarray([max(map(len, row)) for row in tokens]))
 

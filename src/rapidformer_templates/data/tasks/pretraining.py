@@ -72,7 +72,7 @@ class Pretraining(Task):
         if self.config.data.streaming:
             return self._streamed()
         corpora = load_corpora(self.config, self.tokenizer, self.objective.end_token)
-        self.skipped = [line for corpus in corpora for line in corpus.skipped]
+        self.bad.skipped = [line for corpus in corpora for line in corpus.skipped]
         self.notes = [note for corpus in corpora for note in corpus.notes]
         parts = self._parts(corpora)
         train, valid, test = parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,12 @@ from rapidformer_templates.data.finetuning.squad import (
     exact_match,
     f1,
     flattened,
-    read_examples,
+    read_example,
 )
 from rapidformer_templates.data.finetuning.tables import DataPart, part_name
 from rapidformer_templates.data.generation import Generation
-from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, padding_of, texts_of
+from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, padding_of, text_value, texts_of
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 
@@ -52,13 +54,11 @@ class QuestionAnswering(Task):
 
     def read_data(self) -> Data:
         raw = self.read_rows()
-        self.skipped = raw.skipped
         self.may_be_null = self.is_trained and self.may_be_null
         sets, self._read = {}, {}
-        for name, part in ((name, flattened(part)) for name, part in raw.parts().items()):
-            question, context = self._text_columns(part)
-            answers = self.column(part, "label_column", ("answers",))
-            examples = read_examples(part, question, context, answers)
+        for name, part in raw.parts().items():
+            columns = self._columns(part)
+            examples = part.read(columns, partial(read_example, column=columns[2]))
             self.may_be_null |= any(not example.answers for example in examples)
             samples, features = self._samples(part, examples)
             sets[name] = samples
@@ -66,6 +66,22 @@ class QuestionAnswering(Task):
         if part_name("") in sets:
             self.begin_evaluation("")
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
+
+    def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
+        """Return the rows whose answers are in their contexts. Empty texts are only left out on request."""
+        part = flattened(part)
+        columns = self._columns(part)
+
+        def check(*values: Any) -> None:
+            for column, value in zip(columns[:2], values, strict=False):
+                text_value(value, column, may_be_empty=not bad.skip)
+            read_example(values[0], values[1], values[2], columns[2])
+
+        return part.usable(columns, check, bad)
+
+    def _columns(self, part: DataPart) -> tuple[str, str, str]:
+        """Return the columns of questions, contexts and answers."""
+        return *self._text_columns(part), self.column(part, "label_column", ("answers",))
 
     def _text_columns(self, part: DataPart) -> tuple[str, str]:
         """Return the question column and the context column."""

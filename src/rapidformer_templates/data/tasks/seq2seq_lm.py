@@ -23,11 +23,13 @@ from rapidformer_templates.data.tasks.base import (
     as_data,
     device_of,
     padding_of,
+    text_value,
     texts_of,
     tokenized,
     with_tokens,
 )
 from rapidformer_templates.data.tasks.sets import Block, sets_of
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data
 
 TARGET_COLUMNS = ("target", "summary", "output", "response", "answer", "highlights", "label")
@@ -48,9 +50,7 @@ class Seq2SeqLM(Task):
 
     def read_data(self) -> Data:
         raw = self.read_rows()
-        self.skipped = raw.skipped
-        self._columns(raw.train)
-        sets = sets_of(raw, self.config, self._set)
+        sets = sets_of(raw, self, self._set)
         tokenized_sets = [samples for samples in sets.values() if isinstance(samples, TokenizedSamples)]
         lengths = [int(samples.lengths_of("labels").max()) for samples in tokenized_sets]
         self.longest_target = max([self.longest_target if self.is_trained else 0, *lengths])
@@ -66,6 +66,17 @@ class Seq2SeqLM(Task):
         extra = prompt_and_answer_columns(part, source, target).extra
         self.remember({"beside": extra})
         return source, target, extra
+
+    def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
+        """Return the rows with a source and a target. Empty texts are only left out on request."""
+        source, target, _ = self._columns(part)
+        assert target is not None
+
+        def check(source_text: Any, target_text: Any) -> None:
+            text_value(source_text, source, may_be_empty=not bad.skip)
+            text_value(target_text, target, may_be_empty=not bad.skip)
+
+        return part.usable([source, target], check, bad)
 
     def _set(self, name: str, part: DataPart, block: Block | None) -> TokenizedSamples:
         source, target, extra = self._columns(part)

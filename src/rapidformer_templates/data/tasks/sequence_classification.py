@@ -15,6 +15,7 @@ from rapidformer_templates.data.finetuning.labels import (
     encode_label_sets,
     encode_labels,
     label_names,
+    label_reader,
     label_set_names,
     measures,
     problem_of,
@@ -29,10 +30,12 @@ from rapidformer_templates.data.tasks.base import (
     label_map,
     padding_of,
     round_score,
+    text_value,
     texts_of,
     tokenized,
     with_tokens,
 )
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 
@@ -52,21 +55,35 @@ class SequenceClassification(Task):
     best_metric = "accuracy"
     problem = "single_label_classification"
     state_fields = ("columns", "labels", "problem")
+    _decides = True  # whether the problem is not known yet
 
     def read_data(self) -> Data:
-        raw, flags = self.read_rows(), self.config.data
-        self.skipped, self.notes = raw.skipped, []
-        self._text_columns(raw.train)
+        raw = self.read_rows()
         label = self.column(raw.train, "label_column", LABEL_COLUMNS)
         # Rows held out of one file may have a rare label that the remaining rows lack.
         labelled = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
         if not self.is_trained:
-            self.problem = flags.problem_type or problem_of(labelled, label)
             self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
             names = self._label_names(labelled, label)
             self.labels = names if self.problem == "regression" else self.in_order_of_head(names)
         sets = {name: self._samples(part) for name, part in raw.parts().items()}
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
+
+    def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
+        """Return the rows with a text and a label. The training part decides which problem the labels are."""
+        text, pair = self._text_columns(part)
+        label = self.column(part, "label_column", LABEL_COLUMNS)
+        if not self.is_trained and self._decides:
+            self.problem, self._decides = self.config.data.problem_type or problem_of([part], label), False
+        texts = [text, pair] if pair else [text]
+        read_label = label_reader(part, label, self.problem)
+
+        def check(*values: Any) -> None:
+            for column, value in zip(texts, values, strict=False):
+                text_value(value, column, may_be_empty=False)
+            read_label(values[-1])
+
+        return part.usable([*texts, label], check, bad)
 
     def merge_decisions(self, others: Sequence[Any]) -> None:
         super().merge_decisions(others)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rapidformer_templates.data.collate import TokenizedSamples
-from rapidformer_templates.data.finetuning.tables import LoadedDataset, part_of_stream
+from rapidformer_templates.data.finetuning.tables import LoadedDataset, UsableRows, part_of_stream
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
-from rapidformer_templates.data.streaming.samples import BlockResult, StreamedSamples, buffer_of
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.data.streaming.samples import BlockResult, Samples, StreamedSamples, buffer_of
+from rapidformer_templates.data.tasks.base import Task
+from rapidformer_templates.data.text.bad_lines import BadLines
 
 Make = Callable[..., TokenizedSamples]
 """Makes samples from (name, part, block). ``block`` is None for a whole part, else a block of a stream."""
@@ -24,27 +25,33 @@ class Block:
 
     Attributes:
         generator: random generator for making the samples.
-        skipped: receives ``file:line: reason`` of each bad row that is left out.
+        bad: receives the rows that cannot be used.
     """
 
     generator: np.random.Generator
-    skipped: list[str] = field(default_factory=list)
+    bad: BadLines
 
 
-def sets_of(raw: LoadedDataset, config: RunConfig, make: Make) -> dict[str, Any]:
-    """Return the samples of each existing part by name."""
+def sets_of(raw: LoadedDataset, task: Task, make: Make) -> dict[str, Any]:
+    """Return the samples of each existing part by name.
+
+    Raises:
+        DataError: rows cannot be used.
+    """
     whole = {name: part for name, part in raw.parts().items() if name != "train" or raw.stream is None}
     sets: dict[str, Any] = {name: make(name, part, None) for name, part in whole.items()}
+    task.bad.raise_all()
     if raw.stream is not None:
-        sets["train"] = _streamed(raw.stream, config, make)
+        sets["train"] = _streamed(raw.stream, task, make)
     return sets
 
 
-def _streamed(rows: RowStream, config: RunConfig, make: Make) -> StreamedSamples:
+def _streamed(rows: RowStream, task: Task, make: Make) -> StreamedSamples:
+    config = task.config
     packed = ", packed" if config.data.pack_sequences else ""
     return StreamedSamples(
         rows,
-        _BlockOfRows(make),
+        _BlockOfRows(make, task.usable_rows, config.data.skip_bad_lines),
         seed=config.training.seed,
         buffer=buffer_of(config.data),
         identity=f"{rows.identity} in samples of {config.model.seq_length} tokens{packed}",
@@ -56,8 +63,13 @@ class _BlockOfRows:
     """Makes one sample per row, or packs several rows. No rows are left over for the next block."""
 
     make: Make
+    usable: UsableRows
+    skip: bool
 
     def __call__(self, rows: list[StreamedRow], remainder: Any, generator: np.random.Generator) -> BlockResult:
         assert remainder is None
-        block = Block(generator)
-        return BlockResult(self.make("train", part_of_stream(rows), block), skipped=block.skipped)
+        block = Block(generator, BadLines(skip=self.skip))
+        part = self.usable(part_of_stream(rows, block.bad), block.bad)
+        samples: Samples = self.make("train", part, block) if len(part) else ()
+        block.bad.raise_all(is_part=True)
+        return BlockResult(samples, skipped=block.bad.skipped)

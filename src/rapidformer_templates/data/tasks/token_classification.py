@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from rapidformer_templates.data.tasks.base import (
     padding_of,
     with_tokens,
 )
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 
@@ -51,7 +53,6 @@ class TokenClassification(Task):
 
     def read_data(self) -> Data:
         raw = self.read_rows()
-        self.skipped, self.notes = raw.skipped, []
         _, tags = self._columns(raw.train)
         read = {name: (part, *self._words_and_tags(part)) for name, part in raw.parts().items()}
         # Rows held out of one file may have a rare tag that the remaining rows lack.
@@ -72,15 +73,25 @@ class TokenClassification(Task):
     def _words_column(self, part: DataPart) -> str:
         return self.column(part, "text_column", WORD_COLUMNS)
 
+    def usable_rows(self, part: DataPart, bad: BadLines) -> DataPart:
+        columns = self._columns(part)
+        return part.usable(columns, _reader_of_rows(part, *columns), bad)
+
     def _words_and_tags(self, part: DataPart) -> tuple[list[list[str]], list[list[str | None]]]:
-        return _words_and_tags(part, *self._columns(part))
+        """Return the words and tag names of each row. None marks a word without a tag."""
+        columns = self._columns(part)
+        rows = part.read(columns, _reader_of_rows(part, *columns))
+        return [words for words, _ in rows], [tags for _, tags in rows]
 
     def _samples(self, part: DataPart, words: list[list[str]], tags: list[list[str | None]]) -> TokenizedSamples:
         numbers: dict[str | None, int] = {name: i for i, name in enumerate(self.labels)} | {None: IGNORED}
+        bad = BadLines(advice="")
         for row, names in enumerate(tags):
-            for name in names:
-                if name is not None and name not in numbers:
-                    unknown_label(name, self.labels, part.where(row))
+            unknown = next((name for name in names if name is not None and name not in numbers), None)
+            if unknown is not None:
+                error = unknown_label(unknown, self.labels)
+                bad.note_at(part.where(row), error.message, error.hint or "")
+        bad.raise_all()
         encodings = self._encodings(words)
         labels = [
             _first_pieces(encoding.word_ids, [numbers[name] for name in names])
@@ -135,7 +146,7 @@ class TokenClassification(Task):
 
     def inputs(self, part: DataPart) -> Inputs:
         column = self._words_column(part)
-        words = [_words(text, column, part, row) for row, text in enumerate(part.table[column][:])]
+        words = part.read([column], partial(_words, column=column))
         encodings = self._encodings(words)
         places = [_first_pieces(e.word_ids, range(len(row))) for e, row in zip(encodings, words, strict=True)]
         ids = self._ids(part, encodings)
@@ -164,58 +175,46 @@ def _first_pieces(word_ids: Sequence[int | None], tags: Sequence[int]) -> list[i
     return labels
 
 
-def _words_and_tags(part: DataPart, words: str, tags: str) -> tuple[list[list[str]], list[list[str | None]]]:
-    """Return the words and tag names of each row. None marks a word without a tag.
-
-    Raises:
-        DataError: a row is empty, or its numbers of words and tags differ.
-    """
+def _reader_of_rows(part: DataPart, words: str, tags: str) -> Callable[[Any, Any], tuple[list[str], list[str | None]]]:
+    """Return a function that reads the words and tags of a row. It raises an error for a row that cannot be used."""
     names = declared_names(part, tags)
-    all_words: list[list[str]] = []
-    all_tags: list[list[str | None]] = []
-    for row, (text, marks) in enumerate(zip(part.table[words][:], part.table[tags][:], strict=True)):
-        split = _words(text, words, part, row)
-        if marks is None:
-            raise _empty(tags, part, row)
-        marked = _in_list(marks, tags, part, row)
+
+    def read(text: Any, marks: Any) -> tuple[list[str], list[str | None]]:
+        split = _words(text, words)
+        if not split:
+            raise DataError(f"the text in column '{words}' is empty", hint="fill it, or remove the row")
+        marked = _in_list(marks, tags)
         if len(split) != len(marked):
             hint = "each word needs one tag; texts are split at spaces"
-            raise DataError(f"{len(split)} words have {len(marked)} tags", where=part.where(row), hint=hint)
-        all_words.append(split)
-        all_tags.append([_tag(mark, names, tags, part, row) for mark in marked])
-    return all_words, all_tags
+            raise DataError(f"{len(split)} words have {len(marked)} tags", hint=hint)
+        return split, [_tag(mark, names, tags) for mark in marked]
+
+    return read
 
 
-def _words(text: Any, column: str, part: DataPart, row: int) -> list[str]:
-    if text is None:
-        raise _empty(column, part, row)
-    words = _in_list(text, column, part, row)
+def _words(text: Any, column: str) -> list[str]:
+    words = _in_list(text, column)
     if None in words:
-        hint = "fill it, or remove it with its tag"
-        raise DataError(f"a word in column '{column}' is empty", where=part.where(row), hint=hint)
+        raise DataError(f"a word in column '{column}' is empty", hint="fill it, or remove it with its tag")
     return [str(word) for word in words]
 
 
-def _in_list(value: Any, column: str, part: DataPart, row: int) -> list[Any]:
+def _in_list(value: Any, column: str) -> list[Any]:
     """Return a list unchanged, and split a text at spaces."""
+    if value is None:
+        raise DataError(f"the column '{column}' is empty", hint="fill it, or remove the row")
     if isinstance(value, str):
         return value.split()
     if not isinstance(value, list):
         hint = 'write a list, such as ["New", "York"], or a text, which is split at spaces'
-        raise DataError(f"the column '{column}' holds {value!r}", where=part.where(row), hint=hint)
+        raise DataError(f"the column '{column}' holds {value!r}", hint=hint)
     return value
 
 
-def _empty(column: str, part: DataPart, row: int) -> DataError:
-    return DataError(f"the column '{column}' is empty", where=part.where(row), hint="fill it, or remove the row")
-
-
-def _tag(value: Any, declared: Sequence[str] | None, column: str, part: DataPart, row: int) -> str | None:
+def _tag(value: Any, declared: Sequence[str] | None, column: str) -> str | None:
     if is_missing_label(value, declared):
         return None
-    name = label_name(value, declared, column, part, row)
+    name = label_name(value, declared, column)
     if name is None:
-        raise DataError(
-            f"a tag in column '{column}' is empty", where=part.where(row), hint="words without a name have the tag O"
-        )
+        raise DataError(f"a tag in column '{column}' is empty", hint="words without a name have the tag O")
     return name

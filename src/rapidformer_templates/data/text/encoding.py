@@ -15,8 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.fast_tokenizers import EncodingMethod, compare, verified
-from rapidformer_templates.data.text.files import BadLines, Row, Span, TextUnit, jsonl_rows, note_column, text_documents
+from rapidformer_templates.data.text.files import (
+    Row,
+    Span,
+    TextUnit,
+    data_suffix,
+    jsonl_rows,
+    note_column,
+    text_documents,
+)
 from rapidformer_templates.data.text.sentences import split_sentences
 
 
@@ -118,6 +127,7 @@ class Encoder:
         """
         bad = BadLines(skip=self.recipe.skip)
         rows = [texts for number, row in self._rows(job, bad) if (texts := self._texts(row, job.path, number, bad))]
+        bad.raise_all(is_part=True)  # other jobs may find more
         result = Encoded(skipped=bad.skipped)
         for column in range(len(self.recipe.keys)):
             texts = [row[column] for row in rows]
@@ -130,7 +140,7 @@ class Encoder:
     def _rows(self, job: EncodingJob, bad: BadLines) -> Iterator[tuple[int, Row]]:
         if not isinstance(job.part, Span):
             return iter(job.part)
-        if job.path.suffix.lower() == ".txt":  # text files have no columns, so their text belongs to the first key
+        if data_suffix(job.path) == ".txt":  # text files have no columns, so their text belongs to the first key
             texts = text_documents(job.path, bad, job.part, self.recipe.text_unit)
             return ((number, {self.recipe.keys[0]: text}) for number, text in texts)
         return jsonl_rows(job.path, bad, job.part)

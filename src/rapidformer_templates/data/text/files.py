@@ -1,48 +1,34 @@
 """Readers of single files. They yield rows or documents one at a time, each with its line number.
 
-A line that cannot be read is an error that names file and line. With ``--skip-bad-lines`` it is left out and recorded.
-Everything is read as UTF-8, and a byte-order mark is allowed.
+Lines that cannot be read are recorded (:mod:`~rapidformer_templates.data.text.bad_lines`). Everything is read as UTF-8,
+and a byte-order mark is allowed. UTF-16 and UTF-32 are recognized by that mark. Files with the further extension
+``.gz`` are decompressed.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import glob
+import gzip
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError, did_you_mean
 
 Row = dict[str, Any]
 
 TextUnit = Literal["paragraph", "line", "file"]
 """The unit of text that is one document in a ``.txt`` file."""
-
-
-@dataclass
-class BadLines:
-    """How to handle lines that cannot be read.
-
-    Attributes:
-        skip: leave them out instead of raising an error.
-        skipped: ``file:line: reason`` of each line that was left out.
-    """
-
-    skip: bool = False
-    skipped: list[str] = field(default_factory=list)
-
-    def note(self, path: Path, line: int, reason: str, hint: str = "") -> None:
-        """Record the line, or raise a :class:`DataError` about it."""
-        if not self.skip:
-            advice = "fix the line, or skip such lines with --skip-bad-lines"
-            raise DataError(reason, where=f"{path}:{line}", hint=f"{hint}; {advice}" if hint else advice)
-        self.skipped.append(f"{path}:{line}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -52,26 +38,82 @@ class Span:
     Attributes:
         start, stop: its bytes, [start, stop).
         line: number of its first line in the file, from 1.
+        lines: the lines themselves, if the bytes of the file cannot be read from the middle (``.gz``, UTF-16).
     """
 
     start: int
     stop: int
     line: int
+    lines: bytes | None = None
 
     def read(self, path: Path) -> BinaryIO:
         """Read the bytes into an in-memory file."""
+        if self.lines is not None:
+            return io.BytesIO(self.lines)
         with path.open("rb") as file:
             file.seek(self.start)
             return io.BytesIO(file.read(self.stop - self.start))
 
 
+COMPRESSIBLE = (".csv", ".tsv", ".json", ".jsonl", ".txt")
+"""Extensions that ``.gz`` may follow."""
+
+ENCODINGS = {
+    codecs.BOM_UTF32_LE: "utf-32",  # it begins with the mark of UTF-16
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+"""Byte-order marks of encodings that are converted to UTF-8."""
+
+
+def data_suffix(path: Path) -> str:
+    """Return the extension that tells how a file is read. It is ``.csv`` for ``train.CSV`` and ``train.csv.gz``."""
+    suffix, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
+    return inner if suffix == ".gz" and inner in COMPRESSIBLE else suffix
+
+
+def data_stem(path: Path) -> str:
+    """Return the name of a file without its extension, and without ``.gz``."""
+    return Path(path.stem).stem if is_compressed(path) else path.stem
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz" and data_suffix(path) != ".gz"
+
+
+@contextmanager
+def utf8_lines(path: Path) -> Iterator[tuple[Iterable[bytes], bool]]:
+    """Open a text file. Yield its lines as UTF-8, and whether they are the bytes of the file.
+
+    Raises:
+        DataError: the file is not what its extension says, or is UTF-16 without a byte-order mark.
+    """
+    try:
+        with gzip.open(path, "rb") if is_compressed(path) else path.open("rb") as file:
+            beginning = file.peek(4)[:4]
+            encoding = next((name for mark, name in ENCODINGS.items() if beginning.startswith(mark)), None)
+            if encoding is not None:
+                text = io.TextIOWrapper(file, encoding, errors="replace", newline="\n")
+                # An invalid character must not become a valid one, so that its line is reported.
+                yield (line.encode().replace("\ufffd".encode(), b"\xff") for line in text), False
+                return
+            if b"\0" in beginning:
+                message = "the file begins with zero bytes, as UTF-16 without a byte-order mark does"
+                raise DataError(message, where=str(path), hint="convert it: iconv -f utf-16le -t utf-8")
+            yield file, not is_compressed(path)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        message = f"the file cannot be decompressed: {error}"
+        raise DataError(message, where=str(path), hint="compress it again") from error
+
+
 def _lines(path: Path, span: Span | None = None) -> Iterator[tuple[int, str, bool]]:
-    """Yield (line number from 1, text, whether it was UTF-8) for each line. Invalid bytes become U+FFFD.
+    """Yield (line number from 1, text, whether it was valid) for each line. Invalid bytes become U+FFFD.
 
     Lines are split before they are decoded, so that the number of an invalid line is exact.
     """
-    with span.read(path) if span else path.open("rb") as file:
-        for number, raw in enumerate(file, start=span.line if span else 1):
+    with nullcontext((span.read(path), True)) if span else utf8_lines(path) as (lines, _):
+        for number, raw in enumerate(lines, start=span.line if span else 1):
             encoding = "utf-8-sig" if number == 1 else "utf-8"
             try:
                 yield number, raw.decode(encoding), True
@@ -92,12 +134,20 @@ def text_lines(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[
             bad.note(path, number, NOT_UTF8, UTF8_HINT)
 
 
+OTHER_DELIMITERS = (";", "\t")
+"""Separators of columns that are recognized in a header without the usual separator."""
+
+
 def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple[int, Row]]:
     # The csv module's default limit of 128 KiB per field is meant for spreadsheets, not for documents.
     csv.field_size_limit(2**31 - 1)
     broken: set[int] = set()
+    lines = _decoded(path, broken)
+    first = next(lines, "")
+    if delimiter not in first:  # spreadsheets separate with semicolons where a comma is the decimal mark
+        delimiter = next((mark for mark in OTHER_DELIMITERS if mark in first), delimiter)
     # strict: an unclosed quote would otherwise silently swallow the rest of the file.
-    reader = csv.reader(_decoded(path, broken), delimiter=delimiter, strict=True)
+    reader = csv.reader(chain([first] if first else [], lines), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
         start = reader.line_num + 1  # a quoted field may contain line breaks, so a record can span lines
@@ -158,8 +208,9 @@ def jsonl_rows(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[
 
 def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
     """Yield the rows of a JSON file, numbered by their position in the list, from 1."""
-    del bad  # one document: nothing after an invalid place can be read
-    text = "".join(text for _, text in text_lines(path, BadLines()))
+    bad = BadLines()  # one document: nothing after an invalid place can be read
+    text = "".join(text for _, text in text_lines(path, bad))
+    bad.raise_all()
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
@@ -259,7 +310,7 @@ def text_files(paths: Sequence[str], flag: str) -> list[Path]:
             entries = sorted(base.rglob("*"))
         else:
             entries = [base] if base.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
-        readable = [file for file in entries if file.is_file() and file.suffix.lower() in TEXT_SUFFIXES]
+        readable = [file for file in entries if file.is_file() and data_suffix(file) in TEXT_SUFFIXES]
         if not readable:
             raise _no_text(path, base, flag, exists=base.is_dir() or bool(entries))
         files += readable
@@ -287,10 +338,10 @@ def documents(
     ``unit`` defines the documents of a ``.txt`` file. ``.jsonl``, ``.parquet`` and the other formats have one document
     per row in ``column``. Empty documents are left out. ``flag`` is the flag that names the column, for messages.
     """
-    if path.suffix.lower() == ".txt":
+    if data_suffix(path) == ".txt":
         yield from (text for _, text in text_documents(path, bad, unit=unit))
         return
-    for number, row in ROW_READERS[path.suffix.lower()](path, bad):
+    for number, row in ROW_READERS[data_suffix(path)](path, bad):
         text = row.get(column)
         if isinstance(text, str):
             if text.strip():

@@ -26,7 +26,15 @@ from rapidformer_templates.data.indexed.writer import IndexedWriter, disk_errors
 from rapidformer_templates.data.text import fast_tokenizers
 from rapidformer_templates.data.text.encoding import Encoded, Encoder, EncodingJob, EncodingRecipe, start_worker, work
 from rapidformer_templates.data.text.fast_tokenizers import EncodingMethod, NotEquivalent
-from rapidformer_templates.data.text.files import Row, Span, TextUnit, parquet_row_count, parquet_rows
+from rapidformer_templates.data.text.files import (
+    Row,
+    Span,
+    TextUnit,
+    data_suffix,
+    parquet_row_count,
+    parquet_rows,
+    utf8_lines,
+)
 from rapidformer_templates.errors import DataError, WorkerFailed
 from rapidformer_templates.system.progress_bar import ProgressBar
 
@@ -210,10 +218,10 @@ def split_files(
     number = 0
     for path in files:
         pieces: Iterator[tuple[Span | list[tuple[int, Row]], int]]
-        if path.suffix.lower() == ".parquet":
+        if data_suffix(path) == ".parquet":
             pieces = _row_parts(path, keys, chunk_size)
         else:
-            pieces = _spans(path, chunk_size, unit if path.suffix.lower() == ".txt" else "line")
+            pieces = _spans(path, chunk_size, unit if data_suffix(path) == ".txt" else "line")
         for part, size in pieces:
             yield EncodingJob(path, part, size, check_all or number % CHECKED == 0)
             number += 1
@@ -221,19 +229,25 @@ def split_files(
 
 def _spans(path: Path, chunk_size: int, unit: TextUnit) -> Iterator[tuple[Span, int]]:
     """Yield parts of whole documents: lines, paragraphs with the blank line after them, or the whole file."""
-    with path.open("rb") as file:
+    with utf8_lines(path) as (file, has_bytes_of_file):
         start = position = documents = 0
-        first = 1
+        first, lines = 1, []
         for number, line in enumerate(file, start=1):
             position += len(line)
+            if not has_bytes_of_file:
+                lines.append(line)
             if unit == "file" or (unit == "paragraph" and line.strip()):
                 continue
             documents += 1
             if documents >= chunk_size or position - start >= JOB_BYTES:
-                yield Span(start, position, first), position - start
-                start, first, documents = position, number + 1, 0
+                yield _span(start, position, first, lines, has_bytes_of_file), position - start
+                start, first, documents, lines = position, number + 1, 0, []
     if position > start:
-        yield Span(start, position, first), position - start
+        yield _span(start, position, first, lines, has_bytes_of_file), position - start
+
+
+def _span(start: int, stop: int, first: int, lines: list[bytes], has_bytes_of_file: bool) -> Span:
+    return Span(start, stop, first, None if has_bytes_of_file else b"".join(lines))
 
 
 def _row_parts(path: Path, keys: Sequence[str], chunk_size: int) -> Iterator[tuple[list[tuple[int, Row]], int]]:

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
 from rapidformer_templates.data.indexed.writer import disk_errors
-from rapidformer_templates.data.text.files import BadLines, TextUnit, documents, text_files
+from rapidformer_templates.data.text.bad_lines import BadLines, add_by_reason, describe_skipped
+from rapidformer_templates.data.text.files import TextUnit, documents, text_files
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.tokenizers import padded_vocab_size, vocabulary_size
 from rapidformer_templates.system.files import new_folder, to_json
@@ -138,7 +139,7 @@ def main(options: argparse.Namespace) -> int:
     if size < options.vocab_size:
         print(f"note: the text has no more pairs that occur {options.min_frequency} times, so there are fewer tokens")
     if skipped:
-        print(f"{len(skipped):,} bad lines left out, the first: {skipped[0]}")
+        print(describe_skipped(add_by_reason({}, skipped)))
     print(f"use it with  --tokenizer-type HuggingFaceTokenizer --tokenizer-path {folder}")
     print(f"or with      {_files(kind, folder, lower_case=options.lower_case)}")
     return 0
@@ -158,6 +159,7 @@ class _Texts:
                 for text in documents(path, key, self.bad, self.unit, "--json-keys"):
                     self.documents += 1
                     yield text
+        self.bad.raise_all()
 
 
 def _files(kind: Kind, folder: Path, *, lower_case: bool) -> str:
