@@ -134,7 +134,7 @@ class DataFlags:
     data_path: tuple[str, ...] | None = flag(
         None, "pretraining corpus: text files, indexed prefixes, or a blend '0.3 A 0.7 B'", metavar="PATH", usual=True
     )
-    data_dir: str | None = flag(None, "fine-tuning: folder with the files", metavar="DIR", usual=True)
+    data_dir: str | None = flag(None, "fine-tuning: folder with the files, or one file", metavar="DIR", usual=True)
     data_name: str | None = flag(
         None, "fine-tuning: data set in that folder: a file stem or a saved data set", metavar="NAME", usual=True
     )
@@ -162,7 +162,7 @@ class DataFlags:
     text_unit: Literal["paragraph", "line", "file"] = flag(
         "paragraph", "pretraining: what counts as a document in a .txt file; blank lines separate paragraphs"
     )
-    skip_bad_lines: bool = flag(False, "skip lines that cannot be read, and count them")
+    skip_bad_lines: bool = flag(False, "leave out lines and rows that cannot be used, and count them")
     data_cache_dir: str | None = flag(None, "folder for tokenized corpora (default: the user's cache)", metavar="DIR")
     keep_documents_apart: bool = flag(
         False, "causal pretraining: no token sees another document (default: samples cross document borders)"

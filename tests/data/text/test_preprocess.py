@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,6 +118,24 @@ BAD = {
     b"[" * 100_000: "broken JSON: a number that is too long, or brackets that are nested too deeply",
     b'{"n": ' + b"9" * 5000 + b"}": "broken JSON: a number that is too long, or brackets that are nested too deeply",
 }
+
+
+def test_compressed_and_utf_16_files_give_the_same_sets(tmp_path: Path, make: Callable[..., PreprocessResult]) -> None:
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS[:9])
+    paragraphs = "\n\n".join(TEXTS[:9])
+    forms = {
+        "jsonl": (lines.encode(), lines.encode("utf-16"), gzip.compress(lines.encode())),
+        "txt": (paragraphs.encode(), paragraphs.encode("utf-16"), gzip.compress(paragraphs.encode("utf-16"))),
+    }
+    for ending, (plain_bytes, utf_16, compressed) in forms.items():
+        wanted = None
+        for name, content in (("a", plain_bytes), ("b", utf_16), ("c", compressed)):
+            file = tmp_path / f"{name}.{ending}{'.gz' if name == 'c' else ''}"
+            file.write_bytes(content)
+            made = make(file, prefix=f"{name}-{ending}", chunk_size=2, workers=0)
+            found = files_of(made.prefix["text"])[:2]
+            wanted = wanted or found
+            assert (found, made.documents) == (wanted, {"text": 9})
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer_templates.data.finetuning.locating import flags_of_sets, locate
-from rapidformer_templates.data.text.files import ROW_READERS, BadLines
+from rapidformer_templates.data.text.bad_lines import BadLines
+from rapidformer_templates.data.text.files import ROW_READERS, data_suffix
 from rapidformer_templates.errors import DataError, MistakeCollector, did_you_mean
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import DataFlags
@@ -98,11 +99,11 @@ def check_column(columns: Sequence[str], file: str, flag: str, name: str) -> Non
 
 def columns_of(path: Path) -> list[str] | None:
     """Return the columns of a file, or None if it has no row, or if finding them would take long."""
-    reader = ROW_READERS.get(path.suffix.lower())
-    if reader is None or (path.suffix.lower() not in FIXED and path.stat().st_size > MAX_READ_BYTES):
+    reader = ROW_READERS.get(data_suffix(path))
+    if reader is None or (data_suffix(path) not in FIXED and path.stat().st_size > MAX_READ_BYTES):
         return None
     rows = (row for _, row in reader(path, BadLines(skip=True)))
-    if path.suffix.lower() in FIXED:
+    if data_suffix(path) in FIXED:
         return list(next(rows, {})) or None
     return list(dict.fromkeys(name for row in rows for name in row)) or None
 
