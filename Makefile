@@ -38,7 +38,7 @@ test: $(VENV)/.installed-dev  ## lint, format, types and the tests, including do
 test-longer: $(VENV)/.installed-dev  ## further cases of these tests, and the commands of the benchmarks
 	$(PYTEST) -m longer
 
-docs-test: $(VENV)/.installed-dev  ## only the tests of the site, the notebook and the examples
+docs-test: $(VENV)/.installed-dev  ## only the tests of the site, the notebook, the examples and the pages of the manual
 	$(PYTEST) -m docs
 
 docs: $(VENV)/.installed  ## generate the pages about switches and rules, a table of docs/parallelism.md and the YAML schema

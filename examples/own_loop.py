@@ -4,7 +4,8 @@
     python examples/own_loop.py --nproc-per-node 2 --zero-3-memory-optimization
     python examples/own_loop.py --nproc-per-node 2 --tensor-model-parallel-size 2 --mixed-precision bf16
 
-If you stop it, the next start resumes from the newest checkpoint. The number of workers may be different then.
+If you stop it, the next start resumes from the newest checkpoint in runs/own-loop. The number of workers may be
+different then. After the last step, delete the folder to train again.
 """
 
 import sys
@@ -33,13 +34,13 @@ def collate(rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def train(argv: list[str], folder: str = "runs/own-loop") -> list[float]:
     losses: list[float] = []
-    sizes = {"micro_batch_size": 2, "global_batch_size": BATCH}
-    with compose(
-        build_model, torch.optim.AdamW, argv=argv, lr=3e-3, example=collate(torch.arange(1)), **sizes
-    ) as session:
+    flags = {"lr": 3e-3, "micro_batch_size": 2, "global_batch_size": BATCH}
+    with compose(build_model, torch.optim.AdamW, argv=argv, example=collate(torch.arange(1)), **flags) as session:
         workers, micro = session.workers, session.plan.sizes.micro_batch
         if Path(folder, "checkpoints/latest").exists():
             losses = session.load(folder)["losses"]
+        if session.steps == STEPS and workers.is_main:
+            print(f"all {STEPS} steps are done: delete {folder} to train again")
         for step in range(session.steps, STEPS):
             mine = torch.arange(step * BATCH, (step + 1) * BATCH)[workers.data_rank :: workers.data]
             result = session.step([collate(rows) for rows in mine.split(micro)])

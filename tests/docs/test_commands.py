@@ -26,7 +26,7 @@ from tests.support.manual import PAGES, ROOT, commands, name
 ELSEWHERE = {
     r"pip install|hf download": "needs the network; tests/docs/test_docs.py holds the extras",
     r"(\.venv/bin/)?python -m pytest": "the tests themselves",
-    r"cat |head |python3 -m venv|\. \.venv/bin/activate|case \$\?|eval ": "the shell's",
+    r"cat |head |rm -r |python3 -m venv|\. \.venv/bin/activate|case \$\?|eval ": "the shell's",
     r"make |\.ci/run": "what runs the tests; tests/docs/test_docs.py holds the targets",
     r"python -m benchmarks": "tests/benchmarks",
     r"(\.venv/bin/)?python -m tests\.support\.covering": "tests/switches/test_pairs.py reads what it writes",

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, Refused
 from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.intervals import Epochs, Interval
 from rapidformer_templates.planning.registry import switch_options
-from tests.support.requests import config_of
+from rapidformer_templates.planning.resolve import resolve
+from tests.support.requests import CPU, codes, config_of
 
 
 @pytest.mark.parametrize(
@@ -90,3 +91,27 @@ def test_multiples() -> None:
     every = Interval("20samples")
     assert [done for done in range(8, 97, 8) if every.passed(done - 8, done)] == [24, 40, 64, 80]
     assert not every.passed(20, 20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "works"),
+    [
+        ("--epochs 3", "--train-iters N"),
+        ("--train-iters 3epochs", "--train-iters N"),
+        ("--train-iters 100 --eval-interval 1epochs", "--eval-interval N"),
+        ("--train-iters 100 --save-interval 0.5epochs", "--save-interval N"),
+        ("--epochs 3 --micro-batch-size 2 --global-batch-size 8", "--train-iters N"),
+    ],
+)
+def test_epochs_of_a_stream_are_refused(flags: str, works: str) -> None:
+    with pytest.raises(Refused) as caught:
+        resolve(config_of(f"--task causal_lm --streaming {flags}"), CPU)
+    found = {diagnostic.rule: diagnostic for diagnostic in caught.value.diagnostics}
+    assert found["RF151"].message == "a stream has no length, so an epoch has no number of steps"
+    assert [suggestion.change for suggestion in found["RF151"].works] == [works]
+
+
+def test_a_length_in_epochs_is_evaluated_often_enough_to_stop_early() -> None:
+    stops = "--task causal_lm --early-stopping-patience 3"
+    assert codes(f"{stops} --train-iters 20epochs") == []
+    assert codes(f"{stops} --train-iters 20") == ["RF111"]

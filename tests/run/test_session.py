@@ -166,8 +166,13 @@ def test_own_loop_has_the_losses_of_a_run(layout: str, run: list[float], in_work
         assert found[layout] == pytest.approx(run, abs=1e-6)
 
 
-def test_own_loop_alone_is_a_run_to_the_last_bit(run: list[float], tmp_path: Path) -> None:
+def test_own_loop_alone_is_a_run_to_the_last_bit(
+    run: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert own_loop.train(CPU, str(tmp_path)) == run
+    capsys.readouterr()
+    assert own_loop.train(CPU, str(tmp_path)) == run
+    assert capsys.readouterr().out == f"all {own_loop.STEPS} steps are done: delete {tmp_path} to train again\n"
     assert len(EXAMPLE.read_text(encoding="utf-8").partition("from pathlib")[2].splitlines()) < 45
 
 

@@ -31,3 +31,16 @@ def commands(page: Path) -> Iterator[str]:
 
 def _lines(block: str) -> list[str]:
     return block.replace("\\\n", " ").splitlines()
+
+
+def steps(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield what a reader of a page runs, in its order: ("bash", a command) or ("python", a block)."""
+    text = page.read_text(encoding="utf-8")
+    for indent, language, block in re.findall(r"^( *)```(bash|console|python)\n(.*?)^ *```", text, flags=re.M | re.S):
+        dedented = re.sub(rf"^{indent}", "", block, flags=re.M)
+        if language == "python":
+            yield language, dedented
+            continue
+        for line in _lines(dedented):
+            if line.startswith("$ ") or (language == "bash" and line.strip()):
+                yield "bash", line.removeprefix("$ ").strip()
