@@ -23,6 +23,7 @@ class RapidformerError(Exception):
     """
 
     exit_status = 2
+    prefix = "error: "
 
     def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
@@ -32,7 +33,7 @@ class RapidformerError(Exception):
 
     def render(self) -> str:
         """Return the text for a terminal: one line each for the message, the place and the hint."""
-        lines = [f"error: {self.message}"]
+        lines = [f"{self.prefix}{self.message}"]
         if self.where:
             lines.append(f"  where  {self.where}")
         if self.hint:
@@ -42,7 +43,7 @@ class RapidformerError(Exception):
     def render_line(self) -> str:
         """Return the same as one line, for a list of several errors."""
         where = f" ({self.where.replace(' (', ', ').replace(')', '')})" if self.where else ""
-        return f"error: {self.message}{where}" + (f": {self.hint}" if self.hint else "")
+        return f"{self.prefix}{self.message}{where}" + (f": {self.hint}" if self.hint else "")
 
     def __str__(self) -> str:
         return self.render()
@@ -145,7 +146,7 @@ class ReportedError(RapidformerError):
 
 
 class Interrupted(RapidformerError):
-    """The run was asked to stop (SIGTERM, SIGINT, SIGHUP).
+    """The run was asked to stop (SIGTERM, SIGINT, SIGHUP). This is not an error, and the message does not call it one.
 
     Args:
         saved: whether there is a checkpoint from which the run can resume. It decides the exit status. 75 is
@@ -155,6 +156,7 @@ class Interrupted(RapidformerError):
 
     SAVED = 75
     LOST = 130
+    prefix = ""
 
     def __init__(self, message: str, *, hint: str | None = None, saved: bool = True) -> None:
         super().__init__(message, hint=hint)

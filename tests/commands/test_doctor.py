@@ -129,12 +129,29 @@ def test_table_is_quiet_about_what_is_fine(
     monkeypatch.setenv("COLUMNS", "140")
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    cells = {
-        row[1].strip(): [cell.strip() for cell in row[2:4]] for row in (line.split("│") for line in lines) if row[1:]
-    }
-    assert cells["onnx"] == ["1.2 ok", ""]
-    assert cells["torchao"] == ["1.2 does not import", "ImportError: no [bold]libfoo[/bold] here"]
+    cells = {row[1].strip(): row[2].strip() for row in (line.split("│") for line in lines) if row[1:]}
+    assert (cells["onnx"], cells["torchao"]) == ("1.2 ok", "1.2 does not import")
     assert {"python", "device", "cores", "memory"} <= set(cells)
+    details = dict(line.split(maxsplit=1) for line in lines[lines.index("What to know:") + 1 :])
+    assert details["torchao"] == "ImportError: no [bold]libfoo[/bold] here"
+    assert "onnx" not in details
+
+
+@pytest.mark.parametrize("columns", ["70", "80"])
+def test_a_narrow_terminal_breaks_no_word(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda modules: {})
+    monkeypatch.setenv("COLUMNS", columns)
+    report = doctor.examine("cpu")
+    doctor.show(report)
+    text = capsys.readouterr().out
+    findings = [*report["packages"], *report["deepspeed_parts"]["parts"]]
+    words = [finding["name"] for finding in findings] + [word for finding in findings for word in finding["serves"]]
+    assert [word for word in words if not all(part in text for part in word.split())] == []
+    installs = [finding["detail"] for finding in findings if "pip install" in finding["detail"]]
+    assert len(installs) > 5
+    assert [line for line in installs if line not in text] == []
 
 
 def test_compiled_parts(

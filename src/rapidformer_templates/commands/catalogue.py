@@ -20,6 +20,7 @@ from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.sources import DOCUMENTS, Document, in_words
 from rapidformer_templates.planning.switch import Rule, Switch
+from rapidformer_templates.system.terminal import console
 
 MARKS = ("<!-- made by make docs -->", "<!-- end of what is made -->")
 
@@ -189,15 +190,13 @@ def _refused(pairs: Sequence[tuple[tuple[Rule, ...], list[str]]]) -> str:
 
 def show(registry: Registry) -> None:
     """Print the catalogue and the matrix to a terminal."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
     catalogue = Table("", "switch", "flags", "what it does", "source", title="Switches, in order of application")
     for number, switch in enumerate(registry.switches, 1):
         flags = _flags(switch).replace("`", "")
         catalogue.add_row(str(number), switch.name, flags, switch.summary, in_words(switch.source))
-    console.print(catalogue)
+    console(piped_width=140).print(catalogue)
     rows = [[pair.cell for pair in row] for row in compatibility(registry)]
     print("\nTwo at a time: T Trainer, P Pretrainer, F Finetuner, + if what one of them requires is added, – never")
     print(" " * 26 + "".join(f"{number:<4}" for number in range(1, len(rows) + 1)))

@@ -7,7 +7,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
@@ -22,6 +21,7 @@ from rapidformer_templates.data.indexed.tools import (
 )
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.system.files import to_json
+from rapidformer_templates.system.terminal import console
 
 SHOWN_TOKENS = 24
 """Number of tokens per document that ``inspect --show`` prints. The printed text covers ten times this number."""
@@ -58,13 +58,11 @@ def inspect_main(options: argparse.Namespace) -> int:
         ]
         print(to_json({"sets": sets}), end="")
         return 0
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
+    terminal = console(piped_width=120)
     for facts in about_sets:
-        console.print(_table(facts))
+        terminal.print(_table(facts))
         if len(facts.shares) > 1:
-            console.print(_histogram(facts))
+            terminal.print(_histogram(facts))
         for number, document in enumerate(shown[facts.prefix]):
             more = " …" if document["length"] > SHOWN_TOKENS else ""
             print(f"document {number:,}, {document['length']:,} tokens: {' '.join(map(str, document['tokens']))}{more}")

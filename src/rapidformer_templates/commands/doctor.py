@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError, RapidformerError, did_you_mean
@@ -30,6 +30,10 @@ from rapidformer_templates.planning.trackers import INSTALL as INSTALL_TRACKERS
 from rapidformer_templates.planning.trackers import PACKAGES as TRACKERS
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
+from rapidformer_templates.system.terminal import console
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 REQUIRED_PACKAGES = ("torch", "transformers", "datasets", "accelerate")
 IMPORT_SECONDS = 120
@@ -324,7 +328,6 @@ def _part(name: str, root: Path, device: str) -> DoctorFinding:
 
 def show(report: dict[str, Any]) -> None:
     """Print the report as tables."""
-    from rich.console import Console
     from rich.table import Table
 
     machine = report["machine"]
@@ -336,13 +339,18 @@ def show(report: dict[str, Any]) -> None:
     about.add_row("device", "\n".join(gpus) or _other_device(machine["accelerator"]) or f"CPU (torch is {cuda})")
     about.add_row("cores", str(machine["cores"]))
     about.add_row("memory", f"{machine['memory_gb']} GB")
-    console = Console()
-    console.print(about)
-    console.print(_table("Packages", report["packages"]))
+    terminal = console()
+    terminal.print(about)
+    terminal.print(_table("Packages", report["packages"]))
     parts = report["deepspeed_parts"]
     if parts["folder"]:
-        console.print(_table("DeepSpeed's compiled parts", parts["parts"]))
+        terminal.print(_table("DeepSpeed's compiled parts", parts["parts"]))
         print(f"in {parts['folder']}")
+    details = {finding["name"]: finding["detail"] for finding in (*report["packages"], *parts["parts"])}
+    width = max(map(len, details), default=0)
+    lines = [f"  {name:<{width}}  {detail}" for name, detail in details.items() if detail]
+    if lines:  # below the tables, whose columns would break commands that can be copied
+        print("What to know:", *lines, sep="\n")
 
 
 def _other_device(accelerator: dict[str, Any] | None) -> str:
@@ -353,16 +361,15 @@ def _other_device(accelerator: dict[str, Any] | None) -> str:
     return f"{accelerator['count']} × {accelerator['kind']}{name}"
 
 
-def _table(title: str, findings: Sequence[dict[str, Any]]) -> Any:
-    from rich.markup import escape
+def _table(title: str, findings: Sequence[dict[str, Any]]) -> Table:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for heading in ("", "state", "what to know", "serves"):
-        table.add_column(heading, overflow="fold")
+    table = Table("", "state", title=title, title_justify="left")
+    words = [word for finding in findings for word in ", ".join(finding["serves"]).split()]
+    table.add_column("serves", min_width=max(map(len, words), default=0))
     for finding in findings:
         state = f"{finding['version']} {finding['state']}".strip()
         fine, absent = finding["state"] in ("ok", "built"), finding["state"].startswith("not ")
-        cells = (finding["name"], state, finding["detail"], ", ".join(finding["serves"]))
-        table.add_row(*(escape(cell) for cell in cells), style=None if fine else "dim" if absent else "yellow")
+        cells = (finding["name"], state, ", ".join(finding["serves"]))
+        table.add_row(*cells, style=None if fine else "dim" if absent else "yellow")
     return table

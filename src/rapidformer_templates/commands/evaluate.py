@@ -18,6 +18,7 @@ from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFl
 from rapidformer_templates.run.early_checks import check_text_paths
 from rapidformer_templates.run.saved_model import SavedModel
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
+from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
     from torch import nn
@@ -216,7 +217,6 @@ def _show(saved: SavedModel, metrics: dict[str, float], *, as_json: bool) -> Non
     if as_json:
         print(json.dumps(finite(metrics), indent=2, allow_nan=False))
         return
-    from rich.console import Console
     from rich.table import Table
 
     print(f"evaluation of {saved.folder}")
@@ -225,7 +225,7 @@ def _show(saved: SavedModel, metrics: dict[str, float], *, as_json: bool) -> Non
     table.add_column(justify="right")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4f}")
-    Console().print(table)
+    console().print(table)
     coding, _ = saved.values.get("quantize_base", (None, ""))
     if coding:
         print(

@@ -34,6 +34,7 @@ from rapidformer_templates.planning.tasks import check_data_flags, check_task_fl
 from rapidformer_templates.planning.templates import choose_template, with_template_defaults
 from rapidformer_templates.run import planning_of_script
 from rapidformer_templates.run.best import check_metric
+from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -351,7 +352,6 @@ def _length(config: RunConfig, plan: Plan) -> tuple[str, ...]:
 
 def show_plan(plan: Plan) -> None:
     """Print a plan as tables."""
-    from rich.console import Console
     from rich.table import Table
 
     sizes = plan.sizes
@@ -376,12 +376,12 @@ def show_plan(plan: Plan) -> None:
     for name, value in plan.values.items():
         if name != "template":
             values.add_row(name, str(value["value"]), value["origin"])
-    console = Console()
-    console.print(table)
+    terminal = console()
+    terminal.print(table)
     if plan.groups:
-        console.print(_groups(plan))
+        terminal.print(_groups(plan))
     if values.row_count:
-        console.print(values)
+        terminal.print(values)
     for note in plan.notes:
         print(f"note: {note}")
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -23,6 +22,7 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.best import LOSS
 from rapidformer_templates.run.folder import RunFolder, is_test_line, read_metrics
 from rapidformer_templates.system.files import finite, write_json
+from rapidformer_templates.system.terminal import console
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
@@ -168,9 +168,9 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
                 table.add_row(name, str(path))
     for name, tracker in summary["trackers"].items():
         table.add_row(name, f"failed: {tracker['failed']}" if tracker["failed"] else tracker["where"])
-    console = Console(force_jupyter=False, markup=False)  # plain text, even in a notebook, and with brackets in a path
-    with console.capture() as captured:
-        console.print(table)
+    terminal = console(plain=True)
+    with terminal.capture() as captured:
+        terminal.print(table)
     try:
         print(captured.get(), end="", flush=True)
     except OSError:  # nobody reads it any more, but the run must still finish

@@ -292,7 +292,7 @@ class Loop:
             self._wait_for_save()
         if is_requested and done < self.total:
             hint, saved = self._resume_hint(), self.folder is not None
-            raise Interrupted(f"stopped after step {done} as asked", hint=hint, saved=saved)
+            raise Interrupted(f"stopped after step {done}, as requested", hint=hint, saved=saved)
 
     @property
     def exported_step(self) -> int:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rapidformer_templates.system.terminal import console
+
 REFRESH_SECONDS = 0.2
 
 
@@ -50,7 +52,6 @@ class ProgressBar:
 
 
 def _bar(show_count: bool) -> Any:
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -62,11 +63,11 @@ def _bar(show_count: bool) -> Any:
     )
 
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn() if show_count else TaskProgressColumn(),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console(on_stderr=True),
     )

@@ -67,7 +67,7 @@ class StopRequest:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self._signal(number, frame)
         if self._signal.is_repeated and self._alone:
-            os.write(2, b"ended at once, as asked twice\n")  # print is not safe here because it may be running
+            os.write(2, b"stopped at once, as requested twice\n")  # print is not safe here because it may be running
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         if not self._in_loop and not self._raised:

@@ -139,7 +139,7 @@ def test_interrupted_and_run_again(
         assert [path.name for path in tmp_path.glob("out*")] == ["out_text_document.bin.tmp"]
     else:
         assert process.returncode == 75
-        assert errors.startswith("error: interrupted; nothing was written\n")
+        assert errors.startswith("interrupted; nothing was written\n")
         assert not list(tmp_path.glob("out*"))
     _wait_until(lambda: not any(_runs(pid) for pid in workers))
     made = make(corpus)

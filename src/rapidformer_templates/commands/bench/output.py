@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,10 +93,7 @@ def put_out(
         notes: lines below the table, such as goals and absent solutions.
         draw: function that draws the picture.
     """
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    console.print(table)
+    console(piped_width=120).print(table)
     for note in notes:
         print(note)
     document = {"benchmark": name, "machine": machine(), "versions": versions(), **result, "notes": notes}
@@ -126,14 +125,14 @@ def progress(title: str, parts: int) -> Iterator[Advance]:
         yield lambda text: None
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
+    with Progress(*columns, console=console(on_stderr=True), auto_refresh=False) as bar:
         task = bar.add_task(title, total=parts, text="")
 
         def advance(text: str) -> None:

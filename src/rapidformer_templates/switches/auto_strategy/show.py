@@ -13,6 +13,7 @@ from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, SearchResult
+from rapidformer_templates.system.terminal import console
 
 WIDTHS = {"recompute": len("selective"), "partitioning": len("distributed…")}
 """Minimum widths of table columns whose words must not be cut shorter."""
@@ -71,11 +72,9 @@ def _memory_gb(memory: Memory) -> dict[str, float]:
 
 def show(result: SearchResult, hardware: Hardware) -> None:
     """Print the best layouts, their assumptions, and why the others were rejected."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 140
+    terminal = console(piped_width=140)
     if result.layouts:
-        console.print(_table(result))
+        terminal.print(_table(result))
         for line in reasons(result, hardware):
             print(line)
     for line in hardware.lines(offloads=_offloads(result)):
@@ -83,7 +82,7 @@ def show(result: SearchResult, hardware: Hardware) -> None:
     for line in not_predicted(result):
         print(line)
     print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free in addition")
-    _show_rejected(result, console)
+    _show_rejected(result, terminal)
 
 
 def _offloads(result: SearchResult) -> bool:
@@ -179,7 +178,7 @@ def _comparisons(result: SearchResult) -> list[str]:
     return lines
 
 
-def _show_rejected(result: SearchResult, console: Console) -> None:
+def _show_rejected(result: SearchResult, terminal: Console) -> None:
     if not result.rejected:
         return
     kinds = Counter(rejected.constraint.partition(":")[0] for rejected in result.rejected)
@@ -190,7 +189,7 @@ def _show_rejected(result: SearchResult, console: Console) -> None:
         context = f"context {sizes.context} × " if sizes.context > 1 else ""
         where = f"tensor {sizes.tensor} × {context}pipeline {sizes.pipelined} × data {sizes.data}, {sizes.partitioned}"
         table.add_row(str(count), example.constraint, where)
-    console.print(table)
+    terminal.print(table)
 
 
 def print_json(result: SearchResult, hardware: Hardware) -> None:

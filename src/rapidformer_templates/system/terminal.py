@@ -1,0 +1,24 @@
+"""Consoles for tables and progress bars. They print each text as it is, because texts of users contain brackets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console(*, piped_width: int | None = None, on_stderr: bool = False, plain: bool = False) -> Console:
+    """Return a console without rich's markup, which would swallow ``[deepspeed]``, and without its emojis.
+
+    Args:
+        piped_width: columns of an output that is not a terminal. The default is that of rich: ``COLUMNS``, or 80.
+        on_stderr: print to standard error.
+        plain: print text in a notebook as well, where rich shows HTML.
+    """
+    from rich.console import Console
+
+    made = Console(stderr=on_stderr, markup=False, emoji=False, force_jupyter=False if plain else None)
+    if piped_width is not None and not made.is_terminal:
+        made.width = piped_width
+    return made
