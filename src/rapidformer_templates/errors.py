@@ -97,6 +97,15 @@ class OutOfMemory(RapidformerError):
     exit_status = 1
 
 
+ALLOCATION_FAILED = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
+"""Substrings in the error messages of torch's allocators and of the system."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory could not be allocated."""
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in ALLOCATION_FAILED)
+
+
 class DeviceFailed(RapidformerError):
     """The accelerator reported an error: a kernel failed, or the device is gone."""
 

@@ -10,10 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.errors import OutOfMemory
+from rapidformer_templates.models.loading import build_model
+from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.configure import resolve_plan
 from rapidformer_templates.run.folder import read_metrics
-from rapidformer_templates.run.out_of_memory import next_step
+from rapidformer_templates.run.out_of_memory import explained_without_plan, next_step
 from tests.support.jobs import CausalJob
 from tests.support.machine import why_no_nvme
 
@@ -131,3 +138,73 @@ def test_groups_grow_before_another_engine_is_named(size: int, said: str, monkey
     job = CausalJob([*flags.split(), "--fsdp-memory-optimization", "--fsdp-shard-size", str(size)])
     plan = resolve_plan(type(job), job.config)
     assert next_step(job.config, plan, lambda c: resolve_plan(type(job), c)) == said
+
+
+HUGE = 400 * 2**40
+"""Bytes that no process can address."""
+
+
+def _fails_while_building(error: str) -> CausalJob:
+    """Return a job whose model does not fit: a real allocation, or the error of a kind of allocator."""
+
+    class Job(CausalJob):
+        def build_model(self) -> torch.nn.Module:
+            if error == "real":
+                torch.empty(HUGE, dtype=torch.uint8)
+            raise {"python": MemoryError(), "device": torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")}[error]
+
+    return Job(["--train-iters", "2", "--lr", "0.1", "--no-save", "--device", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("real", "can't allocate memory: you tried to allocate 439804651110400 bytes"),
+        ("python", "worker 0 is out of memory: MemoryError"),
+        ("device", "worker 0 is out of memory: CUDA out of memory. Tried"),
+    ],
+)
+def test_memory_that_runs_out_while_the_model_is_built(error: str, message: str) -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        _fails_while_building(error).fit()
+    lines = caught.value.render().splitlines()
+    assert len(lines) == 3
+    assert message in lines[0]
+    assert lines[1] == "  where  while the model is built, optimizer on 1 workers"
+    assert "fewer workers per machine" in lines[2]
+    assert caught.value.exit_status == 1
+
+
+def test_other_errors_while_building_stay_what_they_are() -> None:
+    class Job(CausalJob):
+        def build_model(self) -> torch.nn.Module:
+            raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        Job(["--train-iters", "2", "--lr", "0.1", "--no-save", "--device", "cpu"]).fit()
+
+
+def test_a_model_of_huge_sizes_is_out_of_memory_and_not_a_wrong_size(
+    gpt_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.csv").write_text("text\n" + "some words\n" * 20)
+    words = f"--task causal_lm --model-type gpt2 --num-layers 1 --hidden-size 20000000000000 --num-attention-heads 2 \
+        --tokenizer-path {gpt_folder} --data-dir {tmp_path} --lr 1e-3 --epochs 1 --no-save --device cpu"
+    assert main(words.split()) == 1
+    lines = capsys.readouterr().err.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("error: worker 0 is out of memory: "))
+    assert "can't allocate memory" in lines[start]
+    assert lines[start + 1].startswith("  where  while the model is built")
+
+
+def test_weights_that_do_not_fit_are_not_called_damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = CausalJob([]).make()
+    model.save_pretrained(tmp_path)
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    config = parse(["--pretrained-model-name-or-path", str(tmp_path)], REGISTRY.options())
+    with pytest.raises(OutOfMemory, match="out of memory: MemoryError"), explained_without_plan("here", "help"):
+        build_model(config, "AutoModelForCausalLM", tokenizer=object())  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from rapidformer_templates.models.model_files import check_model_files
 from rapidformer_templates.planning.config import subset_of_flags
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import LaunchFlags, ModelFlags, TrainingFlags, flag
+from rapidformer_templates.run.out_of_memory import explained_without_plan
 from rapidformer_templates.run.saved_model import SavedModel, load_saved_task
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
 
@@ -85,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rapidformer_templates.system.workers import join
 
     options = config.user
-    with join(detect(None, "", device=config.launch.device).device) as workers:
+    with (
+        explained_without_plan(str(saved.folder), "a device with more memory, or a smaller model"),
+        join(detect(None, "", device=config.launch.device).device) as workers,
+    ):
         model: Any = task.build_model().eval()
         accelerator.move(model, workers.device)
         generation = Generation(options.max_new_tokens, options.temperature, config.training.seed)

@@ -16,6 +16,7 @@ from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.planning.config import dashed
 from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.run.out_of_memory import explained_without_plan
 
 ADAPTERS = "adapter_config.json"
 WRITTEN = (
@@ -134,7 +135,8 @@ def _export(run: RunFolder, options: argparse.Namespace) -> Path:
 def _merge(adapters: Path, output: Path, base: str | None) -> None:
     from rapidformer_templates.switches.lora.merge import merge
 
-    merge(adapters, output, base)
+    with explained_without_plan(str(adapters), "merge on a machine with more memory"):
+        merge(adapters, output, base)
 
 
 def _output(options: argparse.Namespace, default: Path, *, reads: Path) -> Path:

@@ -18,6 +18,7 @@ from rapidformer_templates.models.model_files import check_model_files
 from rapidformer_templates.planning.config import RunConfig, subset_of_flags
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
+from rapidformer_templates.run.out_of_memory import explained_without_plan
 from rapidformer_templates.run.saved_model import SavedModel, load_saved_task
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
 from rapidformer_templates.system import launch
@@ -112,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return task, part, task.inputs(part)
 
     def body() -> int:
-        return _predict(config, *read())
+        with explained_without_plan(str(saved.folder), "a smaller --micro-batch-size, or a device with more memory"):
+            return _predict(config, *read())
 
     return in_workers(config.launch.nproc_per_node, config.launch.master_port, read, body)
 

@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from rapidformer_templates.errors import ModelError
+from rapidformer_templates.errors import ModelError, is_out_of_memory
 from rapidformer_templates.models.adapters import SETTINGS
 from rapidformer_templates.models.architectures import (
     CLASSIFICATION,
@@ -144,6 +144,8 @@ def build_model(
         try:
             model = factory.from_config(model_config).float()
         except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            if is_out_of_memory(error):
+                raise
             hint = "check the sizes against the architecture's own"
             raise ModelError(
                 f"a {model_config.model_type} of these sizes cannot be built: {error}", where="--model-type", hint=hint
@@ -273,6 +275,8 @@ def _load_weights(
     except ModelError:
         raise
     except Exception as error:  # for a damaged file safetensors, torch and transformers each raise different errors
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"the weights in {path} cannot be read: {_first_line(error)}",
             where=PRETRAINED,

@@ -26,6 +26,7 @@ from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import FREED_MEMORY
 from rapidformer_templates.run.console import say
 from rapidformer_templates.run.hooks import checked_model, checked_optimizer
+from rapidformer_templates.run.out_of_memory import explained_while_building
 from rapidformer_templates.run.reference import allow_trial, provide_reference
 from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
 from rapidformer_templates.system.random_state import seed_all
@@ -93,7 +94,7 @@ def build_engine(template: Template, workers: Workers, build: Callable[[], nn.Mo
 def _seeded_model(template: Template, engine: Engine) -> nn.Module:
     """Build the untrained model. Each call gives the same weights."""
     seed_all(template.config.training.seed)
-    with engine.build_context():
+    with explained_while_building(template.plan, engine.workers.rank), engine.build_context():
         return checked_model(template.build_model())
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rapidformer_templates.errors import DeviceFailed
-from rapidformer_templates.run.out_of_memory import is_out_of_memory
+from rapidformer_templates.errors import DeviceFailed, is_out_of_memory
 
 TORCH = str(Path(torch.__file__).parent)
 

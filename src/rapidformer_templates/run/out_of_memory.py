@@ -8,17 +8,14 @@ ZeRO cannot run, FSDP shards the same states. Larger groups of workers that shar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from rapidformer_templates.errors import OutOfMemory, Refused
+from rapidformer_templates.errors import OutOfMemory, Refused, is_out_of_memory
 from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.plan import Plan
-
-ALLOCATION_FAILED = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
-"""Substrings in the error messages of torch's allocators and of the system."""
 
 PARTITIONING = ("oss", "oss_sdp", "fsdp", "zero_1", "zero_2", "zero_3")
 
@@ -102,11 +99,6 @@ def _remaining_steps(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any
         yield from (step for step in SHARDING if _saving_rank(step.get) > _saving_rank(config.get))
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that memory could not be allocated."""
-    return isinstance(error, MemoryError) or any(sign in str(error) for sign in ALLOCATION_FAILED)
-
-
 @contextmanager
 def explained(config: RunConfig, plan: Plan, rank: int, resolve: Callable[[RunConfig], Plan]) -> Iterator[None]:
     """Context for a run. It converts a failed allocation to an error that suggests what to change.
@@ -119,10 +111,44 @@ def explained(config: RunConfig, plan: Plan, rank: int, resolve: Callable[[RunCo
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        message = str(error).splitlines()[0] if str(error) else type(error).__name__
         step = next_step(config, plan, resolve)
         raise OutOfMemory(
-            f"worker {rank} is out of memory: {message}",
+            f"worker {rank} is out of memory: {_first_line(error)}",
             where=f"{' → '.join(plan.switches)} on {plan.sizes.world} workers",
             hint=f"the next step that saves memory: {step}" if step else "more workers, or a smaller model",
         ) from error
+
+
+@contextmanager
+def explained_without_plan(where: str, hint: str, worker: str = "") -> Iterator[None]:
+    """Context for work with a saved model, such as predictions. It converts a failed allocation like :func:`explained`.
+
+    Args:
+        where: the folder of the model.
+        hint: what to change.
+        worker: the worker, for the message.
+
+    Raises:
+        OutOfMemory: replaces the allocator's error.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        who = f"{worker} is out of memory" if worker else "out of memory"
+        raise OutOfMemory(f"{who}: {_first_line(error)}", where=where, hint=hint) from error
+
+
+def explained_while_building(plan: Plan, rank: int) -> AbstractContextManager[None]:
+    """Return a context like :func:`explained` for building a model. Savings during a step do not help there."""
+    hint = "each worker builds the whole model before it is divided: fewer workers per machine, a smaller model, or "
+    hint += "--zero-3-memory-optimization, which divides it while it is built"
+    if "zero-3" in plan.switches:
+        hint = "more workers, or a smaller model"
+    where = f"while the model is built, {' → '.join(plan.switches)} on {plan.sizes.world} workers"
+    return explained_without_plan(where, hint, f"worker {rank}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

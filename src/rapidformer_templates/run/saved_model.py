@@ -15,6 +15,7 @@ from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, parse, settable_by_files
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.run.out_of_memory import explained_without_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -197,5 +198,6 @@ def open_saved(path: str | Path, task: str | None = None, *, base: str | Path | 
     saved = find_saved(path)
     config = saved.config(task=task, base=str(base) if base is not None else None)
     used = load_saved_task(config, saved)
-    model = used.build_model()
+    with explained_without_plan(str(saved.folder), "a machine with more memory, or a smaller model"):
+        model = used.build_model()
     return OpenedModel(config, used, model.eval())

@@ -165,7 +165,8 @@ class Session:
             _show(template)
         self.workers.barrier()
         template.data = Data(train=None if example is None else [example], collate=lambda batches: batches[0])
-        self._engine = build_engine(template, self.workers)
+        with self._explain_errors():
+            self._engine = build_engine(template, self.workers)
         self.model: nn.Module = self._engine.model
         seed_all(config.training.seed + 1 + self.workers.stream)
         if schedule is None and isinstance(config.training.train_iters, int):
