@@ -132,7 +132,7 @@ def test_table_is_quiet_about_what_is_fine(
     cells = {row[1].strip(): row[2].strip() for row in (line.split("│") for line in lines) if row[1:]}
     assert (cells["onnx"], cells["torchao"]) == ("1.2 ok", "1.2 does not import")
     assert {"python", "device", "cores", "memory"} <= set(cells)
-    details = dict(line.split(maxsplit=1) for line in lines[lines.index("What to know:") + 1 :])
+    details = dict(line.split(maxsplit=1) for line in lines[lines.index("Details:") + 1 :])
     assert details["torchao"] == "ImportError: no [bold]libfoo[/bold] here"
     assert "onnx" not in details
 

@@ -1,4 +1,4 @@
-"""Tables and progress bars print texts as they are: brackets in them are no markup."""
+"""Tables and progress bars print brackets in texts unchanged."""
 
 from __future__ import annotations
 

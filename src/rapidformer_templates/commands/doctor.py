@@ -350,7 +350,7 @@ def show(report: dict[str, Any]) -> None:
     width = max(map(len, details), default=0)
     lines = [f"  {name:<{width}}  {detail}" for name, detail in details.items() if detail]
     if lines:  # below the tables, whose columns would break commands that can be copied
-        print("What to know:", *lines, sep="\n")
+        print("Details:", *lines, sep="\n")
 
 
 def _other_device(accelerator: dict[str, Any] | None) -> str:

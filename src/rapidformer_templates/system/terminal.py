@@ -1,4 +1,4 @@
-"""Consoles for tables and progress bars. They print each text as it is, because texts of users contain brackets."""
+"""Consoles for tables and progress bars, without markup, because texts of users contain brackets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def console(*, piped_width: int | None = None, on_stderr: bool = False, plain: b
     """Return a console without rich's markup, which would swallow ``[deepspeed]``, and without its emojis.
 
     Args:
-        piped_width: columns of an output that is not a terminal. The default is that of rich: ``COLUMNS``, or 80.
+        piped_width: columns of an output that is not a terminal. By default rich uses ``COLUMNS``, or 80.
         on_stderr: print to standard error.
         plain: print text in a notebook as well, where rich shows HTML.
     """
