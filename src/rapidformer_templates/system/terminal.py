@@ -18,7 +18,7 @@ def console(*, piped_width: int | None = None, on_stderr: bool = False, plain: b
     """
     from rich.console import Console
 
-    made = Console(stderr=on_stderr, markup=False, emoji=False, force_jupyter=False if plain else None)
-    if piped_width is not None and not made.is_terminal:
-        made.width = piped_width
-    return made
+    terminal = Console(stderr=on_stderr, markup=False, emoji=False, force_jupyter=False if plain else None)
+    if piped_width is not None and not terminal.is_terminal:
+        terminal.width = piped_width
+    return terminal
