@@ -17,7 +17,12 @@ from tests.support.worker_pool import FAST_RUNS, FSYNC, WITHOUT_PICTURES, end_po
 
 ROOT = Path(__file__).parents[1]
 
-pytest_plugins = ("tests.support.durations", "tests.support.texts", "tests.support.indexed_sets")
+pytest_plugins = (
+    "tests.support.durations",
+    "tests.support.texts",
+    "tests.support.indexed_sets",
+    "tests.support.hub_server",
+)
 """Fixtures for all folders."""
 
 TWO_AT_MOST = (

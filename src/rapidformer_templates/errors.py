@@ -73,6 +73,10 @@ class ModelError(RapidformerError):
     """A model folder or architecture that cannot be used."""
 
 
+class HubUnreachable(ModelError):
+    """A model is not in the cache, and the hub cannot be reached to download it."""
+
+
 class CheckpointError(RapidformerError):
     """A checkpoint that is damaged, does not fit or cannot be written."""
 

@@ -460,7 +460,7 @@ def test_what_has_no_counterpart_is_named(desk: Path, capsys: pytest.CaptureFixt
     (desk / "args.json").write_text(json.dumps(plain))
     assert main(["convert", "args.json", "--output", "ours.yaml"]) == 0
     shown = capsys.readouterr()
-    assert "  push_to_hub: true\n    upload SAVE/export after the run\n" in shown.out
+    assert "  push_to_hub: true\n    push-to-hub: ORG/NAME\n" in shown.out
     assert "  report_to: clearml\n    write a callback of your script" in shown.out
     assert "Unknown to this command, and left out:\n  my_own_key: 3\n" in shown.out
     assert "paged_adamw_32bit pages its states to host memory" in shown.out

@@ -23,7 +23,7 @@ RUN = "--task causal_lm --model-type gpt2 --lr 1e-3 --epochs 1 --no-save"
         (f"{RUN} --finetuning_type lora", "did you mean --lora-rank 8? for adapters"),
         (f"{RUN} --sample_packing true", "did you mean --pack-sequences?"),
         (f"{RUN} --beta 0.1", "did you mean --preference-beta?"),
-        (f"{RUN} --push_to_hub", "upload the folder export/"),
+        (f"{RUN} --hub_model_id me/model", "did you mean --push-to-hub ORG/NAME?"),
         (f"plan {RUN} --validation-fraction 5", "--validation-fraction"),
         (f"plan {RUN} --lora-rank 2 --lora-alpha -1", "--lora-alpha"),
     ],

@@ -24,7 +24,8 @@ from rapidformer_templates.planning.resolve import resolve
 from tests.support.manual import PAGES, ROOT, commands, name
 
 ELSEWHERE = {
-    r"pip install|hf download": "needs the network; tests/docs/test_docs.py holds the extras",
+    r"pip install": "needs the network; tests/docs/test_docs.py holds the extras",
+    r"hf (download|upload)|python -c 'import datasets": "needs the network; tests/run/test_hub.py",
     r"(\.venv/bin/)?python -m pytest": "the tests themselves",
     r"cat |head |rm -r |python3 -m venv|\. \.venv/bin/activate|case \$\?|eval ": "the shell's",
     r"make |\.ci/run": "what runs the tests; tests/docs/test_docs.py holds the targets",
@@ -56,8 +57,8 @@ WORKERS = re.compile(r"--nnodes (\d+).*--nproc-per-node (\d+)")
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a folder with the files that the commands name."""
-    for folder in ("FOLDER", "gpt2"):
-        (tmp_path / folder).mkdir()
+    for folder in ("FOLDER", "gpt2", "bert-base-uncased", "Qwen/Qwen2.5-0.5B-Instruct"):
+        (tmp_path / folder).mkdir(parents=True)
         sizes = {"model_type": "gpt2", "n_layer": 8, "n_head": 8, "n_embd": 64, "architectures": ["GPT2LMHeadModel"]}
         (tmp_path / folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
     for file in ("my.yaml", "pretrain.yaml"):

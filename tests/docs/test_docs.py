@@ -22,6 +22,7 @@ from tests.support.manual import PAGES, ROOT, blocks, commands, name
 START = ROOT / "docs/index.md"
 MADE = ("reference/", "switches/")  # generated with the site. tests/docs/test_site.py follows every link there
 OTHERS = {  # flags of other programs, and flags that examples declare
+    "hf": ["--private"],
     "mlflow": ["--backend-store-uri"],
     "pip": ["--constraint", "--editable", "--index-url", "--no-deps"],
     "rapidformer": ["--help", "--help-all", "--version"],

@@ -42,7 +42,7 @@ def test_tokenizers_from_files_equal_those_from_folders(
         ({"tokenizer_type": "BertWordPieceCase"}, "BertWordPieceCase needs --vocab-file"),
         ({"tokenizer_type": "BertWordPieceCase", "vocab_file": "no.txt"}, "the file no.txt does not exist"),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__}, "GPT2BPETokenizer needs --merge-file"),
-        ({"tokenizer_path": "no/folder"}, "'no/folder' is neither a folder nor in the local cache"),
+        ({"tokenizer_path": "no/folder"}, "'no/folder' is neither a folder nor in the cache"),
         ({"tokenizer_path": str(Path(__file__).parent)}, "there is no tokenizer in"),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__, "merge_file": __file__}, "cannot be read"),
     ],

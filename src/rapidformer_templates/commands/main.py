@@ -12,20 +12,28 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.data.finetuning.locating import steps_of
-from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused, did_you_mean
+from rapidformer_templates.errors import (
+    ConfigError,
+    HubUnreachable,
+    Interrupted,
+    RapidformerError,
+    Refused,
+    did_you_mean,
+)
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.config import RunConfig, add_flags, build_parser, parse, split, to_yaml
 from rapidformer_templates.planning.device_kinds import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flag_parser import FlagParser
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.hub import config_is_unknown, prepare_config
 from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object, switch_options
@@ -226,6 +234,8 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
     own_flags = {field.name for field in dataclasses.fields(PlanFlags)}
     origins = {name: origin for name, origin in config.origins.items() if name not in own_flags}
     config = REGISTRY.merge_files(dataclasses.replace(config, user=None, origins=origins))
+    with suppress(HubUnreachable):  # a note says so
+        prepare_config(config.model)
     template, origin = choose_template(config)
     detected = environment.detect(
         template,
@@ -317,7 +327,7 @@ def _show_resolved(
 
             config = with_stages_by_memory(config, detected)
         plan = resolve(config, detected)
-        plan = dataclasses.replace(plan, notes=(*plan.notes, *notes, *_length(config, plan)))
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *_unknown_sizes(config), *notes, *_length(config, plan)))
     except Refused as refused:
         if not options.json:
             raise
@@ -348,6 +358,14 @@ def _length(config: RunConfig, plan: Plan) -> tuple[str, ...]:
     steps = steps_of(config, epochs, plan.sizes.global_batch) if is_counted else None
     passes = f"{float(epochs.size):g} epoch{'' if epochs.size == 1 else 's'}"
     return (f"length: {passes}" + (f" = {steps:,} steps" if steps else ", counted in steps when the data is loaded"),)
+
+
+def _unknown_sizes(config: RunConfig) -> list[str]:
+    """Return a note if the plan does not know the sizes of a model on the hub."""
+    if not config_is_unknown(config.model):
+        return []
+    model = config.model.pretrained_model_name_or_path
+    return [f"the sizes of {model} are not known here: it is not in the cache, and the hub cannot be reached"]
 
 
 def show_plan(plan: Plan) -> None:

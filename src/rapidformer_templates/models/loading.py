@@ -1,4 +1,4 @@
-"""Builds models from a pretrained folder, or from scratch by architecture and sizes. Nothing is downloaded."""
+"""Builds models from a pretrained folder, or from scratch by architecture and sizes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ from rapidformer_templates.models.architectures import (
     scratch_config,
 )
 from rapidformer_templates.models.model_files import (
-    PRETRAINED,
     check_config_file,
     check_weight_files,
-    missing_model_error,
     no_model_error,
 )
 from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import ModelFlags
+from rapidformer_templates.planning.hub import PRETRAINED, Part, model_folder
 from rapidformer_templates.planning.registry import REGISTRY
 
 
@@ -165,22 +164,19 @@ def build_model(
 def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
     flags = config.model
     path = str(flags.pretrained_model_name_or_path)
-    folder = Path(path)
-    if folder.is_dir():
-        check_config_file(folder)
+    folder = folder_of_model(flags, "config")
+    check_config_file(folder)
     try:
-        pretrained = read_config_of(path, trust_remote_code=flags.trust_remote_code)
+        pretrained = read_config_of(folder, trust_remote_code=flags.trust_remote_code)
     except (OSError, ValueError) as error:
-        if folder.is_dir():
-            hint = (
-                "run the folder's own code with --trust-remote-code"
-                if "trust_remote_code" in str(error)
-                else "check its config.json"
-            )
-            raise ModelError(
-                f"the configuration in {path} cannot be used: {_first_line(error)}", where=PRETRAINED, hint=hint
-            ) from error
-        raise missing_model_error(path) from error
+        hint = (
+            "run the folder's own code with --trust-remote-code"
+            if "trust_remote_code" in str(error)
+            else "check its config.json"
+        )
+        raise ModelError(
+            f"the configuration in {path} cannot be used: {_first_line(error)}", where=PRETRAINED, hint=hint
+        ) from error
     _check_pretrained_sizes(config, pretrained)
     if flags.new_head and not has_head_of(pretrained, *CLASSIFICATION):
         hint = "leave out --new-head: the model gets a new head without it"
@@ -188,17 +184,31 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
     return pretrained
 
 
-def read_config_of(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read the configuration of a folder or a cached model, including models that a switch has changed.
+def folder_of_model(flags: ModelFlags, part: Part = "weights") -> Path:
+    """Return the folder of the pretrained model. A model on the hub is downloaded if it is not in the cache.
+
+    Args:
+        part: how much of the model is needed. Its own code comes with any part, if it may run.
+
+    Raises:
+        ModelError: there is no such folder, and the model cannot be downloaded.
+    """
+    name, code = str(flags.pretrained_model_name_or_path), flags.trust_remote_code
+    part = "tokenizer" if code and part == "config" else part
+    return model_folder(name, flags.revision, part, flag=PRETRAINED, code=code)
+
+
+def read_config_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Read the configuration of a folder, including models that a switch has changed.
 
     Raises:
         OSError, ValueError: it cannot be read.
     """
-    reader = own_reader(Path(path))
+    reader = own_reader(folder)
     if reader:
-        return reader.read_config(Path(path))
+        return reader.read_config(folder)
     config: PreTrainedConfig = AutoConfig.from_pretrained(
-        path, local_files_only=True, trust_remote_code=trust_remote_code
+        folder, local_files_only=True, trust_remote_code=trust_remote_code
     )
     return config
 
@@ -250,9 +260,8 @@ def _head_to_leave_out(config: RunConfig, auto_class: str, model_config: PreTrai
 def _load_weights(
     factory: Any, path: str, model_config: PreTrainedConfig, flags: ModelFlags, left_out: list[str]
 ) -> PreTrainedModel:
-    folder = Path(path)
-    if folder.is_dir():
-        check_weight_files(folder)
+    folder = folder_of_model(flags)
+    check_weight_files(folder)
     reader, random_state = own_reader(folder), torch.get_rng_state()
     if reader and left_out:
         hint = "write plain weights first, with rapidformer export, or start from a model without a head"
@@ -263,7 +272,7 @@ def _load_weights(
                 reader.read_model(factory, folder, model_config, base_folder=flags.base)
                 if reader
                 else factory.from_pretrained(
-                    path,
+                    folder,
                     config=model_config,
                     dtype=torch.float32,
                     local_files_only=True,
@@ -302,6 +311,8 @@ def _load_weights(
     if body:  # fine-tuning may need a new head, but missing weights in the body mean damage
         message = f"{len(body)} weights are missing in {path}, such as {body[0]}"
         raise ModelError(message, where=PRETRAINED, hint="download the folder again")
+    if not Path(path).is_dir():
+        model.name_or_path = model.config.name_or_path = path  # adapters record it as their base
     of_head = [name for name in model.state_dict() if name.partition(".")[0] in left_out]
     _draw({*missing, *of_head}, model, random_state)
     return model

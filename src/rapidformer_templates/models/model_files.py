@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rapidformer_templates.errors import ModelError, alike
+from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.hub import PRETRAINED, is_hub_name, no_folder_error
 
-PRETRAINED = "--pretrained-model-name-or-path"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 FROM_FOLDER = (None, "HuggingFaceTokenizer")
 """Values of ``--tokenizer-type`` whose tokenizer is in a folder."""
 
 
 def check_model_files(config: RunConfig) -> None:
-    """Check that the model that the flags name has a configuration and weights.
+    """Check that the model that the flags name has a configuration and weights. A model on the hub is not looked up.
 
     Raises:
         ModelError: no model is named, or it is missing.
@@ -28,20 +28,13 @@ def check_model_files(config: RunConfig) -> None:
     if folder.is_dir():
         check_config_file(folder)
         check_weight_files(folder)
-    elif not is_cached(path, "config.json"):
-        raise missing_model_error(path)
+    elif not is_hub_name(path):
+        raise no_folder_error(path, PRETRAINED)
 
 
 def no_model_error() -> ModelError:
     hint = f"give {PRETRAINED} FOLDER, or --model-type and sizes to start from scratch"
     return ModelError("no model is named", where=PRETRAINED, hint=hint)
-
-
-def missing_model_error(path: str) -> ModelError:
-    folder = Path(path)
-    near = alike(folder.name, [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else [])
-    hint = "name a local folder; nothing is downloaded" + (f"; did you mean {folder.parent / near[0]}?" if near else "")
-    return ModelError(f"the model '{path}' is neither a folder nor in the local cache", where=PRETRAINED, hint=hint)
 
 
 def check_config_file(folder: Path) -> None:
@@ -59,19 +52,8 @@ def check_weight_files(folder: Path) -> None:
         raise ModelError(f"there are no weights in {folder}", where=PRETRAINED, hint=hint)
 
 
-def is_cached(name: str, file: str) -> bool:
-    """Whether the cache of the hub has a file of a model."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(name, file), str)
-    except HFValidationError:  # a path, which cannot be a name
-        return False
-
-
 def check_tokenizer_files(config: RunConfig) -> None:
-    """Check that the tokenizer that the flags name exists. A cached model has its own.
+    """Check that the tokenizer that the flags name exists. A model on the hub is not looked up.
 
     Raises:
         ModelError: no tokenizer is named, or a file or folder is missing.
@@ -81,9 +63,8 @@ def check_tokenizer_files(config: RunConfig) -> None:
         named = path or config.model.pretrained_model_name_or_path
         if named is None:
             raise no_tokenizer_error()
-        cached = (is_cached(path, file) for file in ("tokenizer.json", "tokenizer_config.json")) if path else ()
-        if path and not Path(path).is_dir() and not any(cached):
-            raise missing_tokenizer_error(path, "tokenizer_path")
+        if path and not Path(path).is_dir() and not is_hub_name(path):
+            raise no_folder_error(path, "--tokenizer-path")
         return
     needed_file(config, "vocab_file")
     if kind == "GPT2BPETokenizer":
@@ -99,11 +80,8 @@ def no_tokenizer_error() -> ModelError:
 
 
 def missing_tokenizer_error(path: str, flag: str) -> ModelError:
-    message = f"'{path}' is neither a folder nor in the local cache"
-    if Path(path).is_dir():
-        message = f"there is no tokenizer in {path} that can be read"
-    hint = "name a folder with tokenizer.json by --tokenizer-path; nothing is downloaded"
-    return ModelError(message, where=spelling(flag), hint=hint)
+    hint = "name a folder with tokenizer.json, or a model on the hub, by --tokenizer-path"
+    return ModelError(f"there is no tokenizer in {path} that can be read", where=spelling(flag), hint=hint)
 
 
 def needed_file(config: RunConfig, flag: str) -> Path:

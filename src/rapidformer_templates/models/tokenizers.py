@@ -15,6 +15,7 @@ from rapidformer_templates.models.model_files import (
     no_tokenizer_error,
 )
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.hub import model_folder
 from rapidformer_templates.system.files import hash_of
 
 
@@ -88,10 +89,10 @@ def _from_folder(config: RunConfig) -> PreTrainedTokenizerFast:
         raise no_tokenizer_error()
     from transformers import AutoTokenizer  # imports torch, which takes seconds
 
+    code, revision = config.model.trust_remote_code, None if config.data.tokenizer_path else config.model.revision
+    folder = model_folder(path, revision, "tokenizer", flag=spelling(flag), code=code)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=code)
     except Exception as error:  # transformers raises many kinds of errors, and tokenizers a bare Exception
         raise missing_tokenizer_error(path, flag) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -87,7 +87,13 @@ class ModelFlags:
     """Model"""
 
     pretrained_model_name_or_path: str | None = flag(
-        None, "folder (or cached hub name) with weights", metavar="PATH", usual=True
+        None, "model to start from: a folder, or a name on the Hugging Face hub", metavar="PATH", usual=True
+    )
+    revision: str | None = flag(
+        None,
+        "branch, tag or commit of a model on the hub (default: the main branch)",
+        metavar="NAME",
+        only_with=("pretrained_model_name_or_path", "NAME"),
     )
     model_type: str | None = flag(None, "architecture to train from scratch: gpt2, bert, llama, t5, …", usual=True)
     num_layers: int | None = flag(None, "number of blocks", minimum=1)
@@ -125,7 +131,7 @@ class DataFlags:
         Literal["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer"] | None
     ) = flag(None, "tokenizer (default: the model's own)")
     tokenizer_path: str | None = flag(
-        None, "folder of a HuggingFaceTokenizer (default: the model's folder)", metavar="PATH"
+        None, "folder or hub name of a HuggingFaceTokenizer (default: the model's)", metavar="PATH"
     )
     vocab_file: str | None = flag(None, "vocabulary of the first three tokenizer types", metavar="FILE")
     merge_file: str | None = flag(None, "merges of a GPT2BPETokenizer", metavar="FILE")
@@ -136,7 +142,19 @@ class DataFlags:
     )
     data_dir: str | None = flag(None, "fine-tuning: folder with the files, or one file", metavar="DIR", usual=True)
     data_name: str | None = flag(
-        None, "fine-tuning: data set in that folder: a file stem or a saved data set", metavar="NAME", usual=True
+        None,
+        "fine-tuning: data set in that folder: a file stem or a saved data set; without --data-dir a name on the hub",
+        metavar="NAME",
+        usual=True,
+    )
+    data_config: str | None = flag(
+        None, "fine-tuning: configuration of a data set on the hub (default: its own default)", metavar="NAME"
+    )
+    data_split: str | None = flag(
+        None,
+        "fine-tuning: splits of a data set on the hub for training, validation and test, such as train_sft,test_sft "
+        "(default: found by their usual names)",
+        metavar="T,V,T",
     )
     text_column: str | None = flag(
         None, "column with the text (default: the task's usual names)", metavar="NAME", usual=True
@@ -385,6 +403,12 @@ class TrainingFlags:
         only_with=("report_to", "tensorboard"),
     )
     export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
+    push_to_hub: str | None = flag(
+        None,
+        "upload export/ with a model card to this repository on the hub, at the end",
+        metavar="ORG/NAME",
+        only_with=("save", "DIR"),
+    )
     seed: int = flag(1234, "seed for weights, data order and dropout", minimum=0, maximum=2**32 - 1)
 
     @property

@@ -11,6 +11,8 @@ from typing import Any
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.flags import ModelFlags
+from rapidformer_templates.planning.hub import cached_folder
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.planning.switch import ModelFacts, Request, Switch, acting_together
 
@@ -99,12 +101,14 @@ def wide_weights(request: Request) -> str | None:
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
-    """Return the type and sizes of the model from its flags, or from the ``config.json`` of a local folder.
+    """Return the type and sizes of the model from its flags, or from the ``config.json`` of its folder.
+
+    A model on the hub has a folder in the cache. Nothing is downloaded here.
 
     Raises:
         ModelError: that file is not a JSON object.
     """
-    content = _read_config(config.model.pretrained_model_name_or_path)
+    content = _read_config(config.model)
     kind = content.get("model_type") if content else config.model.model_type
     facts: dict[str, Any] = {}
     for name, keys in CONFIG_KEYS.items():
@@ -114,10 +118,13 @@ def model_facts(config: RunConfig) -> ModelFacts:
     return ModelFacts(model_type=kind if isinstance(kind, str) else None, **facts)
 
 
-def _read_config(folder: str | None) -> dict[str, Any]:
-    file = Path(folder) / "config.json" if folder else None
-    if file is None or not file.is_file():
-        return {}  # a name on the hub, or a folder that loading the model will report
+def _read_config(flags: ModelFlags) -> dict[str, Any]:
+    name = flags.pretrained_model_name_or_path
+    if name is None:
+        return {}
+    file = (cached_folder(name, flags.revision, "config") or Path(name)) / "config.json"
+    if not file.is_file():
+        return {}  # a folder that loading the model will report
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -49,6 +49,8 @@ READ_BY = {
     "text_unit": ("pretraining",),
     "data_dir": _FINE_TUNING,
     "data_name": _FINE_TUNING,
+    "data_config": _FINE_TUNING,
+    "data_split": _FINE_TUNING,
     "validation_fraction": _FINE_TUNING,
     "max_train_samples": _FINE_TUNING,
     "max_eval_samples": _FINE_TUNING,

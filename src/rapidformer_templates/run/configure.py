@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, parse, spelling
 from rapidformer_templates.planning.environment import Environment, detect
+from rapidformer_templates.planning.hub import prepare_config
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
@@ -47,6 +48,8 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
         user=template.Flags,
         in_code=in_code,
     )
+    if "build_model" not in overridden_hooks(template):
+        prepare_config(config.model)
     name = library_template(template)
     if config.launch.template not in (None, name):
         raise ConfigError(
@@ -68,6 +71,7 @@ def complete_black_box(config: RunConfig) -> tuple[RunConfig, str]:
     Raises:
         ConfigError: a file that a flag names cannot be used.
     """
+    prepare_config(config.model)
     template, _ = choose_template(config)
     return _completed(config, template), template
 
@@ -175,7 +179,9 @@ def resolve_plan(template: type[Template], config: RunConfig, *, training: bool 
 
 def choose(argv: Sequence[str]) -> tuple[str, str]:
     """Return (template, reason) of a black-box run with these flags."""
-    return choose_template(parse(argv, REGISTRY.options()))
+    config = parse(argv, REGISTRY.options())
+    prepare_config(config.model)
+    return choose_template(config)
 
 
 def _origin(template: type[Template], config: RunConfig) -> str:

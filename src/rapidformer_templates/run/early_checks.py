@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rapidformer_templates.data.finetuning.column_names import check_training_columns
-from rapidformer_templates.data.finetuning.locating import check_data_folder, check_located
+from rapidformer_templates.data.finetuning.locating import check_data_folder, check_located, is_on_hub
 from rapidformer_templates.data.text.files import no_corpus_error, prefix_of, text_files
 from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector
 from rapidformer_templates.models.model_files import check_model_files, check_tokenizer_files
@@ -24,6 +24,7 @@ from rapidformer_templates.run import configure
 from rapidformer_templates.run.best import check_metric
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.lock import try_folder
+from rapidformer_templates.run.push import check_push, create_repository
 
 
 def refuse_mistakes(argv: Sequence[str]) -> str:
@@ -65,8 +66,13 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
     with mistakes.collect():
         check_load(config.training)
     with mistakes.collect():
+        check_push(config)
+    if is_on_hub(config.data):
+        mistakes.raise_all()  # before a long download
+    with mistakes.collect():
         _check_data(config)
     mistakes.raise_all()
+    create_repository(config)
     return template
 
 

@@ -31,7 +31,7 @@ from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.checkpoint.check import problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of, is_checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
-from rapidformer_templates.run.console import say, show_plan, show_results, summarise
+from rapidformer_templates.run.console import print_lines, say, show_plan, show_results, summarise
 from rapidformer_templates.run.early_checks import check_folder
 from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
@@ -41,8 +41,10 @@ from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals, log_i
 from rapidformer_templates.run.lock import lock_folder
 from rapidformer_templates.run.loop import Loop, Position
 from rapidformer_templates.run.meter import Meter
+from rapidformer_templates.run.model_card import write_card
 from rapidformer_templates.run.profiler import WARMUP, Profile
 from rapidformer_templates.run.progress import Progress
+from rapidformer_templates.run.push import check_push, create_repository, push_export
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.resume import restore_run, show_changes
@@ -125,6 +127,8 @@ def _check_template(template: Template) -> None:
         if not template.computes_own_metrics:
             check_metric(template.config)
         task.check()
+    check_push(template.config)
+    create_repository(template.config)
     prepare_switches(template)
 
 
@@ -132,13 +136,19 @@ def join_and_train(template: Template, then: AfterTraining | None = None) -> dic
     """Train as one of several workers, or alone. ``then`` is called before the workers disconnect."""
     _check_worker_count(template.config)
     choose_allocation(template.plan)
+    if launch.is_worker() and launch.CHECKED not in os.environ and template.reads_task_data:
+        template.task.check()  # downloads what is missing before the workers connect: they wait only for minutes
     with (
         stop_request(partial(_can_resume, template.config.training), alone=not launch.is_worker()) as stop,
         join(template.plan.device, template.plan.sizes) as workers,
         out_of_memory.explained(template.config, template.plan, workers.rank, partial(resolve_plan, type(template))),
         _run_folder(template, workers) as folder,
     ):
-        return train(template, folder, workers, stop, then)
+        summary = train(template, folder, workers, stop, then)
+    name = template.config.training.push_to_hub
+    if name and folder and workers.is_main:
+        print_lines(push_export(name, folder.export, summary["steps"]))
+    return summary
 
 
 def _check_worker_count(config: RunConfig) -> None:
@@ -367,6 +377,8 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
     summary = summarise(template, loop, metrics, receipts, workers)
     if workers.is_main:
         show_results(folder, summary)
+    if workers.is_main and folder and template.config.training.push_to_hub:
+        write_card(template.config, template.plan, summary, folder.export)
     workers.barrier()
     notify(template, "on_train_end", summary)
     return summary

@@ -29,11 +29,12 @@ CALLED_BY_A_LOOP = re.compile(
 
 OF_THE_TOKENIZER = (
     "tokenizer_type", "tokenizer_path", "vocab_file", "merge_file", "pretrained_model_name_or_path", "model_type",
-    "trust_remote_code",
+    "revision", "trust_remote_code",
 )  # fmt: skip
 OF_THE_MODEL = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length", "dropout")
 OF_THE_DATA = (
-    "data_path", "split", "data_impl", "data_dir", "data_name", "text_column", "pair_column", "label_column",
+    "data_path", "split", "data_impl", "data_dir", "data_name", "data_config", "data_split", "text_column",
+    "pair_column", "label_column",
     "validation_fraction", "max_train_samples", "max_eval_samples", "skip_bad_lines", "data_cache_dir",
     "keep_documents_apart", "mask_prob", "whole_word_mask", "mean_span_length", "sentence_pairs", "short_seq_prob",
     "loss_on", "pack_sequences", "streaming", "shuffle_buffer", "text_unit", "max_position_embeddings", "seq_length",

@@ -183,10 +183,14 @@ def test_a_set_of_the_hub_in_the_cache(configure: Configure, cached: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "message", "hint"),
     [
-        ({"data_name": "imdb"}, "no folder imdb, and no data set of that name in", "nothing is downloaded here"),
-        ({"data_dir": "a/b"}, "there is no folder a/b, and no data set", 'load_dataset("a/b")'),
+        ({"data_name": "imdb"}, "'imdb' is neither a folder nor in the cache", "run this where there is a network"),
+        ({"data_dir": "a/b"}, "'a/b' is neither a folder nor in the cache", 'load_dataset("a/b")'),
         ({"data_name": "someone/MyMovies"}, "MyMovies has several configurations", "the cache has long, plain"),
-        ({"data_dir": "someone/MyMovies", "data_name": "x"}, "no configuration 'x' in the cache", "long, plain"),
+        (
+            {"data_dir": "someone/MyMovies", "data_name": "x"},
+            "MyMovies' is neither a folder nor in the cache",
+            "cache has long, plain",
+        ),
     ],
 )
 def test_what_the_cache_does_not_have(

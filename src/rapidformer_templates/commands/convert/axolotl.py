@@ -89,7 +89,7 @@ KNOWN = keys(
     ("center_rewards_coefficient", "the loss of rewards is not centered"),
     ("reinit_weights", "train from scratch: model-type and sizes in place of a pretrained model"),
     ("min_sample_len", "filter the data"),
-    ("revision_of_model", "download that revision, and name its folder"),
+    ("revision_of_model", "revision: NAME"),
     ("test_datasets", "eval-data-name: NAME=SET"),
     ("use_dsv4_kernels use_glm_dsa_kernels llama4_linearized_experts use_onebitllms", "transformers' own modules run"),
     ("expert_parallel_num_nvl_bytes expert_parallel_token_capacity", "expert-parallel exchanges all tokens"),
@@ -105,7 +105,7 @@ COLUMNS = "docs/fine-tuning-data.md and docs/preferences.md list the columns tha
 
 DATA_KEYS = keys(
     "ds_type trust_remote_code shards shards_idx preprocess_shards field_thinking template_thinking_key conversation",
-    ("split", "max-train-samples: N takes the first rows of the part train"),
+    ("split", "data-split: NAME. max-train-samples: N takes the first rows"),
     ("field_chosen field_rejected", "rename the columns to chosen and rejected"),
     ("roles message_field_role message_field_content", "rename the keys to role and content"),
     ("roles_to_train train_on_eos train_on_eot message_field_training", "answers and their end are learned. "

@@ -43,7 +43,7 @@ IGNORED = """
 
 REASONS = (
     ("auto_find_batch_size", "rapidformer plan --auto-strategy finds the largest batch that fits"),
-    ("push_to_hub hub_model_id push_to_hub_model_id", "upload SAVE/export after the run"),
+    ("push_to_hub hub_model_id push_to_hub_model_id", "push-to-hub: ORG/NAME"),
     ("optim_args optim_target_modules", "write it in build_optimizer() of your script"),
     ("parallelism_config", "tensor-model-parallel-size, context-parallel-size, fsdp-shard-size"),
     ("liger_kernel_config", "fused-linear-cross-entropy: true is the only kernel of Liger here"),

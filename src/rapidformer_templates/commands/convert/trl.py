@@ -35,7 +35,7 @@ KNOWN = keys(
     ("trust_remote_code", "give --trust-remote-code on the command line if you trust the code of the model"),
     ("loss_weights rpo_alpha ld_alpha f_divergence_type reference_free", "preference-loss selects the loss"),
     ("ref_model sync_ref_model", "the reference is the model that the run starts from"),
-    ("dataset_train_split", "name the part train, or save it as train.jsonl"),
+    ("dataset_train_split", "data-split: TRAIN,VALIDATION for a data set on the hub, or name the file train.jsonl"),
 )
 
 LOSSES = PREFERENCE_LOSSES | {"kto": "kto"}

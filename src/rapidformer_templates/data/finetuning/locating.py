@@ -11,8 +11,9 @@ The search order is as follows. EXT is one of csv, tsv, json, jsonl, parquet. ``
    test files may also accompany the file of 2 if they have its extension.
 4. The folders ``train``, ``validation`` … of ``DIR/NAME/``, with any files in them. Otherwise ``DIR/NAME/data/``, as on
    the hub. Otherwise the configuration NAME that ``DIR/README.md`` describes.
-5. If ``DIR`` is not a folder: the hub data set of that name, with NAME as its configuration, in the cache of
-   ``datasets``. Without ``--data-dir`` NAME is that data set. Nothing is downloaded.
+5. If ``DIR`` is not a folder: the hub data set of that name, with NAME as its configuration. Without ``--data-dir``
+   NAME is that data set, and ``--data-config`` its configuration. It is downloaded unless it is in the cache of
+   ``datasets``.
 
 A part is one file, or all shards of one, or all files of its folder or of a card's list, in the order of their names.
 If more than one thing fits (``test.csv`` and ``test.jsonl``, ``dev`` and ``validation``), it is refused, because one
@@ -36,7 +37,7 @@ from rapidformer_templates.data.finetuning.hub_cache import (
     PART_NAMES,
     cache_root,
     cached_files,
-    find_cached,
+    find_or_download,
     is_cached,
     is_owned,
 )
@@ -96,19 +97,29 @@ def locate(flags: DataFlags, read: Sequence[str] | None = None) -> Located:
     if flags.data_dir is None:
         if flags.data_name is None:
             raise DataError("no data is named", where="--data-dir", hint="give --data-dir DIR and --data-name NAME")
-        return _cached(flags.data_name, None, "--data-name", read)
+        return _on_hub(flags.data_name, flags, "--data-name", read)
     check_data_folder(flags)
     folder = Path(flags.data_dir)
+    if not folder.exists():
+        config = flags.data_config or flags.data_name
+        return _on_hub(flags.data_dir, replace(flags, data_config=config), "--data-dir", read)
+    for flag, value in {"--data-config": flags.data_config, "--data-split": flags.data_split}.items():
+        if value is not None:
+            hint = f"leave it out, or name a data set of the hub: --data-name ORG/NAME without --data-dir {folder}"
+            raise DataError(f"{flag} has no effect on local files", where=flag, hint=hint)
     if folder.is_file():
         return _named_file(folder, flags.data_name)
-    if not folder.is_dir():
-        return _cached(flags.data_dir, flags.data_name, "--data-dir", read)
     name = flags.data_name
     if name is not None and (folder / name).is_dir():
         folder, name = folder / name, None
     if name is None and any((folder / mark).is_file() for mark in SAVED):
         return Located("saved", str(folder), _by_part(_saved_parts(folder), read, folder))
     return Located("files", str(folder), _locate(folder, name, read))
+
+
+def is_on_hub(flags: DataFlags) -> bool:
+    """Return whether the data set is on the hub, so that reading it may download it."""
+    return flags.data_name is not None if flags.data_dir is None else not Path(flags.data_dir).exists()
 
 
 def check_data_folder(flags: DataFlags) -> None:
@@ -144,9 +155,9 @@ def parts_read(flags: DataFlags) -> tuple[str, ...]:
     return (*READ, TEST) if flags.evaluate_test else READ
 
 
-def _cached(name: str, config: str | None, flag: str, read: Sequence[str]) -> Located:
-    cached = find_cached(name, config, flag)
-    return Located("cached", name, _by_part(cached_files(cached), read, name))
+def _on_hub(name: str, flags: DataFlags, flag: str, read: Sequence[str]) -> Located:
+    cached = find_or_download(name, flags.data_config, flag)
+    return Located("cached", name, _by_part(cached_files(cached, flags.data_split), read, name))
 
 
 def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, list[Path]]:
@@ -320,7 +331,7 @@ def evaluated_sets(flags: DataFlags) -> dict[str, DataFlags]:
 
 
 def _flags_of_set(flags: DataFlags, of: str) -> DataFlags:
-    alone = replace(flags, eval_data_name=None, evaluate_test=False)
+    alone = replace(flags, eval_data_name=None, evaluate_test=False, data_config=None, data_split=None)
     folder = Path(flags.data_dir or ".")
     if folder.is_file():
         folder = folder.parent
@@ -395,7 +406,8 @@ def check_evaluated(flags: DataFlags) -> None:
 def training_samples(config: RunConfig) -> int | None:
     """Return the number of samples per epoch if it is cheap to count, else None."""
     flags = config.data
-    if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.streaming or flags.data_dir is None:
+    is_local = flags.data_dir is not None and Path(flags.data_dir).exists()  # a plan must not download a data set
+    if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.streaming or not is_local:
         return None
     try:
         counts = [_training_rows(one) for one in flags_of_sets(flags)]

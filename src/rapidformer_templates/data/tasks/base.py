@@ -33,7 +33,7 @@ from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.errors import DataError, ModelError
 from rapidformer_templates.models.label_use import LabelUse
-from rapidformer_templates.models.loading import build_config, build_model, seq_length_of
+from rapidformer_templates.models.loading import build_config, build_model, folder_of_model, seq_length_of
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.metrics import TEST
@@ -145,6 +145,8 @@ class Task(ABC):
             if mixture := mixture_of(self.config.data.data_name):
                 whole_weights([weight for weight, _ in mixture], "--data-name")
         assert self.seq_length > 0
+        if self.config.model.pretrained_model_name_or_path:
+            folder_of_model(self.config.model)  # downloads the weights if they are not in the cache
 
     def _check_held_out(self, located: Sequence[Located]) -> None:
         """Raise a :class:`DataError` if ``--validation-fraction`` is given but every set has a validation part."""

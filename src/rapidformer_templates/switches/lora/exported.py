@@ -28,6 +28,7 @@ from rapidformer_templates.models.adapters import (
     set_frozen_base,
 )
 from rapidformer_templates.models.loading import class_of, own_reader
+from rapidformer_templates.planning.hub import model_folder
 from rapidformer_templates.switches.mixture_of_experts.exported import with_mixtures
 from rapidformer_templates.system.files import write_json
 
@@ -204,12 +205,13 @@ def read_model(
     from peft import PeftModel
 
     named = base_of(folder, base_folder)
-    reader = own_reader(Path(named))
+    source = model_folder(named, None, "weights", flag=str(folder / SETTINGS))
+    reader = own_reader(source)
     base, info = (
-        reader.read_model(factory, Path(named), config)
+        reader.read_model(factory, source, config)
         if reader
         else factory.from_pretrained(
-            named,
+            source,
             config=config,
             dtype=torch.float32,
             local_files_only=True,

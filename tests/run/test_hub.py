@@ -1,0 +1,281 @@
+"""Models and data by name, and uploads, against a local server that speaks the protocol of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import constants
+from transformers import AutoModelForSequenceClassification
+
+from rapidformer_templates import Finetuner
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.data.finetuning.hub_cache import find_or_download
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.planning.hub import model_folder
+from rapidformer_templates.run import push
+from tests.support.hub_server import DATA, MODEL, TOKEN, Hub, data_files, model_files, running_hub, using_hub
+from tests.support.worker_pool import run_in_workers
+
+RUN = f"--task sequence_classification --pretrained-model-name-or-path {MODEL} --data-name {DATA} --lr 1e-3"
+STEPS = "--train-iters 2 --micro-batch-size 2 --device cpu"
+DOWNLOADS = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+DATA_DOWNLOADS = {"README.md", "train.csv", "validation.csv"}
+
+
+@pytest.fixture
+def model(hub: Hub, bert_folder: Path, tmp_path: Path) -> dict[str, bytes]:
+    """Put the model on the hub. Returns its files."""
+    files = model_files(bert_folder, tmp_path / "model")
+    hub.repository(f"models/{MODEL}").commit(files)
+    return files
+
+
+@pytest.fixture(autouse=True)
+def asks_the_hub_again() -> None:
+    push.create.cache_clear()
+
+
+def _command(words: str, *more: str) -> int:
+    return main([*words.split(), *STEPS.split(), *more])
+
+
+def test_a_run_downloads_what_it_needs_and_the_next_one_nothing(
+    hub: Hub, model: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The first run also tries to upload its export, to a hub that refuses it. The run is not lost."""
+    hub.read_only = True
+    assert _command(RUN, "--save", str(tmp_path / "first"), "--push-to-hub", "someone/judge") == 0
+    printed, export = capsys.readouterr().err, tmp_path / "first/export"
+    assert "error: the export was not uploaded to someone/judge: " in printed
+    assert f"upload it again with: hf upload someone/judge {export} ." in printed
+    assert {"README.md", "model.safetensors"} <= {path.name for path in export.iterdir()}
+    texts = {name for name in model if name.endswith((".json", ".txt"))} - {"onnx/config.json"}
+    expected = texts | {"model.safetensors"} | DATA_DOWNLOADS
+    assert sorted(hub.downloads()) == sorted(expected)
+    hub.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert _command(RUN, "--save", str(tmp_path / "second")) == 0
+    assert hub.requests == []
+    weights = [(tmp_path / name / "export/model.safetensors").read_bytes() for name in ("first", "second")]
+    assert weights[0] == weights[1]
+
+
+def _find(workers: Any, url: str, home: Path) -> tuple[str, str]:
+    with using_hub(url, home):
+        return str(model_folder(MODEL, None, "weights", flag="")), str(find_or_download(DATA, None, "").folder)
+
+
+def test_one_of_two_workers_downloads(hub: Hub, model: dict[str, bytes], tmp_path: Path) -> None:
+    first, second = run_in_workers(2, _find, hub.url, tmp_path / "home")
+    assert first == second
+    downloads = hub.downloads()
+    assert len(downloads) == len(set(downloads))
+    assert set(downloads) >= DOWNLOADS | DATA_DOWNLOADS
+
+
+def test_plan_needs_only_the_configuration(
+    hub: Hub, model: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *RUN.split(), *STEPS.split()]) == 0
+    assert hub.downloads() == ["config.json"]
+    hub.requests.clear()
+    assert main(["plan", *RUN.split(), *STEPS.split(), "--num-experts", "2"]) == 2
+    assert "the pretrained bert has dense feed-forwards" in capsys.readouterr().err
+    assert hub.requests == []
+
+
+def test_plan_goes_without_a_configuration_that_is_out_of_reach(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(["plan", *RUN.split(), *STEPS.split()]) == 0
+    assert f"note: the sizes of {MODEL} are not known here" in capsys.readouterr().out
+
+
+def test_revision_chooses_a_branch_a_tag_or_a_commit(hub: Hub, model: dict[str, bytes]) -> None:
+    repository = hub.repository(f"models/{MODEL}")
+    commit = repository.commit({**model, "config.json": b'{"model_type": "bert", "hidden_size": 48}'}, "v1", "branch")
+    for revision in ("v1", "branch", commit):
+        assert "48" in (model_folder(MODEL, revision, "config", flag="") / "config.json").read_text()
+    assert "48" not in (model_folder(MODEL, None, "config", flag="") / "config.json").read_text()
+
+
+def test_weights_of_torch_if_there_are_no_safetensors(hub: Hub, model: dict[str, bytes]) -> None:
+    hub.repository("models/someone/old").commit({k: v for k, v in model.items() if k != "model.safetensors"})
+    folder = model_folder("someone/old", None, "weights", flag="")
+    assert (folder / "pytorch_model.bin").is_file()
+
+
+def test_an_interrupted_download_continues(hub: Hub, model: dict[str, bytes]) -> None:
+    folder = model_folder(MODEL, None, "weights", flag="")
+    (folder / "model.safetensors").unlink()
+    assert model_folder(MODEL, None, "tokenizer", flag="") == folder
+    assert model_folder(MODEL, None, "weights", flag="") == folder
+    assert (folder / "model.safetensors").read_bytes() == model["model.safetensors"]
+
+
+def test_own_code_is_only_downloaded_on_request(hub: Hub, model: dict[str, bytes]) -> None:
+    own = {"config.json": b'{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}', "own.py": b"class Own: ..."}
+    hub.repository("models/someone/own").commit({**model, **own})
+    folder = model_folder("someone/own", None, "weights", flag="")
+    assert not (folder / "own.py").exists()
+    assert (model_folder("someone/own", None, "weights", flag="", code=True) / "own.py").is_file()
+
+
+MISTAKES = [
+    (
+        "--pretrained-model-name-or-path someone/none",
+        "the hub has no model 'someone/none' that you can read",
+        "HF_TOKEN",
+    ),
+    ("--pretrained-model-name-or-path someone/gated", "the model 'someone/gated' is gated", "ask for access at http"),
+    ("--revision v9", f"'{MODEL}' has no branch, tag or commit 'v9'", f"{MODEL}/tree/main lists"),
+    ("--data-name someone/none", "the hub has no data set 'someone/none' that you can read", "hf auth login"),
+    ("--data-name someone/gated", "the data set 'someone/gated' is gated", "ask for access at http"),
+    ("--data-config none", "BuilderConfig 'none' not found", "give --data-config NAME"),
+    ("--data-split train,none", f"{DATA} has no split 'none'", "the splits are train, validation"),
+    ("--data-config chosen", f"{DATA} has no split with a usual name", "the splits are test_sft, train_sft"),
+    ("--push-to-hub tiny", "'tiny' is not the name of a repository", "write ORG/NAME"),
+    ("--push-to-hub other/tiny", "the token may not write to other/tiny", "hf auth login"),
+    ("--push-to-hub someone/tiny --no-export-model", "--no-export-model leaves nothing to upload", "leave out one"),
+]
+
+
+@pytest.mark.parametrize(("words", "message", "help"), MISTAKES, ids=[case[0] for case in MISTAKES])
+def test_mistakes_are_found_before_the_run(
+    hub: Hub, model: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str,
+    help: str,
+) -> None:  # fmt: skip
+    for kind, files in (("models", model), ("datasets", {"train.csv": b"text,label\na,1\n"})):
+        gated = hub.repository(f"{kind}/someone/gated")
+        gated.commit(files)
+        gated.gated = True
+    os.environ["HF_TOKEN"] = "hf_stranger" if "gated" in words else TOKEN
+    assert _command(f"{RUN} {words}", "--save", str(tmp_path / "run")) == 2
+    printed = capsys.readouterr().err
+    assert f"error: {message}" in printed or message in printed.partition("\n  where")[0].splitlines()[-1]
+    assert help in printed.partition("  help ")[2]
+    assert "Traceback" not in printed
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("is_offline", [True, False])
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("", f"hf download {MODEL}"),
+        ("--revision v1", f"hf download {MODEL} --revision v1"),
+        ("--pretrained-model-name-or-path FOLDER", f"""python -c 'import datasets; datasets.load_dataset("{DATA}")'"""),
+    ],
+)
+def test_without_a_network_the_message_says_what_to_run(
+    hub: Hub, bert_folder: Path, model: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], is_offline: bool, words: str, command: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    words = words.replace("FOLDER", str(tmp_path / "model"))
+    assert _command(f"{RUN} {words}", "--no-save") == 2
+    printed = capsys.readouterr().err
+    assert f"help   run this where there is a network: {command}\n" in printed
+    assert ("HF_HUB_OFFLINE is set" if is_offline else "http://127.0.0.1:9 cannot be reached") in printed
+    assert str(tmp_path / "home") in printed
+    assert hub.requests == []
+
+
+def test_configuration_and_splits_of_a_data_set(hub: Hub, model: dict[str, bytes]) -> None:
+    flags = ["--data-config", "chosen", "--data-split", "train_sft,test_sft"]
+    data = Finetuner([*RUN.split(), *STEPS.split(), *flags]).task.read_rows()
+    assert data.valid is not None
+    assert (len(data.train), len(data.valid)) == (16, 2)
+
+
+def test_splits_are_not_for_local_files(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\na,1\n")
+    template = Finetuner(
+        task="sequence_classification", model_type="bert", data_dir=str(tmp_path), data_split="train", train_iters=1
+    )
+    with pytest.raises(RapidformerError, match="--data-split has no effect on local files"):
+        template.task.read_rows()
+
+
+def test_a_push_with_a_card(
+    hub: Hub, model: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _command(RUN, "--save", str(tmp_path / "run"), "--push-to-hub", "someone/judge") == 0
+    assert f"uploaded   {hub.url}/someone/judge" in capsys.readouterr().err
+    repository = hub.repositories["models/someone/judge"]
+    uploaded = repository.commits[repository.refs["main"]]
+    export = tmp_path / "run/export"
+    assert uploaded == {path.name: path.read_bytes() for path in export.iterdir()}
+    _, header, body = uploaded["README.md"].decode().split("---\n", 2)
+    card = yaml.safe_load(header)
+    assert card["base_model"] == MODEL
+    assert card["datasets"] == [DATA]
+    assert card["pipeline_tag"] == "text-classification"
+    (results,) = card["model-index"][0]["results"]
+    assert {metric["type"] for metric in results["metrics"]} == {"eval_loss", "accuracy", "f1", "matthews"}
+    assert "| `--train-iters` | 2 |" in body
+    assert str(tmp_path) not in body
+    code = body.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    with using_hub(hub.url, tmp_path / "another-home"):
+        exec(code.replace('("someone/judge")', f'("{model_folder("someone/judge", None, "weights", flag="")}")'), names)
+    reference = AutoModelForSequenceClassification.from_pretrained(export).state_dict()
+    assert all(tensor.equal(reference[name]) for name, tensor in names["model"].state_dict().items())
+    assert names["tokenizer"]("it is good")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("", "an upload to the hub needs a token that may write"),
+        ("hf_reader", "the token of someone may only read"),
+        ("hf_wrong", "the hub does not accept the token"),
+    ],
+)
+def test_a_push_needs_a_token_that_may_write(
+    hub: Hub, model: dict[str, bytes], token: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+    assert _command(RUN, "--save", str(tmp_path / "run"), "--push-to-hub", "someone/judge") == 2
+    assert f"error: {message}" in capsys.readouterr().err
+    assert not any("repos/create" in request for request in hub.requests)
+
+
+@pytest.mark.longer
+def test_commands_with_two_workers(bert_folder: Path, tmp_path: Path) -> None:
+    """Real commands: download with two workers, take all from the cache and push, fail offline with an empty cache."""
+    with running_hub() as hub:
+        hub.repository(f"models/{MODEL}").commit(model_files(bert_folder, tmp_path / "model"))
+        hub.repository(f"datasets/{DATA}").commit(data_files())
+        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
+        def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+            hub.requests.clear()
+            command = [sys.executable, "-m", "rapidformer_templates", *RUN.split(), *STEPS.split(), *words]
+            environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), **settings, **more}
+            return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+        first = run("--save", "first", "--nproc-per-node", "2")
+        assert first.returncode == 0, first.stderr
+        assert set(hub.downloads()) >= DOWNLOADS | DATA_DOWNLOADS
+        assert len(hub.downloads()) == len(set(hub.downloads()))
+        second = run("--save", "second", "--nproc-per-node", "2", "--push-to-hub", "someone/judge")
+        assert second.returncode == 0, second.stderr
+        assert hub.downloads() == []
+        assert f"uploaded   {hub.url}/someone/judge" in second.stderr
+        offline = run("--save", "third", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "empty"))
+        assert offline.returncode == 2
+        assert f"hf download {MODEL}" in offline.stderr
+        assert "Traceback" not in offline.stderr
+        assert hub.requests == []
