@@ -38,7 +38,7 @@ def test_unknown_flags_and_a_wrong_value_are_three_lines() -> None:
 
 
 def test_flags_without_their_value_do_not_hide_other_mistakes() -> None:
-    assert lines_of("words here --lr --epochs --sed 1 --no-save=3") == [
+    assert lines_of("words here --lr 1 --lr --epochs --sed 1 --no-save=3") == [
         "error: argument --lr: expected one argument: rapidformer --help-all lists every flag",
         "error: argument --epochs: expected one argument: rapidformer --help-all lists every flag",
         "error: argument --no-save: ignored explicit argument '3': rapidformer --help-all lists every flag",

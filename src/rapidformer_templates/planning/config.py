@@ -379,9 +379,20 @@ def parse_words(parser: argparse.ArgumentParser, words: Sequence[str], mistakes:
         except argparse.ArgumentError as error:  # about one flag: the others can still be read
             names = (error.argument_name or "").split("/")
             mistakes.errors.append(ConfigError(str(error), hint=_list_of_flags(parser)))
-            words = [word for word in words if word.partition("=")[0] not in names]
+            words = _without(words, names)
     mistakes.errors += _unknown_words(unknown, parser)
     return vars(namespace)
+
+
+def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the words of a command line without the flags with these names and their values."""
+    rest, is_named = [], False
+    for word in words:
+        if _FLAG.match(word):
+            is_named = word.partition("=")[0] in names
+        if not is_named:
+            rest.append(word)
+    return rest
 
 
 def check_values(values: Mapping[str, Any], options: Iterable[type], mistakes: MistakeCollector) -> None:

@@ -73,7 +73,7 @@ def find_column(columns: Sequence[str], file: str, flag: str, value: str | None,
         usual_name = next((name for name in usual if name in columns), None)
         if usual_name is not None:
             return usual_name
-        message = f"none of the columns is called {', '.join(usual)} in {file}"
+        message = f"none of the columns is called {', '.join(dict.fromkeys(usual))} in {file}"
         raise DataError(message, where=where, hint=f"choose one with {spelling(flag)}: {', '.join(columns)}")
     if value in columns:
         return value

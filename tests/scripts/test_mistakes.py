@@ -1,0 +1,75 @@
+"""The mistakes of scripts/mistakes.py: their messages, and that those that need no torch do not import it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.mistakes import CASES, SCRATCH, Case, Outcome, as_row, main, prepare, problems_of
+
+LIGHT = [case for case in CASES if not case.needs_torch]
+
+PROGRAM = """
+import contextlib, io, json, sys
+from rapidformer_templates.commands.main import main
+
+outcomes = []
+for words in json.loads(sys.argv[1]):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        status = main(words)
+    outcomes.append((status, text.getvalue(), "torch" in sys.modules))
+print(json.dumps(outcomes))
+"""
+"""Make one mistake after the other in one process, and print the status, the output, and whether torch is imported."""
+
+
+def test_mistakes_without_torch_import_no_torch(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    words = json.dumps([shlex.split(case.command) for case in LIGHT])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)
+    found = {
+        case.command: problems_of(case, Outcome(status, output, 0.0, 0.0)) + (["torch is imported"] if torch else [])
+        for case, (status, output, torch) in zip(LIGHT, outcomes, strict=True)
+    }
+    assert {command: problems for command, problems in found.items() if problems} == {}
+
+
+def test_the_table_is_long_enough_and_each_group_has_cases() -> None:
+    assert len(CASES) >= 45
+    assert {case.group for case in CASES} == {
+        "flag", "peers", "yaml", "files", "rules", "after", "data", "memory", "hooks",
+    }  # fmt: skip
+    assert len({case.command for case in CASES}) == len(CASES)
+
+
+def test_a_row_has_the_error_and_not_the_plan_before_it() -> None:
+    outcome = Outcome(2, "template x\nerror: a | b\n  where  c\n  help   d\n  more\n", 0.124, 0.2)
+    row = as_row(Case("flag", f"{SCRATCH} --x", "a"), outcome)
+    assert row == "| flag | `… --x` | error: a \\| b<br>  where  c<br>  help   d | 2 | 0.12 |"
+
+
+def test_a_wrong_outcome_is_a_problem() -> None:
+    outcome = Outcome(1, "Traceback (most recent call last)", 0.1, 0.1)
+    assert len(problems_of(Case("flag", "--x", "did you mean"), outcome)) == 3
+
+
+@pytest.mark.slow
+def test_the_script_measures_each_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.mistakes.CASES", (LIGHT[0], Case("flag", "doctr", "not in the output")))
+    assert main(["--only", "flag", "--json", str(tmp_path / "out.json")]) == 1
+    outcomes = json.loads((tmp_path / "out.json").read_text())
+    assert [len(outcome["problems"]) for outcome in outcomes] == [0, 1]
+    assert all(outcome["processor"] > 0 for outcome in outcomes)
+    assert "2 mistakes. Without torch: at most" in capsys.readouterr().out
