@@ -68,6 +68,8 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
     with mistakes.collect():
         check_push(config)
     if is_on_hub(config.data):
+        with mistakes.collect():
+            check_data_folder(config.data)
         mistakes.raise_all()  # before a long download
     with mistakes.collect():
         _check_data(config)
