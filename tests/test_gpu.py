@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -16,6 +17,7 @@ from rapidformer_templates.errors import DataError, NonFiniteLoss
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.run.profiler import read_summary
 from tests.support.ahead import FLAGS, Line
+from tests.support.index_jobs import Job as IndexJob
 from tests.support.jobs import VOCABULARY, CausalJob
 from tests.support.mask_hooks import HOOKS, job_of
 from tests.support.parity import train
@@ -201,3 +203,16 @@ def test_a_token_id_beyond_the_vocabulary_is_found_before_a_kernel_fails() -> No
         BeyondJob(["--epochs", "1", "--micro-batch-size", "4", "--lr", "1e-3"]).fit()
     assert caught.value.where == "training samples [3]"
     assert float(torch.ones(2, device="cuda").sum()) == 2, "after an assertion of a kernel, nothing can run"
+
+
+@pytest.mark.parametrize("bad", [{"input_ids": [1, 57, 2, 99]}, {"labels": 7}], ids=str)
+@pytest.mark.parametrize("part", ["train", "valid"])
+def test_a_number_beyond_its_table_is_found_before_the_device_sees_it(part: str, bad: dict[str, Any]) -> None:
+    """A kernel that gets such a number ends the process, so the last line can only run if none did."""
+    changes = {part: {4: {name: np.asarray(value) for name, value in bad.items()}}}
+    flags = ["--lr", "0.1", "--micro-batch-size", "2", "--epochs", "1", "--no-save", "--device", "cuda"]
+    with pytest.raises(DataError, match="is not one of the") as caught:
+        type("Changed", (IndexJob,), {"changes": changes})(flags).fit()
+    assert str(caught.value.where).endswith("samples [4]")
+    torch.cuda.synchronize()
+    assert float(torch.ones(2, device="cuda").sum()) == 2

@@ -276,6 +276,10 @@ def test_a_file_is_the_training_part(configure: Callable[..., RunConfig], tmp_pa
         (b"text\na", "a.csv.gz", "cannot be decompressed: Not a gzipped file"),
         (gzip.compress(b"text\na" * 99)[:20], "a.csv.gz", "cannot be decompressed: Compressed file ended"),
         ("text\nab".encode("utf-16")[:-1], "a.csv", "the text is not UTF-8"),
+        ("größe,text\n1,b".encode("latin1"), "a.csv", "the text is not UTF-8"),
+        (b'"te"xt,label\na,b\n', "a.csv", "broken quoting"),
+        (b'[{"text": "\xe9"}]', "a.json", "the text is not UTF-8"),
+        (b'[{"text": "a"}, ["b"]]', "a.json", "a row must be an object, not list"),
     ],
 )
 def test_files_that_cannot_be_read(

@@ -14,7 +14,6 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
-    GPT2Config,
     GPT2LMHeadModel,
     PaliGemmaConfig,
     PreTrainedModel,
@@ -22,17 +21,11 @@ from transformers import (
     Wav2Vec2ForCTC,
 )
 
-from rapidformer_templates import Data, Trainer
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.run.index_limits import IndexLimits
+from tests.support.index_jobs import BERT, CLASSES, GPT, LENGTH, VOCABULARY, Job
 
-VOCABULARY, CLASSES, LENGTH = 20, 3, 4
-BERT = BertConfig(
-    vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
-    num_labels=CLASSES,
-)  # fmt: skip
-GPT = GPT2Config(vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=1, n_head=1)
 FLAGS = ["--lr", "0.1", "--micro-batch-size", "2", "--epochs", "1", "--no-save", "--device", "cpu"]
 
 
@@ -56,22 +49,6 @@ class Around(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(input_ids).last_hidden_state[:, 0])
-
-
-class Job(Trainer):
-    """Six samples of right ids and labels, except for changes of single samples in a part."""
-
-    changes: Mapping[str, Mapping[int, Mapping[str, Any]]] = {}
-
-    def build_data(self) -> Data:
-        parts = {}
-        for part in ("train", "valid"):
-            rows = [{"input_ids": np.arange(LENGTH) + i, "labels": np.int64(i % CLASSES)} for i in range(6)]
-            parts[part] = [row | dict(self.changes.get(part, {}).get(i, {})) for i, row in enumerate(rows)]
-        return Data(**parts)
-
-    def build_model(self) -> nn.Module:
-        return BertForSequenceClassification(BERT)
 
 
 class OwnLoss(Job):

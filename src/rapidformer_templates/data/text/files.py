@@ -158,12 +158,12 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
         except csv.Error as error:
             is_open = "end of data" in str(error)
             reason = "a quoted field is never closed" if is_open else f"broken quoting: {error}"
-            bad.note(path, start, reason, "double the quotes inside a quoted field")
+            _note_record(header, path, start, reason, "double the quotes inside a quoted field", bad)
             continue
         span = range(start, reader.line_num + 1)
         not_utf8 = next((n for n in span if n in broken), None)
         if not_utf8 is not None:
-            bad.note(path, not_utf8, NOT_UTF8, UTF8_HINT)
+            _note_record(header, path, not_utf8, NOT_UTF8, UTF8_HINT, bad)
         elif header is None:
             names = [cell.strip() for cell in cells]
             if len(set(names)) != len(names):
@@ -176,6 +176,13 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
             bad.note(path, start, f"the line has {len(cells)} columns, the header has {len(header)}")
         elif cells:
             yield start, dict(zip(header, cells, strict=True))
+
+
+def _note_record(header: list[str] | None, path: Path, line: int, reason: str, hint: str, bad: BadLines) -> None:
+    """Report a record that cannot be read. Without the header, no other record can be read."""
+    if header is None:
+        raise DataError(reason, where=f"{path}:{line}", hint=hint) from None
+    bad.note(path, line, reason, hint)
 
 
 def _decoded(path: Path, broken: set[int]) -> Iterator[str]:
@@ -208,9 +215,9 @@ def jsonl_rows(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[
 
 def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
     """Yield the rows of a JSON file, numbered by their position in the list, from 1."""
-    bad = BadLines()  # one document: nothing after an invalid place can be read
-    text = "".join(text for _, text in text_lines(path, bad))
-    bad.raise_all()
+    unreadable = BadLines(advice="")  # one document: nothing after an invalid place can be read
+    text = "".join(text for _, text in text_lines(path, unreadable))
+    unreadable.raise_all()
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
@@ -220,10 +227,14 @@ def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
         ) from None
     if isinstance(rows, dict):
         rows = rows.get("data")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list) or (rows and not any(isinstance(row, dict) for row in rows)):
         hint = 'write [{"text": …}, …] or {"data": [{"text": …}, …]}'
         raise DataError("the file does not hold a list of objects", where=str(path), hint=hint)
-    yield from enumerate(rows, start=1)
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, dict):
+            yield number, row
+        else:
+            bad.note_at(f"{path}, row {number}", f"a row must be an object, not {type(row).__name__}")
 
 
 @contextmanager
