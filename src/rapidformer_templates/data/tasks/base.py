@@ -108,7 +108,7 @@ class Task(ABC):
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.bad = BadLines(skip=config.data.skip_bad_lines)
+        self.bad = BadLines()
         self.notes: list[str] = []
         self.is_trained = False
         self.part: str | None = None
