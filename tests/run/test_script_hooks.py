@@ -210,7 +210,7 @@ BY_THE_PLAN = {"build_optimizer": {"optimizer", "adam_beta1", "adam_beta2", "ada
 def test_each_hook_declares_what_its_default_reads(hook: str, asked_by: Callable[[str], set[str]]) -> None:
     declared = hooks_of(Trainer)
     of_any = frozenset[str]().union(*declared.values())
-    # The files of a tokenizer and the code of a folder are read only if there is such a folder.
-    conditional = {"vocab_file", "merge_file", "trust_remote_code", "pretrained_model_name_or_path"}
+    # The files of a tokenizer, and the code and revision of a folder, are read only if there is such a folder.
+    conditional = {"vocab_file", "merge_file", "trust_remote_code", "pretrained_model_name_or_path", "revision"}
     read = asked_by(hook) & of_any | BY_THE_PLAN.get(hook, set())
     assert read - BESIDES[hook] - conditional == declared[hook] - conditional
