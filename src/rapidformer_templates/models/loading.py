@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +9,6 @@ from typing import Any, Protocol
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
 from rapidformer_templates.errors import ModelError, is_out_of_memory
 from rapidformer_templates.models.adapters import SETTINGS
@@ -32,6 +28,7 @@ from rapidformer_templates.models.model_files import (
     check_weight_files,
     no_model_error,
 )
+from rapidformer_templates.models.quiet import quiet_transformers
 from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import ModelFlags
@@ -267,7 +264,7 @@ def _load_weights(
         hint = "write plain weights first, with rapidformer export, or start from a model without a head"
         raise ModelError(f"{path} cannot be read without its head", where=PRETRAINED, hint=hint)
     try:
-        with _quiet_loading():
+        with quiet_transformers():
             model, info = (
                 reader.read_model(factory, folder, model_config, base_folder=flags.base)
                 if reader
@@ -337,21 +334,6 @@ def _draw(names: set[str], model: Any, random_state: torch.Tensor) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(random_state)
         model.initialize_weights()
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Hide transformers' progress bars and load report, which all workers would print at once."""
-    logger = logging.getLogger("transformers")
-    level, bars = logger.level, transformers_logging.is_progress_bar_enabled()
-    logger.setLevel(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

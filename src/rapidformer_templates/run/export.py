@@ -7,7 +7,6 @@ checkpoint can be exported without the data that defines the labels, and without
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
 from collections.abc import Mapping
 from importlib import import_module
@@ -19,12 +18,12 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import average_of
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.loading import class_of, read_config_of
+from rapidformer_templates.models.quiet import quiet_transformers
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.checkpoint.format import Reader
 from rapidformer_templates.run.saved_model import DESCRIPTION
@@ -158,13 +157,8 @@ def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
 def _save_transformers(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     # An empty model of the original class saves in the format that transformers expects.
     skeleton = _empty(class_of(model), _config_of(model))
-    transformers_logging.disable_progress_bar()  # its bar would appear among our own lines
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # accelerate imports DeepSpeed here, which logs messages
-    try:
+    with quiet_transformers():
         skeleton.save_pretrained(folder, state_dict=dict(weights))
-    finally:
-        logging.disable(before)
     _write_generation_config(model, folder)
     _mark(folder)
 

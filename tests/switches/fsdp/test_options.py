@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rapidformer_templates.switches.fsdp import engine
 from tests.support.jobs import OTHERS, CausalJob
+from tests.support.lines import Line
 from tests.support.parity import Trained, reference, train, trained
 from tests.support.worker_pool import run_in_workers
 
@@ -146,3 +150,37 @@ def test_a_module_of_several_blocks_is_of_none_of_their_units(flags: str) -> Non
         assert run["weights"].keys() == expected["weights"].keys()
         for name, weight in expected["weights"].items():
             torch.testing.assert_close(run["weights"][name], weight, **close)
+
+
+class Squeezed(torch.nn.Module):
+    """Returns a view of a linear layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).squeeze(-1)
+
+
+class ViewJob(Line):
+    def build_model(self) -> torch.nn.Module:
+        return Squeezed()
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"].squeeze(-1))
+
+
+def _view_warnings(workers: Any, pattern: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught, mock.patch.object(engine, "VIEW_WARNING", pattern):
+        warnings.simplefilter("always")
+        ViewJob(
+            ["--lr", "0.1", "--train-iters", "2", "--fsdp-memory-optimization", "--device", "cpu", "--no-save"]
+        ).fit()
+    return [str(warning.message) for warning in caught if "view" in str(warning.message)]
+
+
+@pytest.mark.distributed
+def test_no_worker_warns_about_views() -> None:
+    assert run_in_workers(2, _view_warnings, engine.VIEW_WARNING) == [[], []]
+    assert all(run_in_workers(2, _view_warnings, "another message")), "torch no longer warns: remove the filter"

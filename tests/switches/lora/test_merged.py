@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -23,6 +26,8 @@ from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
+from peft import LoraConfig, get_peft_model
+
 from rapidformer_templates.switches.lora.exported import _note_untied, read_config, read_model
 from rapidformer_templates.switches.lora.merge import merge
 
@@ -67,13 +72,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "layout"), by_default(SHORT, CASES))
-def test_the_merged_model_is_the_one_that_was_evaluated(kind: str, layout: str, base: Path, tmp_path: Path) -> None:
+def test_the_merged_model_is_the_one_that_was_evaluated(
+    kind: str, layout: str, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder, flags = tmp_path / "run", f"{KINDS[kind]} {LAYOUTS[layout]}"
     if layout == "one process":
         run = _train(None, str(folder), str(base), flags)
     else:
         run = run_in_workers(2, _train, str(folder), str(base), flags)[0]
-    merge(folder / "export", tmp_path / "merged")
+    capfd.readouterr()
+    with warnings.catch_warnings(record=True) as caught:
+        merge(folder / "export", tmp_path / "merged")
+    assert capfd.readouterr() == ("", "")
+    assert [str(warning.message) for warning in caught if warning.category is UserWarning] == []
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     config = read_config(folder / "export")
     here, _ = read_model(GPT2LMHeadModel, folder / "export", config)
@@ -84,6 +95,26 @@ def test_the_merged_model_is_the_one_that_was_evaluated(kind: str, layout: str, 
         with torch.no_grad():
             loss = float(model(**data.collate(list(data.valid))).loss)
         assert loss == pytest.approx(run["evaluations"][-1], rel=1e-5)
+
+
+def test_a_weight_that_neither_folder_has_is_named(base: Path, tmp_path: Path) -> None:
+    """Adapters of other programs have no fingerprints, so nothing else would notice it."""
+    model = GPT2LMHeadModel.from_pretrained(base)
+    adapters, part = tmp_path / "adapters", tmp_path / "part"
+    model.config.save_pretrained(adapters)
+    get_peft_model(model, LoraConfig(target_modules=["c_attn"], base_model_name_or_path=str(base))).save_pretrained(
+        adapters
+    )
+    merge(adapters, tmp_path / "merged")
+    shutil.copytree(base, part)
+    weights = load_file(part / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"1 weights are missing in .*part, such as transformer\.h\.1\.mlp\.c_fc\.weight"
+    ):
+        merge(adapters, tmp_path / "random", str(part))
+    assert not (tmp_path / "random").exists()
 
 
 def test_an_architecture_that_ties_always_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +30,7 @@ from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, open_group_alone
 
 COPIES, SHARDS, EXPERTS = "copies", "shards", "experts"
+VIEW_WARNING = r"FSDP2-wrapped module \(.*\) returned a view tensor"
 REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -48,6 +50,8 @@ class FSDPEngine(SingleEngine):
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
+        # Some models of transformers return views from their blocks. Nothing changes these in place.
+        warnings.filterwarnings("ignore", message=VIEW_WARNING, category=UserWarning)
         self.group = int(plan.engine_options.get("fsdp_shard_size", workers.world))
         self._experts_over = int(plan.engine_options.get("experts_over", 1))
         self.reshards = plan.engine_options.get("fsdp_reshard_after_forward", True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -193,6 +194,8 @@ def read_model(
 ) -> tuple[Any, dict[str, Any]]:
     """Read the base model, merge the adapters into it, and return it with the loading info of ``from_pretrained``.
 
+    The info also has ``in_neither``: the names of the weights that are in neither folder, and have random values.
+
     Args:
         factory: transformers' class for the task, such as ``AutoModelForCausalLM``.
         folder: contains the adapters.
@@ -223,10 +226,19 @@ def read_model(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = PeftModel.from_pretrained(base, str(folder))
-    _untie(adapted)
-    merged = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
+        _untie(adapted)
+        merged = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
     _note_untied(merged)
-    return merged, {**info, "missing_keys": set(), "mismatched_keys": set()}
+    in_neither = set(info["missing_keys"]) - _names_in(folder)
+    return merged, {**info, "missing_keys": set(), "mismatched_keys": set(), "in_neither": in_neither}
+
+
+def _names_in(folder: Path) -> set[str]:
+    """Return the names of the weights that a folder of adapters contains in full, such as those of a head."""
+    if not (folder / WEIGHTS).is_file():
+        return set()
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        return {name.removeprefix(PREFIX) for name in file.keys()}  # noqa: SIM118 - it is not a dictionary
 
 
 def _untie(adapted: nn.Module) -> None:
