@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.switches.fsdp import engine
 from tests.support.jobs import OTHERS, CausalJob
 from tests.support.lines import Line
@@ -171,6 +172,23 @@ class ViewJob(Line):
         return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"].squeeze(-1))
 
 
+class InPlaceJob(ViewJob):
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        outputs = model(batch["x"])
+        outputs += 1
+        return torch.nn.functional.mse_loss(outputs, batch["y"].squeeze(-1))
+
+
+VIEW_FLAGS = ["--lr", "0.1", "--train-iters", "2", "--fsdp-memory-optimization", "--device", "cpu", "--no-save"]
+
+
+def _refusal_of_a_changed_view(workers: Any) -> str:
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+        with pytest.raises(RapidformerError) as error:
+            InPlaceJob(VIEW_FLAGS).fit()
+        return str(error.value)
+
+
 def _view_warnings(workers: Any, pattern: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught, mock.patch.object(engine, "VIEW_WARNING", pattern):
         warnings.simplefilter("always")
@@ -184,3 +202,10 @@ def _view_warnings(workers: Any, pattern: str) -> list[str]:
 def test_no_worker_warns_about_views() -> None:
     assert run_in_workers(2, _view_warnings, engine.VIEW_WARNING) == [[], []]
     assert all(run_in_workers(2, _view_warnings, "another message")), "torch no longer warns: remove the filter"
+
+
+@pytest.mark.distributed
+def test_a_view_that_is_changed_in_place_is_refused() -> None:
+    """Otherwise FSDP would lose the gradients without a word, and the run would train nothing."""
+    for message in run_in_workers(2, _refusal_of_a_changed_view):
+        assert "the output of Squeezed is a view and was changed in place" in message

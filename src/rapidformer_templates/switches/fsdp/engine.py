@@ -17,12 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
+from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.pieces import by_mesh, bytes_by_kind, local_part
 from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
+from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts, widthwise
@@ -50,11 +52,13 @@ class FSDPEngine(SingleEngine):
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
-        # Some models of transformers return views from their blocks. Nothing changes these in place.
+        # Models of transformers return views, too. A view that is changed in place is an error in _check_views.
         warnings.filterwarnings("ignore", message=VIEW_WARNING, category=UserWarning)
         self.group = int(plan.engine_options.get("fsdp_shard_size", workers.world))
         self._experts_over = int(plan.engine_options.get("experts_over", 1))
         self.reshards = plan.engine_options.get("fsdp_reshard_after_forward", True)
+        self._in_forward = False
+        self._views: list[tuple[torch.Tensor, int, nn.Module]] = []
         self.reduce_type = REDUCE_TYPES[plan.engine_options.get("fsdp_reduce_dtype") or "fp32"]
 
     def _shard(self, model: nn.Module) -> None:
@@ -134,10 +138,28 @@ class FSDPEngine(SingleEngine):
             trained[name] = [names[id(p.sharded_param)] for g in groups for p in g.fsdp_params if _is_trained(p)]
             for group in groups:
                 self._reduce_all_of(group)
+            unit.register_forward_hook(self._record_views)
         self._sequence_check = (
             ForwardSequenceCheck(units, trained, self.workers, "FSDP") if self.workers.world > 1 else None
         )
         return self.model
+
+    def _record_views(self, unit: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Record the version of each view that a unit returns, until the backward begins."""
+        if self._in_forward and torch.is_grad_enabled():
+            tensors = (one for one in tree_leaves(outputs) if isinstance(one, torch.Tensor) and one.requires_grad)
+            self._views += [(view, view._version, unit) for view in tensors if view._base is not None]
+
+    def _check_views(self) -> None:
+        """Raise an error if a view has been changed in place. FSDP's hook on it is lost, and with it the gradients."""
+        views, self._views, self._in_forward = self._views, [], False
+        for view, version, unit in views:
+            if view._version != version:
+                name = type(unit).__name__.removeprefix("FSDP")
+                raise RapidformerError(
+                    f"the output of {name} is a view and was changed in place: its gradients would be lost under FSDP",
+                    hint="write out = out + y instead of out += y, or change a clone of it",
+                )
 
     def _reduce_all_of(self, group: Any) -> None:
         """Reduce all trained parameters of a group each time, with zeros where there is no gradient."""
@@ -170,6 +192,7 @@ class FSDPEngine(SingleEngine):
         return [index for index, p in enumerate(self._parameters) if id(p) not in self._used]
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
+        self._views, self._in_forward = [], True
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
         if not self.reshards:
             # Parameters stay whole from the first micro batch to the last: without resharding there is memory for them.
@@ -177,6 +200,7 @@ class FSDPEngine(SingleEngine):
         return self._sequence_check.checked() if self._sequence_check else nullcontext()
 
     def _backward(self, loss: torch.Tensor) -> None:
+        self._check_views()
         if not self.receipts:
             sizes = bytes_by_kind({"parameters": list(self.model.parameters())})
             self.receipts["parameter_bytes_in_backward"] = sizes["parameters"]
