@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import constants
 from transformers import AutoModelForSequenceClassification
@@ -19,6 +21,7 @@ from rapidformer_templates.data.finetuning.hub_cache import find_or_download
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.hub import model_folder
 from rapidformer_templates.run import push
+from rapidformer_templates.run.saved_model import open_saved
 from tests.support.hub_server import DATA, MODEL, TOKEN, Hub, data_files, model_files, running_hub, using_hub
 from tests.support.worker_pool import run_in_workers
 
@@ -231,6 +234,24 @@ def test_a_push_with_a_card(
     reference = AutoModelForSequenceClassification.from_pretrained(export).state_dict()
     assert all(tensor.equal(reference[name]) for name, tensor in names["model"].state_dict().items())
     assert names["tokenizer"]("it is good")["input_ids"]
+
+
+def test_adapters_name_their_base_on_the_hub(hub: Hub, model: dict[str, bytes], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert _command(RUN, "--save", str(run), "--lora-rank", "2", "--push-to-hub", "someone/adapters") == 0
+    assert json.loads((run / "export/adapter_config.json").read_text())["base_model_name_or_path"] == MODEL
+    card = (run / "export/README.md").read_text()
+    assert "library_name: peft" in card
+    names: dict[str, Any] = {}
+    folders = {name: str(model_folder(name, None, "weights", flag="")) for name in (MODEL, "someone/adapters")}
+    code = card.split("```python\n")[1].split("```")[0]
+    for name, folder in folders.items():
+        code = code.replace(f'"{name}"', f'"{folder}"')
+    exec(code, names)
+    rows = names["tokenizer"](["it is good", "it is bad"], return_tensors="pt")
+    expected = open_saved(run).model(**rows).logits
+    torch.testing.assert_close(names["model"].eval()(**rows).logits, expected)
+    assert not torch.equal(expected[0], expected[1])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import datasets.config
 import pytest
 from huggingface_hub import constants
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertModel
 
 TOKEN = "hf_local_token"
 """The token that may write. ``hf_reader`` may only read."""
@@ -124,7 +124,7 @@ MODEL, DATA = "someone/tiny-bert", "someone/tweets"
 
 def model_files(tokenizer: Path, folder: Path) -> dict[str, bytes]:
     """Return the files of a small BERT with a tokenizer, and the formats that a repository often has as well."""
-    model = BertForMaskedLM(BertConfig(vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+    model = BertModel(BertConfig(vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                                        intermediate_size=32, max_position_embeddings=32))  # fmt: skip
     model.save_pretrained(folder)
     others = (

@@ -56,7 +56,7 @@ def write_card(config: RunConfig, plan: Plan, summary: Mapping[str, Any], export
         f"# {name}",
         f"This model {origin}. rapidformer_templates {summary['versions']['rapidformer_templates']} trained it for "
         f"{summary['steps']:,} steps ({summary['epochs']:g} epochs) with the task `{task or 'of a script'}`.",
-        f"## How to load it\n\n```python\n{_code(name, export)}\n```",
+        f"## How to load it\n\n```python\n{_code(name, export, config.model.revision)}\n```",
         "## Metrics\n\n" + _table(("metric", "value"), {k: f"{v:.4f}" for k, v in summary["metrics"].items()}),
         "## Training data\n\n" + ("\n".join(f"- `{_public(s)}`" for s in _data_sets(config)) or "Data of a script."),
         "## Plan\n\n" + _table(("", ""), _plan(plan)) + "\n\n" + _table(("flag", "value"), _values(plan)),
@@ -106,8 +106,12 @@ def _public(name: str | None) -> str:
     return name if name and is_hub_name(name) else Path(name or "").name
 
 
-def _code(name: str, export: Path) -> str:
-    """Return Python code that loads the exported model from the hub."""
+def _code(name: str, export: Path, revision: str | None) -> str:
+    """Return Python code that loads the exported model from the hub.
+
+    Args:
+        revision: that of the base, which adapters need, too.
+    """
     file = export / "config.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     kind = (config.get("architectures") or ["AutoModel"])[0]
@@ -132,8 +136,9 @@ def _code(name: str, export: Path) -> str:
         imports = ", ".join(sorted({"AutoConfig", kind, *(["AutoTokenizer"] if has_tokenizer else [])}))
         head = ["from peft import PeftModel", f"from transformers import {imports}", ""]
         base = _public(settings.get("base_model_name_or_path")) or "BASE"
+        of_base = f', revision="{revision}"' if revision else ""
         load = [
-            f'base = {kind}.from_pretrained("{base}", config=AutoConfig.from_pretrained("{name}"))',
+            f'base = {kind}.from_pretrained("{base}"{of_base}, config=AutoConfig.from_pretrained("{name}"))',
             f'model = PeftModel.from_pretrained(base, "{name}")',
         ]
     return "\n".join([*head, *load, *([tokenizer] if has_tokenizer else [])])
