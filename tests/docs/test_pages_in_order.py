@@ -33,6 +33,7 @@ NOT_RUN = {
     r"torchrun --nnodes|torchrun .*HOST": "needs several machines",
     r".*--auto-strategy": "searches for seconds: tests/docs/test_docs.py runs it with -m longer",
     r".*…|rapidformer --task TASK|.* RUN\b": "a form with parts that the reader chooses",
+    r"rapidformer doctor": "imports every package: tests/commands/test_doctor.py",
     r"rapidformer demo$": "tests/commands/test_demo.py, with the pretrained model",
     r".*--nproc-per-node [3-8]": "starts more workers than a test of the manual may: tests/engines, tests/switches",
     r".*wandb": "needs an account: tests/run/test_trackers.py",

@@ -11,13 +11,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from rapidformer_templates import Callback
+from rapidformer_templates import Callback, Pretrainer
 from rapidformer_templates.data.types import Bookmark, Data, Endless
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import CausalJob
 from tests.support.parity import trained
+from tests.support.texts import DOCUMENTS, write_jsonl
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.slow
@@ -78,6 +79,24 @@ def test_epochs_with_a_global_batch_take_the_whole_batch_at_once() -> None:
     job = Job("--epochs 1 --global-batch-size 8")
     assert (job.plan.sizes.micro_batch, job.plan.sizes.accumulation) == (8, 1)
     assert trained(job)["curve"] == curve(f"--epochs 1 {MICRO}")
+
+
+@pytest.mark.parametrize("batches", ["--pack-sequences", "--data-iterator dynamic-shape --tokens-per-batch 40"])
+def test_passes_over_rows_that_are_not_samples(batches: str, gpt_folder: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in DOCUMENTS])
+    flags = (
+        f"--task causal_lm --data-dir {tmp_path} --validation-fraction 0 --seq-length 40 --lr 1e-3 --no-save {batches}"
+    )
+    sizes = f"--no-save --model-type gpt2 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --tokenizer-path {gpt_folder}"
+    by_epochs = Pretrainer(f"{flags} {sizes} --micro-batch-size 4 --epochs 2".split()).fit()
+    accumulated = "--micro-batch-size 2 --global-batch-size 4 --train-iters 2epochs"
+    counted = Pretrainer(f"{flags} {sizes} {accumulated}".split()).fit()
+    assert counted["receipts"]["micro_steps"] == 2
+    if batches == "--pack-sequences":
+        assert by_epochs["steps"] < 2 * len(DOCUMENTS) / 4, "rows hold several samples"
+        assert counted["steps"] == by_epochs["steps"]
+    else:  # a step is a number of micro batches, whatever their rows
+        assert counted["steps"] == 2 * -(-by_epochs["steps"] // 4)
 
 
 @pytest.mark.parametrize("place", ["command line", "file", "script"])
