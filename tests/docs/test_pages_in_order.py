@@ -47,6 +47,7 @@ NEEDS_A_RUN = {
     "docs/how-to/evaluate-and-predict.md": "a run of the reader: tests/commands/test_evaluate.py, test_predict.py",
     "docs/how-to/load-the-export.md": "a run of the reader: tests/commands/test_export.py",
     "docs/how-to/seven-billion-on-24-gb.md": "a GPU: tests/test_gpu.py",
+    "docs/how-to/use-the-hub.md": "the hub: tests/run/test_hub.py",
     "CONTRIBUTING.md": "the repository",
 }
 """Pages whose commands start from something that the page does not make."""

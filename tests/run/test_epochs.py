@@ -84,10 +84,9 @@ def test_epochs_with_a_global_batch_take_the_whole_batch_at_once() -> None:
 @pytest.mark.parametrize("batches", ["--pack-sequences", "--data-iterator dynamic-shape --tokens-per-batch 40"])
 def test_passes_over_rows_that_are_not_samples(batches: str, gpt_folder: Path, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in DOCUMENTS])
-    flags = (
-        f"--task causal_lm --data-dir {tmp_path} --validation-fraction 0 --seq-length 40 --lr 1e-3 --no-save {batches}"
-    )
-    sizes = f"--no-save --model-type gpt2 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --tokenizer-path {gpt_folder}"
+    flags = f"--task causal_lm --data-dir {tmp_path} --validation-fraction 0 --seq-length 40 --lr 1e-3 {batches}"
+    sizes = f"--model-type gpt2 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --tokenizer-path {gpt_folder}"
+    flags += " --no-save"
     by_epochs = Pretrainer(f"{flags} {sizes} --micro-batch-size 4 --epochs 2".split()).fit()
     accumulated = "--micro-batch-size 2 --global-batch-size 4 --train-iters 2epochs"
     counted = Pretrainer(f"{flags} {sizes} {accumulated}".split()).fit()
