@@ -94,7 +94,7 @@ def test_passes_over_rows_that_are_not_samples(batches: str, gpt_folder: Path, t
     if batches == "--pack-sequences":
         assert by_epochs["steps"] < 2 * len(DOCUMENTS) / 4, "rows hold several samples"
         assert counted["steps"] == by_epochs["steps"]
-    else:  # a step is a number of micro batches, whatever their rows
+    else:  # a step is a number of micro batches with any number of rows
         assert counted["steps"] == 2 * -(-by_epochs["steps"] // 4)
 
 
