@@ -42,7 +42,8 @@ KNOWN_WRONG = ({"mixed-precision", "lora", "nvme-offload"},)
 """Accepted triples that do not match one process yet. Remove a triple once it matches.
 
 ZeRO-3 builds a model that it offloads to a disk in bf16. There, the few first values of adapters that round to the
-upper bound of their range become the lower bound. So the adapters start from another draw, and Adam's first steps differ.
+upper bound of their range become the lower bound. So the adapters start from another draw, and Adam's first steps
+differ.
 """
 
 FOUR = {"hybrid-sharding"}
