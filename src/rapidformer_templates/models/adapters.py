@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+_NEW_MODULES = "new_modules"
 _ATTRIBUTE = "frozen_base"
 _BASE = "base_layer"
 _STACKS, _READERS = "stack_adapters", "stack_readers"
@@ -146,6 +147,28 @@ def frozen_base_of(model: nn.Module) -> FrozenBase | None:
 def set_frozen_base(model: nn.Module, base: FrozenBase) -> None:
     """Register the frozen base in its model."""
     vars(model)[_ATTRIBUTE] = base
+
+
+def new_modules_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules whose weights a pretrained model lacks. They start with random values."""
+    names: tuple[str, ...] = vars(model).get(_NEW_MODULES, ())
+    return names
+
+
+def set_new_modules(model: nn.Module, weights: Collection[str]) -> None:
+    """Record which modules lack pretrained weights, except modules that also contain pretrained ones.
+
+    Args:
+        weights: names of the weights that the model's files lack.
+    """
+    owners = sorted({name.rpartition(".")[0] for name in weights})
+    vars(model)[_NEW_MODULES] = tuple(
+        owner for owner in owners if owner and all(f"{owner}.{name}" in weights for name in _own_names(model, owner))
+    )
+
+
+def _own_names(model: nn.Module, module: str) -> list[str]:
+    return [name for name, _ in model.get_submodule(module).named_parameters()]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from rapidformer_templates.errors import ModelError, is_out_of_memory
-from rapidformer_templates.models.adapters import SETTINGS
+from rapidformer_templates.models.adapters import SETTINGS, set_new_modules
 from rapidformer_templates.models.architectures import (
     CLASSIFICATION,
     SEQUENCE_CLASSIFICATION,
@@ -311,7 +311,9 @@ def _load_weights(
     if not Path(path).is_dir():
         model.name_or_path = model.config.name_or_path = path  # adapters record it as their base
     of_head = [name for name in model.state_dict() if name.partition(".")[0] in left_out]
-    _draw({*missing, *of_head}, model, random_state)
+    new = {*missing, *of_head}
+    _draw(new, model, random_state)
+    set_new_modules(model, new)
     return model
 
 

@@ -6,17 +6,28 @@ import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    DistilBertModel,
+)
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.run.saved_model import open_saved
+from rapidformer_templates.switches.lora.transform import targets_of
 from tests.support.preference_runs import pretrained, words
 from tests.support.texts import write_jsonl
 
@@ -116,3 +127,44 @@ def test_python_names_it_too(run: Path) -> None:
 def test_a_base_that_nobody_reads_is_refused(words: str, message: str, run: Path, capsys: Capture) -> None:
     assert _call(words.format(run=run, moved=run.parent / "moved").split()) == 2
     assert message in capsys.readouterr().err
+
+
+BODIES = {
+    "bert": lambda size: BertModel(BertConfig(**SIZES, vocab_size=size), add_pooling_layer=False),
+    "distilbert": lambda size: DistilBertModel(DistilBertConfig(dim=16, n_layers=1, n_heads=2, vocab_size=size)),
+}
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+NEW = {"bert": "bert.pooler.dense", "distilbert": "pre_classifier"}
+"""The layer in front of the head, which the body lacks."""
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_layers_that_the_base_lacks_are_trained_and_exported(kind: str, bert_folder: Path, tmp_path: Path) -> None:
+    """With frozen random values that no file contains, the export would be another model."""
+    tokenizer = AutoTokenizer.from_pretrained(bert_folder)
+    torch.manual_seed(0)
+    BODIES[kind](len(tokenizer)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    write_jsonl(tmp_path / "train.jsonl", [{"text": words(3 + i % 9, i), "label": "abc"[i % 3]} for i in range(12)])
+    flags = f"--task sequence_classification --lora-rank 2 --train-iters 2 --lr 1e-2 --data-dir {tmp_path}"
+    name = f"--pretrained-model-name-or-path {tmp_path / 'base'} --save {tmp_path / 'run'}"
+    Trainer(f"{flags} {name} --device cpu --validation-fraction 0.25".split()).fit()
+    weights = load_file(tmp_path / "run/export/adapter_model.safetensors")
+    assert {name for name in weights if "lora" not in name} == {
+        f"base_model.model.{module}.{part}" for module in (NEW[kind], "classifier") for part in ("weight", "bias")
+    }
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+    by_peft = PeftModel.from_pretrained(base, tmp_path / "run/export").eval()
+    ours: Any = open_saved(str(tmp_path / "run")).model
+    batch = tokenizer(words(5, 1), return_tensors="pt")
+    with torch.no_grad():
+        torch.testing.assert_close(by_peft(**batch).logits, ours.eval()(**batch).logits)
+
+
+def test_a_pretrained_layer_whose_name_ends_like_the_head_is_trained_whole_too() -> None:
+    """peft would take pre_classifier for the head and for a layer with an adapter at once."""
+    model = DistilBertForSequenceClassification(DistilBertConfig(dim=16, n_layers=1, n_heads=2, vocab_size=9))
+    targets = targets_of(model, "all-linear", None)
+    assert targets.trained_whole == ["classifier", "pre_classifier"]
+    assert not any("classifier" in name for name in targets.layers)
+    assert len(targets.layers) == 6

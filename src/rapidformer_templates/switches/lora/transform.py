@@ -28,6 +28,7 @@ from rapidformer_templates.models.adapters import (
     fingerprint,
     fp32_fingerprint,
     identity_of,
+    new_modules_of,
     set_frozen_base,
 )
 from rapidformer_templates.models.blocks import canonical_name, shape_of
@@ -144,12 +145,17 @@ def targets_of(model: nn.Module, names: str, modules_to_save: str | None) -> Tar
 
     Args:
         names: names of layers and matrices, separated by commas.
-        modules_to_save: names of modules that are trained in full. None selects the head if a pretrained model lacks
-            it.
+        modules_to_save: names of modules that are trained in full. None selects the head of a fine-tuning task.
+            Modules that a pretrained model lacks are always trained in full.
     """
     heads = [name for name, _ in model.named_children() if name in NEW_HEADS]
-    asked_whole = heads if modules_to_save is None else _names(modules_to_save)
-    trained_whole = [name for name in asked_whole if _ending_with(model, name)]
+    # The export has no frozen weights, and nobody else has those of new modules.
+    new = [name for name in new_modules_of(model) if not _inside(name, heads)]
+    asked_whole = [*(heads if modules_to_save is None else _names(modules_to_save)), *new]
+    present = [name for name in asked_whole if _ending_with(model, name)]
+    # peft compares letters: classifier is also the end of pre_classifier.
+    also = [name for name, _ in model.named_modules() if present and name.endswith(tuple(present))]
+    trained_whole = [*present, *(name for name in also if not _inside(name, present))]
     found_names = []
     layers: dict[str, None] = {}  # in order, each once
     stacks: dict[str, None] = {}
