@@ -40,12 +40,12 @@ the nearest that work: 16 and 24
 def test_a_missing_package_is_told_with_what_to_install() -> None:
     assert refusal("--optimizer adamw_torch_8bit", on(GPUS, packages={})) == exactly(
         """
-        error[RF023]: adamw_torch_8bit needs torchao, which is not installed: pip install torchao
+        error[RF023]: adamw_torch_8bit needs torchao, which is not installed: pip install 'rapidformer_templates[torchao]'
           why    nothing else is used instead, and a switch that cannot act is refused (this library)
           asked  --optimizer adamw_torch_8bit (command line)
           works  --optimizer adamw
           more   rapidformer explain RF023
-        """
+        """  # noqa: E501 - a message
     )
 
 

@@ -41,13 +41,15 @@ IMPORT_SECONDS = 120
 
 # Facts that the declarations of the switches do not contain.
 MODULES = {"apex": "apex.optimizers", "fairscale": "fairscale.optim.oss"}  # modules that the engines import
+BACKENDS = ("triton", "tvm", "torch_xla")
+"""Packages that only some backends of torch.compile need. They are listed if they are installed."""
 HELPS = {
     "onnx": "onnx-runtime",
     "onnxscript": "onnx-runtime",
     "flash_attn": "flash-attention",
     "bitsandbytes": "lora (nf4)",
     "liger_kernel": "fused-linear-cross-entropy",
-    **dict.fromkeys(("triton", "tvm", "torch_xla"), "torch-compile"),
+    **dict.fromkeys(BACKENDS, "torch-compile"),
     **dict.fromkeys(TRACKERS.values(), "--report-to"),
 }
 INSTALL = {
@@ -55,6 +57,7 @@ INSTALL = {
     "flash_attn": "pip install flash-attn --no-build-isolation",
     "onnx": "pip install 'rapidformer_templates[onnx]'",
     "onnxscript": "pip install 'rapidformer_templates[onnx]'",
+    "liger_kernel": "pip install 'rapidformer_templates[liger]'",
     **{TRACKERS[name]: install for name, install in INSTALL_TRACKERS.items()},
 }
 NEEDS_GPU = ("apex", "flash_attn")
@@ -168,7 +171,8 @@ def examine(device: str) -> dict[str, Any]:
     probed = probe({name: MODULES.get(name, name) for name in names})
     torch = probed.get("torch", {})
     has_gpu = bool(torch.get("gpus"))
-    packages = [_package(name, probed.get(name), has_gpu) for name in (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES)]
+    listed = (name for name in OPTIONAL_PACKAGES if name in probed or name not in BACKENDS)
+    packages = [_package(name, probed.get(name), has_gpu) for name in (*REQUIRED_PACKAGES, *listed)]
     parts, root = _parts(device)
     return {
         "machine": _machine(torch),

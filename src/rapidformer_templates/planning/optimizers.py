@@ -47,7 +47,7 @@ APEX = "Nvidia apex from its source (github.com/NVIDIA/apex; the package 'apex' 
 FUSED_ADAMW = "torch.optim.AdamW (fused)"
 CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
 LAMB = "rapidformer_templates.switches.optimizer.lamb.Lamb"
-TORCHAO = "pip install torchao"
+TORCHAO = "pip install 'rapidformer_templates[torchao]'"
 # OSS, pipeline stages and the distributed optimizer keep each parameter whole.
 DIVIDES_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "tensor-parallel"})
 
@@ -82,7 +82,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         "rapidformer_templates.switches.optimizer.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
         2.03,
         "bitsandbytes",
-        "pip install bitsandbytes",
+        "pip install 'rapidformer_templates[bitsandbytes]'",
         cpu_since=(0, 50),
         not_under=DIVIDES_PARAMETERS,
     ),
