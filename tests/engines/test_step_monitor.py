@@ -118,7 +118,7 @@ def test_other_count_is_heard_of_and_has_touched_nothing() -> None:
             losses = (model(batch["x"]) - batch["y"]) ** 2
             return losses.sum(), torch.tensor(4 if len(getattr(self, "results", [])) < 3 else 3)
 
-    job = Miscounted([*FLAGS, "--train-iters", "10", "--no-save"])
+    job = Miscounted([*FLAGS, "--train-iters", "10", "--log-interval", "10", "--no-save"])
     with pytest.raises(RapidformerError, match="summed over 3 targets, count_targets counted 4"):
         job.fit()
     assert len(job.weights) == 5  # the fourth step was wrong, which the host noticed when the sixth began
