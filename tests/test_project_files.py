@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import rapidformer_templates
@@ -225,3 +226,8 @@ def test_flags_that_run_code_are_not_read_from_files() -> None:
     }
     assert metadata["user_script"]["in_files"] is False
     assert metadata["trust_remote_code"]["in_files"] is False
+
+
+def test_tests_compute_on_one_thread() -> None:
+    """With more, small models are many times slower, and runs are not repeatable bit by bit."""
+    assert torch.get_num_threads() == 1
