@@ -161,14 +161,12 @@ def set_new_modules(model: nn.Module, weights: Collection[str]) -> None:
     Args:
         weights: names of the weights that the model's files lack.
     """
-    owners = sorted({name.rpartition(".")[0] for name in weights})
+    owners = sorted({name.rpartition(".")[0] for name in weights} - {""})
     vars(model)[_NEW_MODULES] = tuple(
-        owner for owner in owners if owner and all(f"{owner}.{name}" in weights for name in _own_names(model, owner))
+        owner
+        for owner in owners
+        if all(f"{owner}.{name}" in weights for name, _ in model.get_submodule(owner).named_parameters())
     )
-
-
-def _own_names(model: nn.Module, module: str) -> list[str]:
-    return [name for name, _ in model.get_submodule(module).named_parameters()]
 
 
 @contextmanager

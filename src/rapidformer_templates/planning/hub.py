@@ -42,7 +42,7 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name can stand for a repository on the hub: its form fits, and it is not a local path.
+    """Return whether a name has the form of a repository on the hub and is not a local path.
 
     ``models/bert`` is a path if there is a folder ``models``.
     """
@@ -183,7 +183,7 @@ def download_error(
         error: the error of ``huggingface_hub``, of its HTTP client, or of ``datasets``.
         name: the name on the hub.
         flag: the flag with the name.
-        kind: what the name stands for.
+        kind: whether the name is of a model or of a data set.
         cache: the cache that was searched. By default, the cache of models.
         download_command: fills this cache where there is a network. By default, ``hf download``.
     """

@@ -7,7 +7,7 @@ while they are on the host. A batch that is already on a device is not checked, 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,10 +114,7 @@ def _samples_of(rows: np.ndarray, count: int, samples: Sequence[int]) -> list[in
 
 def _vocabulary_of(model: PreTrainedModel) -> int | None:
     """Return the number of rows of the input embedding, or None if the model has none, or replaces some tokens."""
-    try:
-        size = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except (NotImplementedError, AttributeError):
-        return None
+    size = _size_of(model.get_input_embeddings, "num_embeddings")
     placeholders = [
         value
         for name, value in vars(model.config).items()
@@ -128,13 +125,19 @@ def _vocabulary_of(model: PreTrainedModel) -> int | None:
 
 def _classes_of(model: PreTrainedModel) -> int | None:
     """Return the number of classes that the labels of a model choose from, or None if it is unknown."""
-    try:
-        size: Any = getattr(model.get_output_embeddings(), "out_features", None)
-    except (NotImplementedError, AttributeError):
-        return None
+    size = _size_of(model.get_output_embeddings, "out_features")
     if size is None and type(model).__name__.endswith(CLASSIFIERS):
         size = model.config.num_labels
     return int(size) if size and size > 1 else None
+
+
+def _size_of(find: Callable[[], Any], attribute: str) -> int | None:
+    """Return a size of the layer that a method of transformers finds, or None if the model has no such layer."""
+    try:
+        size: int | None = getattr(find(), attribute, None)
+    except (NotImplementedError, AttributeError):  # models with several embeddings, or without any
+        return None
+    return size
 
 
 def _listed(samples: Sequence[int]) -> str:

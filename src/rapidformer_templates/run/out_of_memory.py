@@ -99,45 +99,41 @@ def _remaining_steps(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any
         yield from (step for step in SHARDING if _saving_rank(step.get) > _saving_rank(config.get))
 
 
-@contextmanager
-def explained(config: RunConfig, plan: Plan, rank: int, resolve: Callable[[RunConfig], Plan]) -> Iterator[None]:
-    """Context for a run. It converts a failed allocation to an error that suggests what to change.
+def explained(
+    config: RunConfig, plan: Plan, rank: int, resolve: Callable[[RunConfig], Plan]
+) -> AbstractContextManager[None]:
+    """Return a context for a run. It converts a failed allocation to an error that suggests what to change.
 
     Raises:
         OutOfMemory: replaces the allocator's error.
     """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
+
+    def hint() -> str:
         step = next_step(config, plan, resolve)
-        raise OutOfMemory(
-            f"worker {rank} is out of memory: {_first_line(error)}",
-            where=f"{' → '.join(plan.switches)} on {plan.sizes.world} workers",
-            hint=f"the next step that saves memory: {step}" if step else "more workers, or a smaller model",
-        ) from error
+        return f"the next step that saves memory: {step}" if step else "more workers, or a smaller model"
+
+    return _converted(f"{' → '.join(plan.switches)} on {plan.sizes.world} workers", hint, f"worker {rank}")
 
 
-@contextmanager
-def explained_without_plan(where: str, hint: str, worker: str = "") -> Iterator[None]:
-    """Context for work with a saved model, such as predictions. It converts a failed allocation like :func:`explained`.
+def explained_without_plan(where: str, hint: str) -> AbstractContextManager[None]:
+    """Return a context like :func:`explained` for work with a saved model, such as predictions.
 
     Args:
         where: the folder of the model.
         hint: what to change.
-        worker: the worker, for the message.
-
-    Raises:
-        OutOfMemory: replaces the allocator's error.
     """
+    return _converted(where, lambda: hint)
+
+
+@contextmanager
+def _converted(where: str, hint: Callable[[], str], worker: str = "") -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         who = f"{worker} is out of memory" if worker else "out of memory"
-        raise OutOfMemory(f"{who}: {_first_line(error)}", where=where, hint=hint) from error
+        raise OutOfMemory(f"{who}: {_first_line(error)}", where=where, hint=hint()) from error
 
 
 def explained_while_building(plan: Plan, rank: int) -> AbstractContextManager[None]:
@@ -147,7 +143,7 @@ def explained_while_building(plan: Plan, rank: int) -> AbstractContextManager[No
     if "zero-3" in plan.switches:
         hint = "more workers, or a smaller model"
     where = f"while the model is built, {' → '.join(plan.switches)} on {plan.sizes.world} workers"
-    return explained_without_plan(where, hint, f"worker {rank}")
+    return _converted(where, lambda: hint, f"worker {rank}")
 
 
 def _first_line(error: Exception) -> str:

@@ -154,8 +154,8 @@ def targets_of(model: nn.Module, names: str, modules_to_save: str | None) -> Tar
     asked_whole = [*(heads if modules_to_save is None else _names(modules_to_save)), *new]
     present = [name for name in asked_whole if _ending_with(model, name)]
     # peft compares letters: classifier is also the end of pre_classifier.
-    also = [name for name, _ in model.named_modules() if present and name.endswith(tuple(present))]
-    trained_whole = [*present, *(name for name in also if not _inside(name, present))]
+    taken_by_peft = [name for name, _ in model.named_modules() if name.endswith(tuple(present))]
+    trained_whole = [*present, *(name for name in taken_by_peft if not _inside(name, present))]
     found_names = []
     layers: dict[str, None] = {}  # in order, each once
     stacks: dict[str, None] = {}
