@@ -68,6 +68,7 @@ def test_the_model_folder_holds_a_model() -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= held
 
 
+@pytest.mark.longer
 @needs_packages
 @pytest.mark.slow
 @pytest.mark.distributed

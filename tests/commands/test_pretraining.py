@@ -22,6 +22,7 @@ def _command(*words: str) -> None:
     assert status == 0, words
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_a_gpt_learns_more_than_how_often_tokens_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus, tokenizer, prefix, run = (str(tmp_path / name) for name in ("corpus.jsonl", "tokenizer", "python", "run"))

@@ -196,6 +196,7 @@ def test_on_a_phone_no_page_scrolls_sideways_and_no_flag_is_broken(
     assert errors == {}
 
 
+@pytest.mark.longer
 def test_on_a_desktop_the_search_finds_and_pictures_are_taken(browser: Chromium, address: str) -> None:
     """The pictures in build/pictures/ are for a person to look at."""
     folder = ROOT / "build" / "pictures"

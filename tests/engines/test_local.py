@@ -35,8 +35,8 @@ PRECISIONS = {
 }
 KINDS = {f"{job}-{'fp64' if double else 'fp32'}": (job, double) for job in JOBS for double in (False, True)}
 ALWAYS = ("causal-fp32", "causal-fp64")
-"""Other tests read these two. By default the masked model trains only in fp64, which shows more."""
-PARAMETERS = by_default([*ALWAYS, "masked-fp64"], KINDS)
+"""Other tests read these two, and only they are trained by default."""
+PARAMETERS = by_default(ALWAYS, KINDS)
 
 Kinds = list[tuple[str, bool]]
 """Jobs of :mod:`tests.support.jobs`, and whether they train in fp64."""

@@ -226,7 +226,11 @@ CASES += [("unused", engine) for engine in ("distributed-optimizer", *DIVIDED)]
 WORKS = {f"{job}-{engine}": (job, engine) for job, engine in CASES if not (job == "late" and engine in ZERO)}
 LIKE_ANOTHER = ("oss", "fsdp-whole", "fsdp-checkpointed", "zero-1")
 """Engines that reach parameters like another engine. By default they train only ``heads``."""
-SHORT = [case for case, (job, engine) in WORKS.items() if job == "heads" or engine not in LIKE_ANOTHER]
+SHORT = [
+    case
+    for case, (job, engine) in WORKS.items()
+    if job == "heads" or (job not in ("late", "idle") and engine not in LIKE_ANOTHER)
+]
 REFUSED = [("late", "zero-1"), ("late", "zero-2")]
 
 

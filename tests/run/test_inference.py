@@ -167,6 +167,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_a_class_that_is_in_no_file_goes_to_workers(tmp_path: Path) -> None:
     """This is the case in a notebook, where workers cannot run the cells again."""

@@ -39,6 +39,7 @@ def run(folder: Path, workers: int, *flags: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, preexec_fn=cap, env=environment, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="a process's data is limited on Linux only")

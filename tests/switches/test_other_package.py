@@ -86,6 +86,7 @@ def test_it_is_in_the_help_the_catalogue_and_the_plan(place: Path) -> None:
     assert FLAG in rapidformer(None, f"plan {RUN} {FLAG} 0.1", status=2)
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_it_acts_is_measured_predicted_and_can_fail(place: Path) -> None:
     """The tests that are generated from the registry check it."""

@@ -41,7 +41,8 @@ SETTINGS = {
     "bf16, two micro batches": "--global-batch-size 4 --mixed-precision bf16",
 }
 CASES = [(switch.name, setting) for switch in SWITCHES for setting in SETTINGS]
-PARAMETERS = by_default([case for case in CASES if case[1] == "fp32"], CASES)
+DEFAULT = ("distributed-optimizer", "fsdp", "zero-2")
+PARAMETERS = by_default([case for case in CASES if case[0] in DEFAULT and case[1] == "fp32"], CASES)
 
 
 class Job(Trainer):

@@ -137,6 +137,7 @@ def test_port_in_use_is_found_before_a_worker_starts(
     assert "Traceback" not in said
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_torchrun_starts_the_same_script(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -47,7 +47,7 @@ CHAINS = {
 OTHERS["gpt2-8-double"] = type("Double", (OTHERS["gpt2-8-tied"],), {"double": True})
 
 
-LONGER = {"tp2-dp2-sequence", "tp2-dp2-zero-2", "pp2-dp2", "dp4-dora", "dp4-rslora", "gpt2-8-double"}
+LONGER = {"tp2-dp2-sequence", "tp2-dp2-zero-2", "pp2-dp2", "dp4-dora", "dp4-rslora", *CHAINS}
 """For ``make test-longer``."""
 
 

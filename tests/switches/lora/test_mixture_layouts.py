@@ -53,7 +53,7 @@ LAYOUTS = {  # name: (kind, modules with adapters, fp64, flags)
     "groups of stretches of sequences": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {CONTEXT} {GROUPS}"),
     "groups of stages": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {PIPELINE} {GROUPS}"),
 }  # fmt: skip
-DEFAULT = ("fsdp", "zero-3", "stretches", "stages, only experts", "groups, states divided", "groups, sharded")
+DEFAULT = ("zero-3", "stages, only experts", "groups, sharded")
 PARAMETERS = by_default(DEFAULT, LAYOUTS)
 
 

@@ -112,6 +112,8 @@ LAYOUTS = {  # name: (job, flags of the layout)
 LONGER = {
     "stages in turn",
     "context and stretches",
+    "context in a ring, in stages",
+    "stretches",
     "one expert each, states divided",
     "groups of shards",
     "shards",
