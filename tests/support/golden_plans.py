@@ -31,7 +31,7 @@ COMMANDS = {
     "": GPUS,
     "--task sequence_classification --epochs 3 --micro-batch-size 8": CPUS,
     "--task pretraining --model-type gpt2 --num-layers 12 --train-iters 100 --mixed-precision": GPUS,
-    "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --global-batch-size 64 --micro-batch-size 2": NODES,
+    "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --global-batch-size 64 --lr 1e-3": NODES,
     "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --mixed-precision bf16": NODES,
     "--zero-3-memory-optimization --cpu-offload --mixed-precision bf16 --optimizer adamw": NODES,
     "--fsdp-memory-optimization --fsdp-shard-size 8 --mixed-precision bf16 --torch-compile": NODES,

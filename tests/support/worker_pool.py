@@ -32,7 +32,7 @@ import torch
 import torch.multiprocessing as mp
 
 from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once
-from rapidformer_templates.system.ports import free_port
+from rapidformer_templates.system.ports import reserved_port
 from rapidformer_templates.system.workers import Workers, join
 from tests.support import stand_in
 
@@ -159,20 +159,21 @@ class WorkerPool:
     def run(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return the result or the :class:`Failure` of each rank."""
         self._start(count)
-        job = (count, free_port(), dict(os.environ), function, arguments)
-        for pipe in self._pipes[:count]:
-            pipe.send(job)
-        results: list[Any] = [Failure("TimeoutError", "the worker did not come back")] * count
-        waiting, deadline = dict(zip(self._pipes[:count], range(count), strict=True)), time.monotonic() + LIMIT
-        while waiting and time.monotonic() < deadline:
-            for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
-                try:
-                    results[rank] = self._pipes[rank].recv()
-                except EOFError:
-                    results[rank] = Failure("EOFError", "the worker has died")
-                if isinstance(results[rank], Failure):
-                    deadline = min(deadline, time.monotonic() + GRACE)
+        with reserved_port() as port:
+            job = (count, port, dict(os.environ), function, arguments)
+            for pipe in self._pipes[:count]:
+                pipe.send(job)
+            results: list[Any] = [Failure("TimeoutError", "the worker did not come back")] * count
+            waiting, deadline = dict(zip(self._pipes[:count], range(count), strict=True)), time.monotonic() + LIMIT
+            while waiting and time.monotonic() < deadline:
+                for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+                    rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                    try:
+                        results[rank] = self._pipes[rank].recv()
+                    except EOFError:
+                        results[rank] = Failure("EOFError", "the worker has died")
+                    if isinstance(results[rank], Failure):
+                        deadline = min(deadline, time.monotonic() + GRACE)
         # Workers that all returned the same error are in step. Otherwise one may wait in a collective. A failure on an
         # accelerator may have left work on its streams.
         kinds = {result.kind if isinstance(result, Failure) else "" for result in results}
@@ -354,6 +355,12 @@ def _on_one_thread(function: Callable[..., Any], *arguments: Any) -> None:
     torch.set_num_threads(1)  # the threads of this process do not exist in a fork
     with WITHOUT_PICTURES:
         function(*arguments)
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with reserved_port() as port:
+        return port
 
 
 def start_workers(

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from rapidformer_templates.run.folder import read_metrics
-from rapidformer_templates.system.ports import free_port
 from tests.support.parity import train
+from tests.support.worker_pool import free_port
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (

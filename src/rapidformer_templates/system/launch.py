@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
-from rapidformer_templates.system.ports import free_port, port_problem
+from rapidformer_templates.system.ports import port_problem, reserved_port
 from rapidformer_templates.system.processes import ERROR_FILE, Failure, WorkerProcesses
 from rapidformer_templates.system.signals import stop_signal
 
@@ -74,10 +74,13 @@ def run_workers(
     problem = port and port_problem(port)
     if problem:
         raise ConfigError(problem, where="--master-port", hint="choose another, or leave it out for a free one")
-    meeting_port = port or free_port()
     started = time.time()
-    environments = [{**_environment(rank, count, meeting_port), **(more or {})} for rank in range(count)]
-    with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder, stop_signal() as stop:
+    with (
+        tempfile.TemporaryDirectory(prefix="rapidformer-") as folder,
+        stop_signal() as stop,
+        reserved_port() as free_port,
+    ):
+        environments = [{**_environment(rank, count, port or free_port), **(more or {})} for rank in range(count)]
         workers = WorkerProcesses(command, environments, Path(folder), shown=shown)
         try:
             workers.wait(stop)

@@ -39,7 +39,19 @@ if "fairscale" in installed_packages():
 if installed_packages().keys() >= {"onnxruntime", "onnxscript"}:
     ENGINES["onnx"] = "--micro-batch-size 4 --onnx-runtime-training"
 
-LONGER = {"ddp", "distributed", "tensor", "sequence", "pipeline", "checkpointed", "compiled", "zero-2", "zero-3", "sdp", "onnx"}
+LONGER = {
+    "ddp",
+    "distributed",
+    "tensor",
+    "sequence",
+    "pipeline",
+    "checkpointed",
+    "compiled",
+    "zero-2",
+    "zero-3",
+    "sdp",
+    "onnx",
+}
 """For ``make test-longer``. The other engines include one of each kind."""
 IN_GRAPHS = {"compiled", "onnx"}
 """Engines that need seconds for each shape of a batch."""
