@@ -20,6 +20,9 @@ def test_a_store_listens_on_a_reserved_port() -> None:
 
 
 def test_another_program_does_not_get_a_reserved_port() -> None:
-    with reserved_port() as port, socket.socket() as other:
-        with pytest.raises(OSError, match=rf"Errno {errno.EADDRINUSE}"):
-            other.bind(("127.0.0.1", port))
+    with (
+        reserved_port() as port,
+        socket.socket() as other,
+        pytest.raises(OSError, match=rf"Errno {errno.EADDRINUSE}"),
+    ):
+        other.bind(("127.0.0.1", port))
