@@ -67,7 +67,7 @@ class Contender:
         self.held_out, self.text = text[:HELD_OUT], text[HELD_OUT:]
         training = TrainingFlags(lr=lr, weight_decay=0.01, lr_warmup_iters=max(1, steps // 10), min_lr=lr / 10)
         options = rule_by_shape(tables_of(self.model)) if name == "muon" else undecayed
-        plan = Plan("Trainer", optimizer=name, optimizer_implementation=OPTIMIZERS[name].implementation)
+        plan = Plan("Trainer", optimizer=name, optimizer_implementation=OPTIMIZERS[name].implementation.path)
         recipe = default_optimizer(plan, training, options)
         named = list(self.model.named_parameters())
         self.optimizer = recipe.build(named, recipe.differences(named))
@@ -116,9 +116,10 @@ def _wait(device: torch.device) -> None:
 def available() -> tuple[list[str], list[str]]:
     """Return the optimizers that can run here, and lines about those that cannot."""
     packages = installed_packages()
-    missing = [name for name in (*CLOSE, *OTHERS) if OPTIMIZERS[name].package not in (None, *packages)]
+    needed = {name: OPTIMIZERS[name].package for name in (*CLOSE, *OTHERS)}
+    missing = {name: package for name, package in needed.items() if package and package.name not in packages}
     names = [name for name in (REFERENCE, *CLOSE, *OTHERS) if name not in missing]
-    return names, [f"{name} is absent: {OPTIMIZERS[name].install}" for name in missing]
+    return names, [f"{name} is absent: {package.install}" for name, package in missing.items()]
 
 
 def measure(names: Sequence[str], options: argparse.Namespace, text: torch.Tensor, advance: Advance) -> list[Row]:

@@ -156,12 +156,12 @@ def _section(switch: Switch) -> str:
 def _optimizers() -> str:
     rows = []
     for name, facts in OPTIMIZERS.items():
-        needs = " and ".join([*([facts.package] if facts.package else []), *(["a GPU"] if facts.needs_cuda else [])])
-        fallback = facts.fallback or ""
+        needs = " and ".join(filter(None, (facts.needs_package, "a GPU" if facts.needs_cuda else "")))
+        fallback = facts.fallback.path if facts.fallback else ""
         rows.append(
             (
                 f"`{name}`",
-                facts.implementation,
+                facts.implementation.path,
                 fallback,
                 needs,
                 f"{facts.state_bytes:g}",

@@ -24,7 +24,7 @@ from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError, RapidformerError, did_you_mean
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, version_of
-from rapidformer_templates.planning.optimizers import OPTIMIZERS
+from rapidformer_templates.planning.optimizers import OPTIMIZER_PACKAGES, OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.trackers import INSTALL as INSTALL_TRACKERS
 from rapidformer_templates.planning.trackers import PACKAGES as TRACKERS
@@ -214,7 +214,7 @@ def serves(package: str) -> tuple[str, ...]:
     if package in HELPS:
         names.append(HELPS[package])
     for name, facts in OPTIMIZERS.items():
-        if facts.package == package or facts.implementation.startswith(f"{package}."):
+        if facts.needs_package == package or facts.implementation.path.startswith(f"{package}."):
             names.append(name)
     return tuple(names)
 
@@ -223,7 +223,8 @@ def _install(package: str) -> str:
     if package in INSTALL:
         return INSTALL[package]
     declared = [switch.install for switch in REGISTRY.switches if switch.needs_package == package]
-    declared += [facts.install for facts in OPTIMIZERS.values() if facts.package == package]
+    if package in OPTIMIZER_PACKAGES:
+        declared.append(OPTIMIZER_PACKAGES[package].install)
     return next((text for text in declared if text), f"pip install {package}")
 
 
@@ -246,8 +247,8 @@ def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> DoctorF
 
 def _had_no_cpu_form(package: str, version: str) -> bool:
     """Whether optimizers of the package work on CPUs only in a later version."""
-    since = [facts.cpu_since for facts in OPTIMIZERS.values() if facts.package == package and facts.cpu_since]
-    return any(version_of(version) < first for first in since)
+    since = OPTIMIZER_PACKAGES[package].cpu_since if package in OPTIMIZER_PACKAGES else None
+    return since is not None and version_of(version) < since
 
 
 def _is_nvidia_apex() -> bool:

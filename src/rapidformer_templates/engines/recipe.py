@@ -16,6 +16,7 @@ from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.schedules import rates
 from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.optimizers import RULES
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.schedules import STYLES, warmup_steps
 
@@ -68,13 +69,9 @@ class OptimizerSpec:
         return {name: self.options(name, parameter) for name, parameter in parameters}
 
 
-SAME_UPDATE = {"FusedAdam": "AdamW", "DeepSpeedCPUAdam": "AdamW", "FusedLAMB": "Lamb"}
-"""Classes with the same state and update as another class."""
-
-
 def name_of_rule(optimizer: type[Optimizer]) -> str:
     """Return the name of an update rule, regardless of implementation. A run may resume with another implementation."""
-    return SAME_UPDATE.get(optimizer.__name__, optimizer.__name__)
+    return RULES.get(optimizer.__name__, optimizer.__name__)
 
 
 def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions = undecayed) -> OptimizerSpec:

@@ -132,8 +132,10 @@ def _sections_of_fields(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, str
 
 @cache
 def field_types(options: type) -> Mapping[str, Any]:
-    """Return the annotated type of each field of a flags dataclass."""
-    return typing.get_type_hints(options)
+    """Return the annotated type of each field of a flags dataclass. Choices from a table are a ``Literal``, too."""
+    listed = {f.name: f.metadata.get("choices") for f in fields_of(options)}
+    hints = typing.get_type_hints(options)
+    return hints | {name: Literal[choices] for name, choices in listed.items() if choices}
 
 
 def value_kind(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:

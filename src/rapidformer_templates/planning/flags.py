@@ -20,6 +20,7 @@ def flag(
     bare: str | None = None,
     aliases: Mapping[str, str | None] | None = None,
     metavar: str | None = None,
+    choices: tuple[str, ...] = (),
     offered: tuple[str, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
@@ -37,6 +38,7 @@ def flag(
         aliases: other spellings, without the dashes, each with the value that it sets. None if the alias takes a value
             itself.
         metavar: the placeholder for the value in the help.
+        choices: the accepted values, if a table lists them. A ``Literal`` lists those of other fields.
         offered: values that shell completion suggests. Other values are accepted, too.
         minimum: lowest accepted value.
         maximum: highest accepted value.
@@ -47,8 +49,8 @@ def flag(
         usual: whether ``--help`` shows it. ``--help-all`` shows every flag.
     """
     metadata: dict[str, Any] = {"help": help, "bare": bare, "metavar": metavar, "minimum": minimum, "maximum": maximum}
-    metadata |= {"choice": choice, "only_with": only_with, "aliases": dict(aliases or {}), "offered": offered}
-    metadata |= {"in_files": in_files, "usual": usual}
+    metadata |= {"choice": choice, "only_with": only_with, "aliases": dict(aliases or {})}
+    metadata |= {"choices": choices, "offered": offered, "in_files": in_files, "usual": usual}
     return field(default=default, metadata=metadata)
 
 

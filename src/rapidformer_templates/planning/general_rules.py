@@ -10,7 +10,7 @@ from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import one_claim
 from rapidformer_templates.planning.config import fields_of, spelling
 from rapidformer_templates.planning.environment import no_device
-from rapidformer_templates.planning.optimizers import missing_package
+from rapidformer_templates.planning.optimizer_choice import missing_package
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.planning.schedules import WARMUPS
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Resource, Rule

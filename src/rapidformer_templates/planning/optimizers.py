@@ -1,253 +1,437 @@
-"""The optimizers: their classes, their requirements and their fallbacks. Does not import torch."""
+"""The optimizers of ``--optimizer``, one record each.
+
+The flag's values, the docs, the rules, the planner's bytes of state and the types that a DeepSpeed file may name are
+derived from these records. Imports no torch, because plans use it, too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from rapidformer_templates.planning.changes import drop, replace
-from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.deepspeed_file.recipe import decays_in_the_gradient
-from rapidformer_templates.planning.switch import Finding, Request, Resource
+from rapidformer_templates.planning.optimizer_states import (
+    BF16_MOMENTS,
+    CODES_OF_4_BITS,
+    CODES_OF_8_BITS,
+    CODES_WITH_SHARED_TABLES,
+    FACTORED,
+    MATRIX_MOMENTUM,
+    TWO_MOMENTS,
+    UNCOUNTED_MOMENTS,
+    ParameterShape,
+    StateRule,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerClass:
+    """A class that makes updates.
+
+    Attributes:
+        path: its import path, as a plan shows it. ``(fused)`` after it is the form with torch's fused kernel.
+        rule: name of its update rule in checkpoints. Classes with the same rule can load the state of one another.
+        elementwise: whether it updates each element only from its own gradient and state. Then it accepts ranges of
+            parameters. LAMB's norms, Adafactor's means, Muon's products and blocks of quantized states need whole ones.
+        per_parameter: whether it accepts the gradients of some parameters before those of others. This requires that an
+            update depends on no other parameter, and that a step skips parameters without a gradient. For example,
+            apex's and Prodigy count or estimate something for a whole group.
+        state: the bytes of its state.
+        l2: how the weight decay moves into the gradient (L2): another class, or the option that is False then. None if
+            that is not possible.
+    """
+
+    path: str
+    rule: str
+    elementwise: bool
+    per_parameter: bool
+    state: StateRule
+    l2: OptimizerClass | str | None
+
+    @property
+    def name(self) -> str:
+        """The name of the class, without its module."""
+        return self.path.partition(" ")[0].rpartition(".")[2]
 
 
 @dataclass(frozen=True)
-class OptimizerFacts:
-    """Facts about an optimizer, for the rules and the plan.
+class OptimizerPackage:
+    """An optional package with optimizers.
 
     Attributes:
-        implementation: the class, as the plan shows it.
-        state_bytes: bytes of state per parameter, for large matrices in fp32.
-        package: optional package that it needs.
-        install: how to install the package.
-        needs_cuda: whether it runs only on a GPU.
-        cpu_since: the first version of the package that runs on a CPU, if older ones do not.
-        fallback: the class that makes the same update if the package or a GPU is missing.
+        name: the name under which it is imported.
+        install: how to install it.
+        needs_cuda: whether its optimizers run only on a GPU.
+        cpu_since: the first version that runs on a CPU, if older ones do not.
+    """
+
+    name: str
+    install: str
+    needs_cuda: bool = False
+    cpu_since: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts:
+    """An optimizer of ``--optimizer``. No field has a default, so that a new optimizer answers every question.
+
+    Attributes:
+        name: the value of the flag.
+        implementation: the class that makes its updates.
+        fallback: the class that makes the same update if NVIDIA apex or a GPU is missing.
+        package: the optional package that it needs.
+        betas: the defaults of Adam's decays. It takes them as ``betas``, and Adam's epsilon as ``eps``. None if it has
+            neither.
         cpu_form: whether an offloaded state can be updated on the CPU.
         not_under: switches whose shards it cannot update. Under 3D parallelism, ZeRO works like the distributed
             optimizer, and divided experts like shards of tensor parallelism.
         groups: ``module:function`` that groups the parameters of the built model, if not by weight decay alone.
-        has_betas: whether it takes Adam's decays and epsilon, as ``betas`` and ``eps``.
+        deepspeed_types: the types of optimizer in a DeepSpeed file that make the same update.
     """
 
-    implementation: str
-    state_bytes: float
-    package: str | None = None
-    install: str | None = None
-    needs_cuda: bool = False
-    cpu_since: tuple[int, int] | None = None
-    fallback: str | None = None
-    cpu_form: bool = True
-    not_under: frozenset[str] = frozenset()
-    groups: str | None = None
-    has_betas: bool = True
+    name: str
+    implementation: OptimizerClass
+    fallback: OptimizerClass | None
+    package: OptimizerPackage | None
+    betas: tuple[float, float] | None
+    cpu_form: bool
+    not_under: frozenset[str]
+    groups: str | None
+    deepspeed_types: tuple[str, ...]
+
+    @property
+    def needs_package(self) -> str | None:
+        """The name of the optional package that it needs."""
+        return self.package.name if self.package else None
+
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether it runs only on a GPU."""
+        return self.package is not None and self.package.needs_cuda
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of state per parameter, for large matrices in fp32."""
+        matrix = ParameterShape((1024, 1024), decays=True)
+        return round(self.implementation.state.bytes_of([matrix]) / matrix.count, 2)
 
 
-APEX = "Nvidia apex from its source (github.com/NVIDIA/apex; the package 'apex' in the public index is something else)"
-FUSED_ADAMW = "torch.optim.AdamW (fused)"
-CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
-LAMB = "rapidformer_templates.switches.optimizer.lamb.Lamb"
-TORCHAO = "pip install 'rapidformer_templates[torchao]'"
+_OURS = "rapidformer_templates.switches.optimizer"
+
+ADAM = OptimizerClass(
+    path="torch.optim.Adam", rule="Adam", elementwise=True, per_parameter=True, state=TWO_MOMENTS, l2=None
+)
+FUSED_ADAM = OptimizerClass(
+    path="torch.optim.Adam (fused)", rule="Adam", elementwise=True, per_parameter=True, state=TWO_MOMENTS, l2=None
+)
+ADAMW = OptimizerClass(
+    path="torch.optim.AdamW", rule="AdamW", elementwise=True, per_parameter=True, state=TWO_MOMENTS, l2=ADAM
+)
+FUSED_ADAMW = OptimizerClass(
+    path="torch.optim.AdamW (fused)",
+    rule="AdamW",
+    elementwise=True,
+    per_parameter=True,
+    state=TWO_MOMENTS,
+    l2=FUSED_ADAM,
+)
+APEX_ADAM = OptimizerClass(
+    path="apex.optimizers.FusedAdam",
+    rule="AdamW",
+    elementwise=True,
+    per_parameter=False,
+    state=UNCOUNTED_MOMENTS,
+    l2="adam_w_mode",
+)
+CPU_ADAM = OptimizerClass(
+    path="deepspeed.ops.adam.DeepSpeedCPUAdam",
+    rule="AdamW",
+    elementwise=True,
+    per_parameter=False,
+    state=UNCOUNTED_MOMENTS,
+    l2="adamw_mode",
+)
+"""Updates AdamW's offloaded state under ZeRO."""
+
+APEX_LAMB = OptimizerClass(
+    path="apex.optimizers.FusedLAMB",
+    rule="Lamb",
+    elementwise=False,
+    per_parameter=False,
+    state=UNCOUNTED_MOMENTS,
+    l2=None,
+)
+LAMB = OptimizerClass(
+    path=f"{_OURS}.lamb.Lamb", rule="Lamb", elementwise=False, per_parameter=True, state=TWO_MOMENTS, l2=None
+)
+
+APEX = OptimizerPackage(
+    "apex",
+    "Nvidia apex from its source (github.com/NVIDIA/apex; the package 'apex' in the public index is something else)",
+    needs_cuda=True,
+)
+BITSANDBYTES = OptimizerPackage("bitsandbytes", "pip install 'rapidformer_templates[bitsandbytes]'", cpu_since=(0, 50))
+TORCHAO = OptimizerPackage("torchao", "pip install 'rapidformer_templates[torchao]'")
+
+BETAS = (0.9, 0.999)
 # OSS, pipeline stages and the distributed optimizer keep each parameter whole.
 DIVIDES_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "tensor-parallel"})
 
-OPTIMIZERS: dict[str, OptimizerFacts] = {
-    "adamw": OptimizerFacts(FUSED_ADAMW, 8),
-    "apex_adam": OptimizerFacts("apex.optimizers.FusedAdam", 8, fallback=FUSED_ADAMW),
-    "apex_lamb": OptimizerFacts(
-        "apex.optimizers.FusedLAMB",
-        8,
+_RECORDS = (
+    OptimizerFacts(
+        name="adamw",
+        implementation=FUSED_ADAMW,
+        fallback=None,
+        package=None,
+        betas=BETAS,
+        cpu_form=True,
+        not_under=frozenset(),
+        groups=None,
+        deepspeed_types=("Adam", "AdamW"),
+    ),
+    OptimizerFacts(
+        name="apex_adam",
+        implementation=APEX_ADAM,
+        fallback=FUSED_ADAMW,
+        package=None,
+        betas=BETAS,
+        cpu_form=True,
+        not_under=frozenset(),
+        groups=None,
+        deepspeed_types=(),
+    ),
+    OptimizerFacts(
+        name="apex_lamb",
+        implementation=APEX_LAMB,
         fallback=LAMB,
+        package=None,
+        betas=BETAS,
         cpu_form=False,
         # Its kernel clips by a norm over all gradients that it gets.
         not_under=DIVIDES_PARAMETERS | {"distributed-optimizer"},
+        groups=None,
+        deepspeed_types=(),
     ),
-    "adamw_torch": OptimizerFacts("torch.optim.AdamW", 8),
-    "adamw_torch_fused": OptimizerFacts(FUSED_ADAMW, 8),
-    "adamw_apex_fused": OptimizerFacts(
-        "apex.optimizers.FusedAdam",
-        8,
-        "apex",
-        APEX,
-        needs_cuda=True,
+    OptimizerFacts(
+        name="adamw_torch",
+        implementation=ADAMW,
+        fallback=None,
+        package=None,
+        betas=BETAS,
+        cpu_form=True,
+        not_under=frozenset(),
+        groups=None,
+        deepspeed_types=(),
+    ),
+    OptimizerFacts(
+        name="adamw_torch_fused",
+        implementation=FUSED_ADAMW,
+        fallback=None,
+        package=None,
+        betas=BETAS,
+        cpu_form=True,
+        not_under=frozenset(),
+        groups=None,
+        deepspeed_types=(),
+    ),
+    OptimizerFacts(
+        name="adamw_apex_fused",
+        implementation=APEX_ADAM,
+        fallback=None,
+        package=APEX,
+        betas=BETAS,
         cpu_form=False,
         not_under=frozenset({"fsdp", "expert-parallel"}),
+        groups=None,
+        deepspeed_types=(),
     ),
-    # It keeps means of rows and columns: nearly nothing for a matrix, 4 bytes per element of a vector. It writes in
-    # place into the norms of a DTensor, which torch does not allow.
-    "adafactor": OptimizerFacts(
-        "torch.optim.Adafactor", 0.01, not_under=DIVIDES_PARAMETERS | {"expert-parallel"}, has_betas=False
+    OptimizerFacts(
+        name="adafactor",
+        implementation=OptimizerClass(
+            path="torch.optim.Adafactor",
+            rule="Adafactor",
+            elementwise=False,
+            per_parameter=True,
+            state=FACTORED,
+            l2=None,
+        ),
+        fallback=None,
+        package=None,
+        betas=None,
+        cpu_form=True,
+        # It writes in place into the norms of a DTensor, which torch does not allow.
+        not_under=DIVIDES_PARAMETERS | {"expert-parallel"},
+        groups=None,
+        deepspeed_types=("Adafactor",),
     ),
-    "adamw_bnb_8bit": OptimizerFacts(
-        "rapidformer_templates.switches.optimizer.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
-        2.03,
-        "bitsandbytes",
-        "pip install 'rapidformer_templates[bitsandbytes]'",
-        cpu_since=(0, 50),
+    OptimizerFacts(
+        name="adamw_bnb_8bit",
+        implementation=OptimizerClass(
+            path=f"{_OURS}.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
+            rule="BitsAndBytesAdamW8bit",
+            elementwise=False,
+            per_parameter=False,
+            state=CODES_WITH_SHARED_TABLES,
+            l2=None,
+        ),
+        fallback=None,
+        package=BITSANDBYTES,
+        betas=BETAS,
+        cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
+        groups=None,
+        deepspeed_types=(),
     ),
-    "adamw_torch_8bit": OptimizerFacts(
-        "rapidformer_templates.switches.optimizer.torchao_adamw.TorchAOAdamW8bit",
-        2.03,
-        "torchao",
-        TORCHAO,
+    OptimizerFacts(
+        name="adamw_torch_8bit",
+        implementation=OptimizerClass(
+            path=f"{_OURS}.torchao_adamw.TorchAOAdamW8bit",
+            rule="TorchAOAdamW8bit",
+            elementwise=False,
+            per_parameter=False,
+            state=CODES_OF_8_BITS,
+            l2=None,
+        ),
+        fallback=None,
+        package=TORCHAO,
+        betas=BETAS,
+        cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
+        groups=None,
+        deepspeed_types=(),
     ),
-    "adamw_torch_4bit": OptimizerFacts(
-        "rapidformer_templates.switches.optimizer.torchao_adamw.TorchAOAdamW4bit",
-        1.06,
-        "torchao",
-        TORCHAO,
+    OptimizerFacts(
+        name="adamw_torch_4bit",
+        implementation=OptimizerClass(
+            path=f"{_OURS}.torchao_adamw.TorchAOAdamW4bit",
+            rule="TorchAOAdamW4bit",
+            elementwise=False,
+            per_parameter=False,
+            state=CODES_OF_4_BITS,
+            l2=None,
+        ),
+        fallback=None,
+        package=TORCHAO,
+        betas=BETAS,
+        cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
+        groups=None,
+        deepspeed_types=(),
     ),
-    "adamw_anyprecision": OptimizerFacts("rapidformer_templates.switches.optimizer.anyprecision.AnyPrecisionAdamW", 4),
-    "lamb": OptimizerFacts(LAMB, 8, cpu_form=False, not_under=DIVIDES_PARAMETERS),
-    "muon": OptimizerFacts(
-        "rapidformer_templates.switches.optimizer.muon.Muon",
-        4,
+    OptimizerFacts(
+        name="adamw_anyprecision",
+        implementation=OptimizerClass(
+            path=f"{_OURS}.anyprecision.AnyPrecisionAdamW",
+            rule="AnyPrecisionAdamW",
+            elementwise=True,
+            per_parameter=True,
+            state=BF16_MOMENTS,
+            l2=None,
+        ),
+        fallback=None,
+        package=None,
+        betas=BETAS,
+        cpu_form=True,
+        not_under=frozenset(),
+        groups=None,
+        deepspeed_types=(),
+    ),
+    OptimizerFacts(
+        name="lamb",
+        implementation=LAMB,
+        fallback=None,
+        package=None,
+        betas=BETAS,
+        cpu_form=False,
         not_under=DIVIDES_PARAMETERS,
-        groups="rapidformer_templates.switches.optimizer.muon:groups_of",
+        groups=None,
+        deepspeed_types=("Lamb",),
     ),
-}
-
-ADAM_FLAGS = ("adam_beta1", "adam_beta2", "adam_epsilon")
-DEFAULT_BETAS = (0.9, 0.999)
-"""The defaults of every optimizer that has betas."""
-TORCH_ADAM = {FUSED_ADAMW: "torch.optim.Adam (fused)", "torch.optim.AdamW": "torch.optim.Adam"}
-"""Adam classes with the weight decay in the gradient, for implementations whose class is AdamW."""
-ADAM_W_MODE = {CPU_ADAM: "adamw_mode", "apex.optimizers.FusedAdam": "adam_w_mode"}
-"""The option that selects AdamW in the other implementations."""
-
-ADAMS = tuple(OPTIMIZERS[name] for name in ("adamw", "apex_adam", "adamw_torch"))
-"""Optimizers that make AdamW's update on any device."""
-
-
-PER_PARAMETER = (
-    LAMB,
-    OPTIMIZERS["adamw_anyprecision"].implementation,
-    OPTIMIZERS["muon"].implementation,
+    OptimizerFacts(
+        name="muon",
+        implementation=OptimizerClass(
+            path=f"{_OURS}.muon.Muon",
+            rule="Muon",
+            elementwise=False,
+            per_parameter=True,
+            state=MATRIX_MOMENTUM,
+            l2=None,
+        ),
+        fallback=None,
+        package=None,
+        betas=BETAS,
+        cpu_form=True,
+        not_under=DIVIDES_PARAMETERS,
+        groups=f"{_OURS}.muon:groups_of",
+        deepspeed_types=("Muon",),
+    ),
 )
-"""This library's optimizers that accept the gradients of some parameters before those of others."""
+
+OPTIMIZERS: Mapping[str, OptimizerFacts] = {record.name: record for record in _RECORDS}
+"""The optimizers by the value of ``--optimizer``."""
+
+DEEPSPEED_TYPES = {kind: record.name for record in _RECORDS for kind in record.deepspeed_types}
+"""The optimizer types that a DeepSpeed file may name, each with the value of ``--optimizer``."""
+
+OPTIMIZER_PACKAGES = {record.package.name: record.package for record in _RECORDS if record.package}
+"""The packages of optimizers by name."""
 
 
-def updates_in_chunks(kind: str) -> bool:
+def _classes() -> Iterable[OptimizerClass]:
+    """Yield every class that a run can choose: of a record, its fallback and their forms with L2."""
+    yield CPU_ADAM
+    for record in OPTIMIZERS.values():
+        for kind in (record.implementation, record.fallback):
+            if kind is not None:
+                yield kind
+                if isinstance(kind.l2, OptimizerClass):
+                    yield kind.l2
+
+
+CLASSES: Mapping[str, OptimizerClass] = {kind.path: kind for kind in _classes()}
+"""The classes by their path in a plan."""
+
+RULES: Mapping[str, str] = {kind.name: kind.rule for kind in CLASSES.values()}
+"""The update rules by the name of the class."""
+
+_BY_NAME = {(kind.path.partition(".")[0], kind.name): kind for kind in CLASSES.values()}
+
+ELEMENTWISE_OF_TORCH = frozenset(("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"))
+"""Elementwise optimizers of torch that have no record. A script can build them."""
+
+
+def known_class(path: str) -> OptimizerClass | None:
+    """Return the class with an import path, or None if it has no record.
+
+    Args:
+        path: as a plan shows it, or as Python does. Python may show a longer path than the one by which it is imported.
+    """
+    return _BY_NAME.get((path.partition(".")[0], path.partition(" ")[0].rpartition(".")[2]))
+
+
+def updates_in_chunks(path: str) -> bool:
     """Return whether an optimizer accepts the gradients of some parameters before those of others.
 
-    This requires that an update depends on no other parameter, and that a step skips parameters without a gradient.
-    Other optimizers get all gradients at once. For example, apex's and Prodigy count or estimate something for a whole
-    group.
+    Unknown ones get all gradients at once.
 
     Args:
-        kind: its class, as a plan or Python names it.
+        path: its class, as Python shows it.
     """
-    path = kind.partition(" ")[0]
+    known = known_class(path)
+    if known is not None:
+        return known.per_parameter
     module, _, name = path.rpartition(".")
-    of_torch = module == "torch.optim" or module.startswith("torch.optim.")
-    return (of_torch and name != "LBFGS") or path in PER_PARAMETER
+    return (module == "torch.optim" or module.startswith("torch.optim.")) and name != "LBFGS"
 
 
-ELEMENTWISE = {
-    *(("torch", name) for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")),
-    *(("torch", name) for name in ("RMSprop", "Rprop", "SGD")),
-    ("apex", "FusedAdam"),
-    ("deepspeed", "DeepSpeedCPUAdam"),
-    ("rapidformer_templates", "AnyPrecisionAdamW"),
-}
-"""(package, class) of optimizers that update each element only from its own gradient and state."""
-
-
-def updates_elementwise(kind: str) -> bool:
+def updates_elementwise(path: str) -> bool:
     """Return whether an optimizer accepts ranges of parameters: no element's update depends on another element.
 
-    Other optimizers get whole parameters: those with LAMB's norms, Adafactor's means, Muon's products or blocks of
-    quantized states, and unknown ones.
+    Unknown ones get whole parameters.
 
     Args:
-        kind: its class, as a plan or Python names it.
+        path: its class, as Python shows it.
     """
-    path = kind.partition(" ")[0]
-    return (path.partition(".")[0], path.rpartition(".")[2]) in ELEMENTWISE
-
-
-def implementation(request: Request) -> str:
-    """Return the class that makes the updates in this run. For apex's classes it may be the fallback."""
-    facts = OPTIMIZERS[request.config.get("optimizer")]
-    if on_host_by_deepspeed(request):
-        return CPU_ADAM
-    chosen = facts.fallback if facts.fallback and fallback_reason(request) else facts.implementation
-    return TORCH_ADAM.get(chosen, chosen) if decays_in_the_gradient(request) else chosen
-
-
-def optimizer_options(request: Request) -> dict[str, Any]:
-    """Return the options of that class other than learning rate and weight decay.
-
-    Options not listed keep its defaults.
-    """
-    training = request.config.training
-    options: dict[str, Any] = {}
-    if training.adam_beta1 is not None or training.adam_beta2 is not None:
-        betas = zip((training.adam_beta1, training.adam_beta2), DEFAULT_BETAS, strict=True)
-        options["betas"] = tuple(default if beta is None else beta for beta, default in betas)
-    if training.adam_epsilon is not None:
-        options["eps"] = training.adam_epsilon
-    switch = ADAM_W_MODE.get(implementation(request))
-    return options | {switch: False} if switch and decays_in_the_gradient(request) else options
-
-
-def on_host_by_deepspeed(request: Request) -> bool:
-    """Return whether DeepSpeed updates an offloaded Adam state, for which it has a vectorized class."""
-    adam = OPTIMIZERS[request.config.get("optimizer")]
-    by_deepspeed = any(name.startswith("zero-") and switch.engine for name, switch in request.active.items())
-    return by_deepspeed and bool(request.of_family("offload")) and adam in ADAMS
-
-
-def fallback_reason(request: Request) -> str | None:
-    """Return why apex's class cannot be used in this run, or None if it can."""
-    if "apex" not in request.environment.packages:
-        return "Nvidia apex is not installed"
-    if request.environment.device != "cuda":
-        return "Nvidia apex runs on a GPU only"
-    if request.of_family("offload"):
-        return "Nvidia apex cannot update a state in host memory"
-    if any(Resource.PARAMETERS in switch.claims for switch in request.active.values()):
-        return "Nvidia apex does not accept sharded parameters"
-    return None
-
-
-def refusal(request: Request, message: str, *switches: str) -> Finding:
-    """Refuse the chosen optimizer and suggest the default, which runs everywhere."""
-    flags = (*request.asked("optimizer"), *request.asked_for(*switches))
-    return Finding(message, flags, switches=switches, changes=(replace({"optimizer": "adamw"}),))
-
-
-def has_no_betas(request: Request) -> list[Finding]:
-    """Refuse Adam's decays and epsilon for an optimizer that does not have them."""
-    name = request.config.get("optimizer")
-    fields = [field for field in ADAM_FLAGS if request.config.get(field) is not None]
-    if OPTIMIZERS[name].has_betas or not fields:
-        return []
-    message = f"{name} has no {' and no '.join(map(spelling, fields))}"
-    changes = (replace({"optimizer": "adamw"}), drop(dict.fromkeys(fields)))
-    return [Finding(message, request.asked("optimizer", *fields), changes=changes)]
-
-
-def betas_reach_one(request: Request) -> list[Finding]:
-    """Refuse a decay of 1, with which a moment would ignore all gradients."""
-    return [
-        Finding(
-            f"{spelling(name)} must be below 1, not {value:g}",
-            request.asked(name),
-            changes=(replace({name: default}), drop({name: None})),
-        )
-        for name, default in zip(ADAM_FLAGS, DEFAULT_BETAS, strict=False)
-        if (value := request.config.get(name)) is not None and not value < 1
-    ]
-
-
-def missing_package(request: Request) -> list[Finding]:
-    """Refuse the chosen optimizer if its package is not installed."""
-    name = request.config.get("optimizer")
-    facts = OPTIMIZERS[name]
-    if facts.package is None or facts.package in request.environment.packages:
-        return []
-    return [refusal(request, f"{name} needs {facts.package}, which is not installed: {facts.install}")]
+    known = known_class(path)
+    if known is not None:
+        return known.elementwise
+    return path.partition(".")[0] == "torch" and path.rpartition(".")[2] in ELEMENTWISE_OF_TORCH

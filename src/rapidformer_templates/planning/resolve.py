@@ -9,7 +9,7 @@ from rapidformer_templates.errors import Diagnostic, Refused
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.recipe import schedule
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.optimizers import implementation, optimizer_options
+from rapidformer_templates.planning.optimizer_choice import implementation, optimizer_options
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request, engine_owner, micro_follows, precision, wide_weights
@@ -63,7 +63,7 @@ def plan_of(request: Request, registry: Registry) -> Plan:
         device=request.environment.device,
         precision=precision(request.config, request.environment),
         optimizer=request.config.get("optimizer"),
-        optimizer_implementation=implementation(request),
+        optimizer_implementation=implementation(request).path,
         optimizer_options=optimizer_options(request),
         schedule=schedule(request),
         notes=_notes(request, registry),

@@ -7,7 +7,7 @@ from rapidformer_templates.planning.changes import REPLACE, add, drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file import recipe as deepspeed_recipe
 from rapidformer_templates.planning.metrics import direction_of
-from rapidformer_templates.planning.optimizers import betas_reach_one, has_no_betas
+from rapidformer_templates.planning.optimizer_choice import betas_reach_one, has_no_betas
 from rapidformer_templates.planning.schedules import SHAPING, STYLES, warmup_steps
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
 from rapidformer_templates.planning.tasks import SMOOTHED, metrics_of

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import PARTITIONING, excludes
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS
+from rapidformer_templates.planning.optimizer_choice import facts_of
+from rapidformer_templates.planning.optimizers import CPU_ADAM
 from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Example,
@@ -45,19 +46,19 @@ def _acted(measured: Measured) -> str | None:
     rule = "optimizer_class"
     if devices - {"cpu"}:
         return f"optimizer state in host memory was expected; it is on {shown(sorted(devices))}"
-    if measured.plan.optimizer_implementation == CPU_ADAM and CPU_ADAM.rpartition(".")[2] not in str(measured[rule]):
-        return f"updates by {CPU_ADAM} were expected; {measured[rule]} makes them"
+    if measured.plan.optimizer_implementation == CPU_ADAM.path and CPU_ADAM.name not in str(measured[rule]):
+        return f"updates by {CPU_ADAM.path} were expected; {measured[rule]} makes them"
     return None
 
 
 def _optimizer_on_cpu(request: Request) -> list[Finding]:
-    optimizer = request.config.get("optimizer")
+    optimizer = facts_of(request)
     offloads = [switch.name for switch in request.of_family("offload")]
-    if OPTIMIZERS[optimizer].cpu_form:
+    if optimizer.cpu_form:
         return []
     return [
         Finding(
-            f"{optimizer} cannot be offloaded: it has no CPU implementation",
+            f"{optimizer.name} cannot be offloaded: it has no CPU implementation",
             (*request.asked("optimizer"), *request.asked_for(*offloads)),
             switches=tuple(offloads),
             changes=(replace({"optimizer": "adamw"}),),

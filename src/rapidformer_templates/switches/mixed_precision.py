@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import needs_template
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.optimizers import implementation, updates_in_chunks
+from rapidformer_templates.planning.optimizer_choice import implementation
 from rapidformer_templates.planning.request import precision, wide_weights
 from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
@@ -55,8 +55,9 @@ def _notes(request: Request) -> Sequence[str]:
     chosen, why = precision(request.config, request.environment), wide_weights(request)
     note = f"the parameters are not converted to 16-bit weights with fp32 masters ({why})"
     notes = [note if why else f"weights are {chosen}, with fp32 masters next to the optimizer's state"]
-    if not why and request.config.get("grad_accum_dtype") != "fp32" and not updates_in_chunks(implementation(request)):
-        together = f"{implementation(request)} needs all gradients at once, so all of them are copied to fp32"
+    update = implementation(request)
+    if not why and request.config.get("grad_accum_dtype") != "fp32" and not update.per_parameter:
+        together = f"{update.path} needs all gradients at once, so all of them are copied to fp32"
         notes.append(f"{together}; --optimizer adamw takes them bucket by bucket")
     if request.config.get("mixed_precision") == "auto":
         device = request.environment.device.upper()

@@ -26,7 +26,7 @@ ADAM = f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-epsilon {EPSILON
 HERE = [
     name
     for name, facts in OPTIMIZERS.items()
-    if facts.has_betas and not facts.needs_cuda and (facts.package is None or facts.package in installed_packages())
+    if facts.betas and not facts.needs_cuda and facts.needs_package in (None, *installed_packages())
 ]
 PARTITIONING = {"ddp": "", "fsdp": "--fsdp-memory-optimization", "distributed": "--use-distributed-optimizer"}
 if "deepspeed" in installed_packages():

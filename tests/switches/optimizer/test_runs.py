@@ -24,7 +24,7 @@ PACKAGES = installed_packages()
 NEW = [
     name
     for name in ("adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_anyprecision", "muon")
-    if OPTIMIZERS[name].package is None or OPTIMIZERS[name].package in PACKAGES
+    if OPTIMIZERS[name].needs_package in (None, *PACKAGES)
 ]
 LAYOUTS = {
     **{(name, "oss"): "--oss-memory-optimization" for name in NEW},
@@ -176,7 +176,7 @@ def test_quantized_states_go_to_the_checkpoint_as_codes_and_scales(alone: Any, f
         assert contents["optimizer", f"{matrix}/{codes}"].dtype == torch.uint8
         assert contents["optimizer", f"{matrix}/{scales}"].shape == (64 * 256 // 256,)
         kept = json.loads((folder / f"alone-{name}/checkpoints/step-6/state.json").read_text())["engine"]["optimizer"]
-        assert kept == OPTIMIZERS[name].implementation.rpartition(".")[2]
+        assert kept == OPTIMIZERS[name].implementation.rule
 
 
 def test_state_is_as_small_as_promised(alone: Any) -> None:

@@ -52,9 +52,9 @@ LOW: dict[str, Low] = {
 
 def _class(name: str) -> Any:
     facts = OPTIMIZERS[name]
-    if facts.package:
-        pytest.importorskip(facts.package)
-    module, _, attribute = facts.implementation.rpartition(".")
+    if facts.needs_package:
+        pytest.importorskip(facts.needs_package)
+    module, _, attribute = facts.implementation.path.rpartition(".")
     return getattr(import_module(module), attribute)
 
 

@@ -12,6 +12,7 @@ from rapidformer_templates.errors import did_you_mean
 from rapidformer_templates.planning.deepspeed_file.json import DeepSpeedFile
 from rapidformer_templates.planning.deepspeed_file.schedules import AUTO, NEEDED, PARAMETERS
 from rapidformer_templates.planning.deepspeed_file.schema import SectionKeys, known_keys
+from rapidformer_templates.planning.optimizers import DEEPSPEED_TYPES
 
 OWN = frozenset(
     {
@@ -122,13 +123,7 @@ ONLY: dict[str, tuple[Any, str]] = {
 }
 """Keys with the only value that fits the library, and why. It is DeepSpeed's default."""
 
-OPTIMIZERS = {
-    "adam": "adamw",
-    "adamw": "adamw",
-    "lamb": "lamb",
-    "muon": "muon",
-    "adafactor": "adafactor",
-}
+OPTIMIZERS = {kind.lower(): name for kind, name in DEEPSPEED_TYPES.items()}
 """Optimizer types of DeepSpeed, with the flag's value that makes the same update."""
 
 ADAM_OPTIONS = frozenset({"betas", "eps", "adam_w_mode", "torch_adam", "bias_correction", "amsgrad"})
@@ -233,7 +228,7 @@ def idle(file: DeepSpeedFile) -> Iterator[Problem]:
 def _idle_optimizer(content: Mapping[str, Any]) -> Iterator[Problem]:
     kind = _type_of(content, "optimizer") or "AdamW"  # the guide's default
     if kind.lower() not in OPTIMIZERS:
-        names = "Adam, AdamW, Lamb, Muon, Adafactor"
+        names = ", ".join(DEEPSPEED_TYPES)
         yield "optimizer.type", f"optimizer.type = {kind} is not among the optimizers of --optimizer: {names}"
         return
     for name, (value, why) in ONLY_OPTIONS.items():

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from rapidformer_templates.planning.optimizer_states import FP32
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.optimizer_states import FP32
 from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions
 from rapidformer_templates.switches.auto_strategy.stage_memory import MemorySnapshot
 from rapidformer_templates.switches.auto_strategy.trace import Phase

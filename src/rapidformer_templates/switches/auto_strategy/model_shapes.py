@@ -16,11 +16,11 @@ from rapidformer_templates.engines.parallel.compute_dtype import cast_to_compute
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of
 from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.balance import balanced_cut
+from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.answers import FakeDataReads
 from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
 from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
-from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.tensor_shares import (
     divide,
     divide_sequences,

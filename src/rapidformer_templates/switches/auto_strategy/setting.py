@@ -7,10 +7,10 @@ from typing import Any
 
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, filled
-from rapidformer_templates.planning.optimizers import updates_elementwise, updates_in_chunks
+from rapidformer_templates.planning.optimizer_states import BF16, FP32
+from rapidformer_templates.planning.optimizers import CLASSES
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, STATES
 from rapidformer_templates.switches.auto_strategy.state_bytes import KEPT_WHOLE, PLAIN, StateOptions
 
 WIDTHS = {"fp32": FP32, "bf16": BF16}
@@ -75,7 +75,8 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
         width: width of the model, which determines ZeRO's buckets.
     """
     zero: dict[str, Any] = filled(plan.engine_options.get("deepspeed", {}).get("zero_optimization", {}), width)
-    rule = STATES[plan.optimizer_implementation]
+    optimizer = CLASSES[plan.optimizer_implementation]
+    rule = optimizer.state
     if spelling("ema_decay") in plan.values:
         rule = rule.with_average()
     if spelling("layerwise_lr_decay") in plan.values:
@@ -96,7 +97,7 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
         masters=masters,
         offloads_activations="offload-activations" in plan.switches,
-        updates_in_chunks=updates_in_chunks(plan.optimizer_implementation),
-        updates_elementwise=updates_elementwise(plan.optimizer_implementation),
+        updates_in_chunks=optimizer.per_parameter,
+        updates_elementwise=optimizer.elementwise,
         context_kind=plan.engine_options.get("context_kind"),
     )

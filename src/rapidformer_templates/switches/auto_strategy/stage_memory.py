@@ -9,9 +9,9 @@ from functools import cached_property
 from itertools import accumulate
 
 from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, update_chunks
+from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, GradientBucket, ModelShapes, Variant
-from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.passes import Pass, passes
 from rapidformer_templates.switches.auto_strategy.setting import MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.stage_parts import StagePart

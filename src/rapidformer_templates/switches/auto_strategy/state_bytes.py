@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from rapidformer_templates.switches.auto_strategy.optimizer_states import (
-    ADAMW,
+from rapidformer_templates.planning.optimizer_states import (
     BF16,
     FP32,
-    UNCOUNTED_ADAM,
+    TWO_MOMENTS,
+    UNCOUNTED_MOMENTS,
     ParameterShape,
     StateRule,
     part_of,
@@ -82,12 +82,12 @@ class StateOptions:
         kept_whole, sub_group: sizes of ZeRO-3, see ``KEPT_WHOLE`` and ``SUB_GROUP``. None selects the default.
     """
 
-    optimizer: StateRule = ADAMW
+    optimizer: StateRule = TWO_MOMENTS
     kept_whole: int = KEPT_WHOLE
     sub_group: int | None = None
 
 
-PLAIN, ON_HOST = StateOptions(), StateOptions(UNCOUNTED_ADAM)
+PLAIN, ON_HOST = StateOptions(), StateOptions(UNCOUNTED_MOMENTS)
 """torch's AdamW, and DeepSpeed's AdamW on the host."""
 
 

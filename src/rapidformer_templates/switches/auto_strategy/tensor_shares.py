@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
+from rapidformer_templates.planning.optimizer_states import ParameterShape, part_of
 from rapidformer_templates.planning.plan import Plan, Sizes
-from rapidformer_templates.switches.auto_strategy.optimizer_states import ParameterShape, part_of
 from rapidformer_templates.switches.context_parallel.transform import divide_context
 from rapidformer_templates.switches.pipeline_parallel.transform import PipelineCut
 from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.optimizers import (
-    CPU_ADAM,
-    OPTIMIZERS,
-    fallback_reason,
-    on_host_by_deepspeed,
-    refusal,
-)
+from rapidformer_templates.planning.optimizer_choice import facts_of, fallback_reason, on_host_by_deepspeed, refusal
+from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE
 from rapidformer_templates.planning.switch import (
     Example,
@@ -32,49 +26,38 @@ from rapidformer_templates.planning.switch import (
 class OptimizerFlags:
     """Acceleration"""
 
-    optimizer: Literal[
-        "adamw",
-        "apex_adam",
-        "apex_lamb",
-        "adamw_torch",
-        "adamw_torch_fused",
-        "adamw_apex_fused",
-        "adafactor",
-        "adamw_bnb_8bit",
-        "adamw_torch_8bit",
-        "adamw_torch_4bit",
-        "adamw_anyprecision",
-        "lamb",
-        "muon",
-    ] = flag("adamw", "update rule and its implementation", aliases={"optimizers": None})
+    optimizer: str = flag(
+        "adamw", "update rule and its implementation", choices=tuple(OPTIMIZERS), aliases={"optimizers": None}
+    )
 
 
 def _notes(request: Request) -> Sequence[str]:
-    name = request.config.get("optimizer")
+    facts, why = facts_of(request), fallback_reason(request)
     if on_host_by_deepspeed(request):
-        return (f"{name}: its state is offloaded, and {CPU_ADAM} updates it on the host",)
-    fallback, why = OPTIMIZERS[name].fallback, fallback_reason(request)
-    return (f"{name}: {why}; {fallback} is used instead",) if fallback and why else ()
+        return (f"{facts.name}: its state is offloaded, and {CPU_ADAM.path} updates it on the host",)
+    return (f"{facts.name}: {why}; {facts.fallback.path} is used instead",) if facts.fallback and why else ()
 
 
 def _needs_gpu(request: Request) -> list[Finding]:
-    name = request.config.get("optimizer")
-    facts, environment = OPTIMIZERS[name], request.environment
-    if facts.needs_cuda and environment.device != "cuda":
-        return [refusal(request, f"{name} needs a GPU, and this run is on a CPU")]
+    facts, environment = facts_of(request), request.environment
+    package = facts.package
+    if package is None:
+        return []
+    if package.needs_cuda and environment.device != "cuda":
+        return [refusal(request, f"{facts.name} needs a GPU, and this run is on a CPU")]
     if environment.device == "cuda" and not request.of_family("offload"):
         return []
-    version = environment.packages.get(facts.package or "")
-    if facts.cpu_since is None or version is None or version_of(version) >= facts.cpu_since:
+    version = environment.packages.get(package.name)
+    if package.cpu_since is None or version is None or version_of(version) >= package.cpu_since:
         return []
-    since = ".".join(map(str, facts.cpu_since))
-    return [refusal(request, f"{name} on a CPU needs {facts.package} {since} or newer, and {version} is installed")]
+    needed = f"{package.name} {'.'.join(map(str, package.cpu_since))}"
+    return [refusal(request, f"{facts.name} on a CPU needs {needed} or newer, and {version} is installed")]
 
 
 def _works_on_shards(request: Request) -> list[Finding]:
-    name = request.config.get("optimizer")
-    clash = [switch for switch in request.active if _sharding(request, switch) in OPTIMIZERS[name].not_under]
-    return [refusal(request, f"{name} cannot update the shards of {switch}", switch) for switch in clash]
+    facts = facts_of(request)
+    clash = [switch for switch in request.active if _sharding(request, switch) in facts.not_under]
+    return [refusal(request, f"{facts.name} cannot update the shards of {switch}", switch) for switch in clash]
 
 
 def _sharding(request: Request, switch: str) -> str:

@@ -6,10 +6,8 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-from rapidformer_templates.planning.optimizers import CPU_ADAM, FUSED_ADAMW, LAMB, OPTIMIZERS, TORCH_ADAM
 
 FP32, BF16, CODE = 4, 2, 1
 """Bytes per element in fp32, in bf16, and as an 8-bit code."""
@@ -145,32 +143,18 @@ def is_for_muon(parameter: ParameterShape) -> bool:
     return len(parameter.shape) == 2 and not parameter.is_table
 
 
-ADAMW = StateRule(_moments(FP32))
-UNCOUNTED_ADAM = StateRule(_moments(FP32, counter=0))
+TWO_MOMENTS = StateRule(_moments(FP32))
+UNCOUNTED_MOMENTS = StateRule(_moments(FP32, counter=0))
 """NVIDIA apex and DeepSpeed count steps in plain numbers, not in tensors."""
 
-STATES: Mapping[str, StateRule] = {
-    FUSED_ADAMW: ADAMW,
-    **dict.fromkeys(TORCH_ADAM.values(), ADAMW),
-    OPTIMIZERS["adamw_torch"].implementation: ADAMW,
-    OPTIMIZERS["apex_adam"].implementation: UNCOUNTED_ADAM,
-    OPTIMIZERS["apex_lamb"].implementation: UNCOUNTED_ADAM,
-    CPU_ADAM: UNCOUNTED_ADAM,
-    LAMB: ADAMW,
-    OPTIMIZERS["adafactor"].implementation: StateRule(_factored),
-    OPTIMIZERS["adamw_anyprecision"].implementation: StateRule(_moments(BF16)),
-    OPTIMIZERS["muon"].implementation: StateRule(
-        lambda parameter: FP32 * parameter.count if is_for_muon(parameter) else _moments(FP32)(parameter),
-        group_of=lambda parameter: "muon" if is_for_muon(parameter) else "adamw",
-    ),
-    OPTIMIZERS["adamw_bnb_8bit"].implementation: StateRule(
-        _in_blocks(8, 256, table=0, counter=0, whole_blocks=False), shared=2 * 256 * FP32
-    ),
-    OPTIMIZERS["adamw_torch_8bit"].implementation: StateRule(
-        _in_blocks(8, 256, table=2 * 256 * FP32, counter=COUNTER, whole_blocks=True)
-    ),
-    OPTIMIZERS["adamw_torch_4bit"].implementation: StateRule(
-        _in_blocks(4, 128, table=2 * 16 * FP32, counter=COUNTER, whole_blocks=True)
-    ),
-}
-"""State rules by optimizer class, as a plan names it."""
+BF16_MOMENTS = StateRule(_moments(BF16))
+FACTORED = StateRule(_factored)
+MATRIX_MOMENTUM = StateRule(
+    lambda parameter: FP32 * parameter.count if is_for_muon(parameter) else _moments(FP32)(parameter),
+    group_of=lambda parameter: "muon" if is_for_muon(parameter) else "adamw",
+)
+"""Muon: one moment of a matrix, and AdamW's two of each other parameter."""
+
+CODES_WITH_SHARED_TABLES = StateRule(_in_blocks(8, 256, table=0, counter=0, whole_blocks=False), shared=2 * 256 * FP32)
+CODES_OF_8_BITS = StateRule(_in_blocks(8, 256, table=2 * 256 * FP32, counter=COUNTER, whole_blocks=True))
+CODES_OF_4_BITS = StateRule(_in_blocks(4, 128, table=2 * 16 * FP32, counter=COUNTER, whole_blocks=True))
