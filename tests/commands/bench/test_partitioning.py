@@ -13,9 +13,8 @@ import pytest
 from rapidformer_templates.commands.bench import measure
 from rapidformer_templates.commands.bench.cli import main
 from rapidformer_templates.commands.bench.measure import facts_of
-from rapidformer_templates.commands.bench.report import Report
+from rapidformer_templates.commands.bench.report import Report, deviation
 from rapidformer_templates.commands.bench.runs import Run
-from rapidformer_templates.commands.bench.show import deviation
 from rapidformer_templates.commands.bench.tables import PARTITIONING
 from rapidformer_templates.switches.auto_strategy.state_bytes import (
     ParameterShape,

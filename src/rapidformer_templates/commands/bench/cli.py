@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.planning.flag_parser import CommandParser
 
 EVIDENCE = (
     "adapters", "context", "faults", "fused-loss", "graph", "layouts", "longest", "moe", "offload",
@@ -32,7 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = _command_first(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     try:
-        _refuse_evidence(words)
+        if words and words[0] in EVIDENCE:
+            raise ConfigError(
+                f"{words[0]} is evidence for docs/benchmarks.md, which comes with the repository and not with the "
+                "package",
+                where=f"rapidformer bench {words[0]}",
+                hint=f"in the root of a checkout: python -m benchmarks {' '.join(words)}",
+            )
         # Flags that `run` does not know belong to the training command that it measures.
         options, unknown = parser.parse_known_args(words)
         if unknown and options.module != "run":
@@ -59,25 +65,11 @@ def _command_first(words: Sequence[str]) -> list[str]:
     return rest if table is None else [table, *rest]
 
 
-def _refuse_evidence(words: Sequence[str]) -> None:
-    """Refuse benchmarks that only a checkout of the repository has.
-
-    Raises:
-        ConfigError: the command names such a benchmark.
-    """
-    if words and words[0] in EVIDENCE:
-        raise ConfigError(
-            f"{words[0]} is evidence for docs/benchmarks.md, which comes with the repository and not with the package",
-            where=f"rapidformer bench {words[0]}",
-            hint=f"in the root of a checkout: python -m benchmarks {' '.join(words)}",
-        )
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer bench``."""
-    parser = Parser(prog="rapidformer bench", description="Measure on this machine.")
+    parser = CommandParser(prog="rapidformer bench", description="Measure on this machine.")
     parser.add_argument("--table", dest="named", metavar="TABLE", help="the same as the name of the table")
-    output = Parser(add_help=False)
+    output = CommandParser(add_help=False)
     output.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     output.add_argument(
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"

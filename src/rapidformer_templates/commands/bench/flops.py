@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SIZES = {"cpu": 2048, "accelerator": 8192}
 """Rows and columns of the matrices. Larger ones are not faster."""
@@ -41,7 +44,7 @@ def training_flops(build: Callable[[], nn.Module], example: Mapping[str, torch.T
     with torch.device("meta"):
         model = build().train()
     batch = {name: torch.empty_like(tensor, device="meta") for name, tensor in example.items()}
-    settings: Any = getattr(model, "config", None)
+    settings = getattr(model, "config", None)
     if settings is not None:
         settings.use_cache = False
     watch_positions(model)
@@ -52,7 +55,7 @@ def training_flops(build: Callable[[], nn.Module], example: Mapping[str, torch.T
     return int(counter.get_total_flops())
 
 
-def training_flops_of(kind: type[nn.Module], settings: Any, batch: Any) -> int:
+def training_flops_of(kind: type[nn.Module], settings: PretrainedConfig | None, batch: object) -> int:
     """Return :func:`training_flops` for a transformers class and its configuration, or 0 for any other module."""
     if settings is None or not isinstance(batch, Mapping):
         return 0

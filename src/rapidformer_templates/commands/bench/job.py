@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.commands.bench.job_peers import PEERS
 from rapidformer_templates.commands.bench.tables import RUN, TABLES
@@ -29,6 +29,12 @@ from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.gloo_threads import wait_at_exit
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rapidformer_templates.data.types import Batch
+    from rapidformer_templates.engines.contract import StepResult
+
 
 def run_this_library(job: BenchJob, line: BenchConnection) -> None:
     """Run a solution of this library with its flags, as a user would give them. The added hooks only measure."""
@@ -39,20 +45,20 @@ def run_this_library(job: BenchJob, line: BenchConnection) -> None:
         def build_data(self) -> Data:
             return Data(train=RandomTokens(job))  # type: ignore[arg-type]
 
-        def build_model(self) -> Any:
+        def build_model(self) -> nn.Module:
             line.before_model()
             return build_model(job.sizes)
 
         def on_train_start(self) -> None:
             line.training_starts()
 
-        def on_step_end(self, step: int, result: Any) -> None:
+        def on_step_end(self, step: int, result: StepResult) -> None:
             self.loss = result.loss
             line.step_ends()
 
     template = MeasuredScript(flags_of(job))
     summary = template.fit()
-    line.end(float(template.loss), summary["receipts"])
+    line.end(float(template.loss), summary["receipts"].get("held_bytes_by_rank"))
 
 
 def flags_of(job: BenchJob) -> list[str]:
@@ -80,18 +86,19 @@ def run_user_command(job: BenchJob, line: BenchConnection) -> None:
     from rapidformer_templates.commands.train import template_of
     from rapidformer_templates.data.targets import samples_in
 
-    class MeasuredScriptScript(template_of(job.words)):  # type: ignore[misc]
+    class MeasuredCommand(template_of(job.words)):  # type: ignore[misc]
         flops: float | None = None
 
-        def build_model(self) -> Any:
+        def build_model(self) -> nn.Module:
             line.before_model()
-            return super().build_model()
+            model: nn.Module = super().build_model()
+            return model
 
-        def model_was_built(self, model: Any) -> None:
+        def model_was_built(self, model: nn.Module) -> None:
             super().model_was_built(model)
             self.kind, self.settings = type(model), getattr(model, "config", None)
 
-        def compute_loss(self, model: Any, batch: Any) -> Any:
+        def compute_loss(self, model: nn.Module, batch: Batch) -> Any:
             if self.flops is None:
                 # Counted before the forward of the first warm-up step, for architectures of transformers only.
                 self.flops = training_flops_of(self.kind, self.settings, batch) / max(samples_in(batch), 1)
@@ -100,17 +107,17 @@ def run_user_command(job: BenchJob, line: BenchConnection) -> None:
         def on_train_start(self) -> None:
             line.training_starts()
 
-        def on_step_end(self, step: int, result: Any) -> None:
+        def on_step_end(self, step: int, result: StepResult) -> None:
             self.loss = result.loss
             line.step_ends()
 
     flags = ["--train-iters", str(job.total_steps), "--log-interval", str(job.total_steps), "--no-save"]
-    template = MeasuredScriptScript([*job.words, *flags])
+    template = MeasuredCommand([*job.words, *flags])
     summary = template.fit()
     sizes = template.plan.sizes
     line.end(
         float(template.loss),
-        summary["receipts"],
+        summary["receipts"].get("held_bytes_by_rank"),
         flops=(template.flops or 0.0) * sizes.global_batch,
         global_batch=sizes.global_batch,
         parameters=summary["parameters"],

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rapidformer_templates.commands.bench.tables import HAND_WRITTEN, HF_TRAINER
 from rapidformer_templates.commands.bench.worker import (
@@ -21,11 +21,18 @@ from rapidformer_templates.commands.bench.worker import (
     build_model,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+MicroBatchOfTokens = dict[str, "Tensor"]
+
 
 def accelerate_ddp(job: BenchJob, line: BenchConnection) -> None:
-    from accelerate import Accelerator
-
-    _accelerate(job, line, Accelerator(**_options(job)))
+    _accelerate(job, line, _accelerator(job))
 
 
 def accelerate_fsdp(job: BenchJob, line: BenchConnection) -> None:
@@ -34,12 +41,12 @@ def accelerate_fsdp(job: BenchJob, line: BenchConnection) -> None:
     Raises:
         PeerUnavailable: the device is a CPU.
     """
-    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
 
     blocks = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"]
     )
-    accelerator = Accelerator(fsdp_plugin=blocks, **_options(job))
+    accelerator = _accelerator(job, blocks)
     if accelerator.distributed_type != DistributedType.FSDP:
         raise PeerUnavailable(
             f"accelerate turns its FSDP plugin into {accelerator.distributed_type.value} on this device"
@@ -49,7 +56,7 @@ def accelerate_fsdp(job: BenchJob, line: BenchConnection) -> None:
 
 def accelerate_zero(job: BenchJob, line: BenchConnection, zero_stage: int) -> None:
     os.environ.setdefault("DS_ACCELERATOR", job.device)
-    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+    from accelerate import DeepSpeedPlugin
 
     from rapidformer_templates.switches.zero.compiled_parts import leave_out_shm_comm
 
@@ -58,22 +65,27 @@ def accelerate_zero(job: BenchJob, line: BenchConnection, zero_stage: int) -> No
     plugin = DeepSpeedPlugin(
         zero_stage=zero_stage, gradient_accumulation_steps=job.accumulation, gradient_clipping=CLIP
     )
-    options = _options(job)
-    if job.device == "cpu":
-        # With cpu=True, accelerate would ignore DeepSpeed. Without a backend, it would ignore the other workers.
-        options |= {"cpu": False, "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
-    _accelerate(job, line, Accelerator(deepspeed_plugin=plugin, **options))
+    _accelerate(job, line, _accelerator(job, zero=plugin))
 
 
-def _options(job: BenchJob) -> dict[str, Any]:
-    return {
-        "cpu": job.device == "cpu",
-        "mixed_precision": "no" if job.precision == "fp32" else job.precision,
-        "gradient_accumulation_steps": job.accumulation,
-    }
+def _accelerator(
+    job: BenchJob, fsdp: FullyShardedDataParallelPlugin | None = None, zero: DeepSpeedPlugin | None = None
+) -> Accelerator:
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    on_cpu = job.device == "cpu"
+    # With cpu=True, accelerate would ignore DeepSpeed. Without a backend, it would ignore the other workers.
+    return Accelerator(
+        cpu=on_cpu and zero is None,
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu and zero else None,
+        mixed_precision="no" if job.precision == "fp32" else job.precision,
+        gradient_accumulation_steps=job.accumulation,
+        fsdp_plugin=fsdp,
+        deepspeed_plugin=zero,
+    )
 
 
-def _accelerate(job: BenchJob, line: BenchConnection, accelerator: Any) -> None:
+def _accelerate(job: BenchJob, line: BenchConnection, accelerator: Accelerator) -> None:
     import torch
 
     if accelerator.num_processes != job.workers:
@@ -98,7 +110,7 @@ def _accelerate(job: BenchJob, line: BenchConnection, accelerator: Any) -> None:
         if accelerator.sync_gradients:
             line.step_ends()
             last, loss = loss, torch.zeros_like(loss)
-    line.end(float(accelerator.reduce(last, "mean")) / job.accumulation, None)
+    line.end(float(accelerator.reduce(last, "mean")) / job.accumulation)
     accelerator.end_training()
 
 
@@ -121,16 +133,16 @@ def torch_fully_shard(job: BenchJob, line: BenchConnection) -> None:
         line.before_model()
         model = build_model(job.sizes).to(workers.device)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if job.precision == "bf16" else None)
-        for block in model.transformer.h:
+        for block in model.get_submodule("transformer.h").children():
             fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+        sharded = fully_shard(model, mp_policy=policy)
         optimizer = _adamw(model)
         model.train()
         line.training_starts()
         for parts in _steps(job, workers.rank):
             loss = torch.zeros((), device=workers.device)
             for i, batch in enumerate(parts):
-                model.set_requires_gradient_sync(i == len(parts) - 1)
+                sharded.set_requires_gradient_sync(i == len(parts) - 1)
                 part = model(**{name: tensor.to(workers.device) for name, tensor in batch.items()}).loss / len(parts)
                 part.backward()
                 loss = loss + part.detach()
@@ -139,7 +151,7 @@ def torch_fully_shard(job: BenchJob, line: BenchConnection) -> None:
             optimizer.zero_grad()
             line.step_ends()
         dist.all_reduce(loss)
-        line.end(float(loss) / workers.world, None)
+        line.end(float(loss) / workers.world)
 
 
 def plain_pytorch(job: BenchJob, line: BenchConnection, *, compiled: bool = False) -> None:
@@ -171,7 +183,7 @@ def plain_pytorch(job: BenchJob, line: BenchConnection, *, compiled: bool = Fals
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         line.step_ends()
-    line.end(float(loss), None)
+    line.end(float(loss))
 
 
 def transformers_trainer(job: BenchJob, line: BenchConnection, *, compiled: bool = False) -> None:
@@ -189,20 +201,27 @@ def transformers_trainer(job: BenchJob, line: BenchConnection, *, compiled: bool
         raise PeerUnavailable("only compared on one worker")
 
     class Watch(transformers.TrainerCallback):
-        def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
+        def on_train_begin(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: object
+        ) -> None:
             line.training_starts()
 
-        def on_step_end(self, *unused: Any, **also_unused: Any) -> None:
+        def on_step_end(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: object
+        ) -> None:
             line.step_ends()
 
     class InOurOrder(transformers.Trainer):
-        losses: list[Any]
+        losses: list[Tensor]
 
-        def get_train_dataloader(self) -> Any:
-            return self.accelerator.prepare(_loader(job, 0))
+        def get_train_dataloader(self) -> DataLoader[MicroBatchOfTokens]:
+            loader: DataLoader[MicroBatchOfTokens] = self.accelerator.prepare(_loader(job, 0))
+            return loader
 
-        def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-            part = super().training_step(*arguments, **keywords)
+        def training_step(
+            self, model: nn.Module, inputs: MicroBatchOfTokens, num_items_in_batch: Tensor | int | None = None
+        ) -> Tensor:
+            part = super().training_step(model, inputs, num_items_in_batch)
             self.losses = [*self.losses, part][-job.accumulation :]
             return part
 
@@ -227,34 +246,31 @@ def transformers_trainer(job: BenchJob, line: BenchConnection, *, compiled: bool
             save_strategy="no",
             report_to=[],
         )
-        optimizers: Any = (_adamw(model.to(job.device)), None)
-        watch: Any = [Watch()]
-        data: Any = RandomTokens(job)
-        trainer = InOurOrder(model, arguments, train_dataset=data, optimizers=optimizers, callbacks=watch)
+        optimizer, data = _adamw(model.to(job.device)), RandomTokens(job)
+        trainer = InOurOrder(model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[Watch()])
         trainer.losses = []
         trainer.train()
-        line.end(float(sum(trainer.losses)), None)
+        line.end(float(sum(trainer.losses)))
 
 
-def _steps(job: BenchJob, rank: int) -> Iterator[list[dict[str, Any]]]:
+def _steps(job: BenchJob, rank: int) -> Iterator[list[MicroBatchOfTokens]]:
     """Yield the micro batches of one rank for each step."""
     batches = iter(_loader(job, rank))
     while parts := list(islice(batches, job.accumulation)):
         yield parts
 
 
-def _adamw(model: Any) -> Any:
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
     """Return a fused AdamW with this library's parameter groups: no weight decay for biases and norms."""
     import torch
 
-    groups: dict[bool, list[Any]] = {True: [], False: []}
-    for parameter in model.parameters():
-        groups[parameter.ndim >= 2].append(parameter)
-    options: list[dict[str, Any]] = [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}]
-    return torch.optim.AdamW(options, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups: list[dict[str, object]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def _loader(job: BenchJob, rank: int | None = None) -> Any:
+def _loader(job: BenchJob, rank: int | None = None) -> DataLoader[MicroBatchOfTokens]:
     """Return a loader of micro batches in the order of this library, for one rank or for all ranks in turn."""
     from torch.utils.data import DataLoader, Subset
 
@@ -265,8 +281,13 @@ def _loader(job: BenchJob, rank: int | None = None) -> Any:
     samples = [sample for step in range(job.total_steps) for sample in order.step(step)[0].tolist()]
     own_samples = samples if rank is None else samples[rank :: job.workers]
     # On a GPU, two processes draw the samples into pinned memory, as in this library.
-    ahead: dict[str, Any] = {} if job.device == "cpu" else {"num_workers": 2, "pin_memory": True}
-    return DataLoader(Subset(tokens, own_samples), batch_size=job.sizes.micro_batch, **ahead)  # type: ignore[arg-type]
+    on_cpu = job.device == "cpu"
+    return DataLoader(
+        Subset(tokens, own_samples),  # type: ignore[arg-type]
+        batch_size=job.sizes.micro_batch,
+        num_workers=0 if on_cpu else 2,
+        pin_memory=not on_cpu,
+    )
 
 
 PEERS: dict[str, Callable[[BenchJob, BenchConnection], None]] = {

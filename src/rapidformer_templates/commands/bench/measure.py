@@ -11,16 +11,14 @@ import importlib.util
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rapidformer_templates.commands.bench.output import Advance, progress, put_out
-from rapidformer_templates.commands.bench.report import Report
+from rapidformer_templates.commands.bench.report import Report, draw, notes, table
 from rapidformer_templates.commands.bench.runs import WARMUP, run_together
-from rapidformer_templates.commands.bench.show import draw, notes, table
 from rapidformer_templates.commands.bench.tables import TABLES, BenchScale, Solution, Table
 from rapidformer_templates.commands.bench.worker import BenchJob, RandomTokens, build_model
 from rapidformer_templates.errors import ConfigError, RapidformerError
@@ -29,9 +27,6 @@ from rapidformer_templates.planning.environment import detect_gpu, kind_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import ON_HOST, PLAIN, ParameterShape
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
-
-if TYPE_CHECKING:
-    from torch import nn
 
 SAME_LOSS = {"fp32": 1e-3, "mixed": 2e-2}
 """Largest relative difference between the losses of the last step, by precision."""
@@ -44,7 +39,7 @@ def facts_of(scale: BenchScale) -> list[ParameterShape]:
     from rapidformer_templates.engines.parallel.compute_dtype import parameters_with_masters
 
     with torch.device("meta"):
-        model: nn.Module = build_model(scale)
+        model = build_model(scale)
     with_masters = parameters_with_masters(model)
     return [
         ParameterShape(tuple(p.shape), decays=p.ndim >= 2, has_master=id(p) in with_masters) for p in model.parameters()
@@ -129,12 +124,14 @@ def measure(request: MeasureRequest, advance: Advance = lambda text: None) -> Re
     if able:
         example = request.job(able[0], None, Path(), 0)
         report.flops, report.global_batch = flops_of(example), example.global_batch
-    _build_parts([solutions[name] for name in able], device)
+    if any(solutions[name].package == "deepspeed" for name in able):
+        deepspeed_parts.export(device)
+        needed = {part for name in able for part in deepspeed_parts.needed_parts(solutions[name].offload)}
+        deepspeed_parts.build(sorted(needed), device)
     for repeat in range(request.repeats):
         for name in (name for name in able if name not in report.absent):
             with tempfile.TemporaryDirectory(prefix="rf-", dir=request.disk) as folder:
-                for jobs in _groups_of_jobs(request, report, name, Path(folder)):
-                    _add(report, jobs, repeat)
+                _run_with_peers(request, report, name, Path(folder), repeat)
             advance(f"{name}, repeat {repeat + 1}")
     _check_losses(report)
     return report
@@ -186,36 +183,22 @@ def _absence_reason(request: MeasureRequest, name: str) -> str | None:
     return None
 
 
-def _build_parts(solutions: list[Solution], device: str) -> None:
-    """Compile the parts of DeepSpeed that the solutions need, before anything is measured."""
-    if any(solution.package == "deepspeed" for solution in solutions):
-        deepspeed_parts.export(device)
-        needed = {part for solution in solutions for part in deepspeed_parts.needed_parts(solution.offload)}
-        deepspeed_parts.build(sorted(needed), device)
+def _run_with_peers(request: MeasureRequest, report: Report, name: str, folder: Path, repeat: int) -> None:
+    """Run a solution and its peers, and add the runs to the report.
 
-
-def _groups_of_jobs(request: MeasureRequest, report: Report, name: str, folder: Path) -> Iterator[list[BenchJob]]:
-    """Yield groups of jobs that run at the same time and take turns.
-
-    On a CPU, a solution and its peers form a group. On a GPU each runs alone, because memory is scarce.
+    On a CPU all run at the same time and take turns. On a GPU each runs alone, because memory is scarce.
     """
     others = [peer for peer in request.table.solutions[name].peers if request.peers and peer not in report.absent]
     jobs = [request.job(name, peer, folder, number) for number, peer in enumerate([None, *others])]
-    if request.device == "cpu":
-        yield jobs
-    else:
-        yield from ([job] for job in jobs)
-
-
-def _add(report: Report, jobs: list[BenchJob], repeat: int) -> None:
-    runs, reasons = run_together(jobs, repeat, _matrix_product(report.device, jobs[0].precision))
-    for name, run in runs.items():
-        report.runs.setdefault(name, []).append(run)
-    for name, why in reasons.items():
-        report.absent[name] = why
-        report.runs.pop(name, None)
-        if name in report.of.solutions and why != "out of memory":
-            report.failed.append(name)
+    for group in [jobs] if request.device == "cpu" else [[job] for job in jobs]:
+        runs, reasons = run_together(group, repeat, _matrix_product(report.device, group[0].precision))
+        for contender, run in runs.items():
+            report.runs.setdefault(contender, []).append(run)
+        for contender, why in reasons.items():
+            report.absent[contender] = why
+            report.runs.pop(contender, None)
+            if contender in report.of.solutions and why != "out of memory":
+                report.failed.append(contender)
 
 
 def _check_losses(report: Report) -> None:

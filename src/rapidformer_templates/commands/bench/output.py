@@ -10,9 +10,9 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
     return versions_by_package
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, str | int | None]:
     return {"system": platform.system(), "processor": _processor(), "cores": os.cpu_count()}
 
 
@@ -79,7 +79,7 @@ def in_short(why: str) -> str:
 def put_out(
     options: argparse.Namespace,
     name: str,
-    result: dict[str, Any],
+    result: Mapping[str, object],
     table: RenderableType,
     notes: list[str],
     draw: Callable[[Axes], None] | None = None,

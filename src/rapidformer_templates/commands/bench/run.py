@@ -6,7 +6,7 @@ import argparse
 import statistics
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from rich.table import Table
 
@@ -61,8 +61,9 @@ def main(options: argparse.Namespace) -> int:
         runs, reasons = run_together([job], 0, product.rate)
     if reasons:
         raise RapidformerError(f"the run failed: {reasons[RUN]}", where="bench run")
-    result = _result(runs[RUN], machines) | {"flags": words, "plan": plan.to_json()}
-    put_out(options, RUN, result, _table(result, words), [], lambda axes: _draw(axes, runs[RUN], result))
+    result = _result(runs[RUN], machines)
+    document = {**result, "flags": words, "plan": plan.to_json()}
+    put_out(options, RUN, document, _table(result, words), [], lambda axes: _draw(axes, runs[RUN], result))
     return 0
 
 
@@ -78,7 +79,21 @@ def _without_launch(words: list[str]) -> list[str]:
     return rest
 
 
-def _result(run: Run, machines: int) -> dict[str, Any]:
+class RunResult(TypedDict):
+    """The measured values, as the JSON has them."""
+
+    samples_per_second: float
+    samples_per_second_sd: float
+    peak_mb: float
+    utilisation: float | None
+    flops_a_step: float
+    matrix_product_flops_per_second: float
+    loss: float
+    parameters: int
+    seconds: list[float]
+
+
+def _result(run: Run, machines: int) -> RunResult:
     main_worker = run.figures[0]
     batch, flops = main_worker["global_batch"], main_worker["flops"]
     rates = [batch / seconds for seconds in run.seconds]
@@ -96,7 +111,7 @@ def _result(run: Run, machines: int) -> dict[str, Any]:
     }
 
 
-def _table(result: dict[str, Any], words: list[str]) -> Table:
+def _table(result: RunResult, words: list[str]) -> Table:
     grid = Table(title=f"rapidformer {' '.join(words)}", title_justify="left")
     for heading in ("samples/s", "peak MB per worker", "utilisation", "parameters", "loss of the last step"):
         grid.add_column(heading, justify="right")
@@ -111,7 +126,7 @@ def _table(result: dict[str, Any], words: list[str]) -> Table:
     return grid
 
 
-def _draw(axes: Axes, run: Run, result: dict[str, Any]) -> None:
+def _draw(axes: Axes, run: Run, result: RunResult) -> None:
     batch = result["samples_per_second"] * sum(run.seconds) / len(run.seconds)
     axes.plot(range(1, len(run.seconds) + 1), [batch / seconds for seconds in run.seconds], "o-", color="tab:orange")
     axes.set_ylim(bottom=0)

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
 from rapidformer_templates.commands.bench import job as job_module
-from rapidformer_templates.commands.bench.worker import BenchJob
+from rapidformer_templates.commands.bench.worker import BenchJob, Figures, Message
 
 WARMUP = 2
 """First turns that do not count, because of allocations, receipts and rebuilt buckets."""
@@ -33,18 +32,17 @@ class Run:
     Attributes:
         seconds: seconds per step of the slowest worker, for each turn after the warm-up.
         peaks: FLOP/s of a large matrix product around each of these turns. Empty if it was not measured.
-        figures: for each rank, the loss of the last step, ``peak_mb``, ``before_mb`` (without a model),
-            ``setup_mb`` (until the first step) and ``held`` (this library only).
+        figures: the figures of each worker, by rank.
     """
 
     seconds: list[float] = field(default_factory=list)
-    figures: list[dict[str, Any]] = field(default_factory=list)
+    figures: list[Figures] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
 
     @property
     def peak_mb(self) -> float:
         """Highest peak memory of the workers, in MB."""
-        return max(float(worker["peak_mb"]) for worker in self.figures)
+        return max(worker["peak_mb"] for worker in self.figures)
 
 
 class CannotRun(Exception):
@@ -59,10 +57,10 @@ class Contender:
         self._lines: dict[int, Connection] = {}
         self._pids: list[int] = []
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by close)
-        self._door = socket.socket(socket.AF_UNIX)
-        self._door.bind(job.address)
-        self._door.listen(job.workers)
-        self._door.settimeout(POLL_SECONDS)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(job.address)
+        self._socket.listen(job.workers)
+        self._socket.settimeout(POLL_SECONDS)
         self._process = subprocess.Popen(
             job_module.command(job), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
         )
@@ -74,13 +72,13 @@ class Contender:
             CannotRun: the run failed or hangs.
         """
         if not self._lines:
-            self._let_in()
+            self._accept_workers()
         for line in self._lines.values():
             with suppress(OSError):  # the worker is dead, and the next read reports it
                 line.send("go")
-        return max(float(answer["seconds"]) for answer in self._answers("seconds"))
+        return max(answer["seconds"] for answer in self._answers("seconds"))
 
-    def end(self) -> list[dict[str, Any]]:
+    def end(self) -> list[Figures]:
         """Return the figures that the workers report after the last step, by rank.
 
         Raises:
@@ -88,29 +86,29 @@ class Contender:
         """
         return [answer["figures"] for answer in self._answers("figures")]
 
-    def _let_in(self) -> None:
+    def _accept_workers(self) -> None:
         until = time.monotonic() + SILENCE_SECONDS
         while len(self._lines) < self._job.workers:
             try:
-                visitor, _ = self._door.accept()
+                worker, _ = self._socket.accept()
             except TimeoutError:
                 self._check(until)
                 continue
-            line = Connection(visitor.detach())
-            hello = line.recv()
+            line = Connection(worker.detach())
+            hello: Message = line.recv()
             self._lines[hello["rank"]] = line
             self._pids.append(hello["pid"])
 
-    def _answers(self, kind: str) -> list[dict[str, Any]]:
+    def _answers(self, kind: str) -> list[Message]:
         """Return one message of each worker, by rank."""
-        answers: dict[int, dict[str, Any]] = {}
+        answers: dict[int, Message] = {}
         until = time.monotonic() + SILENCE_SECONDS
         while len(answers) < len(self._lines):
             unanswered = {line: rank for rank, line in self._lines.items() if rank not in answers}
             for line in wait(list(unanswered), POLL_SECONDS):
                 assert isinstance(line, Connection)
                 try:
-                    answer = line.recv()
+                    answer: Message = line.recv()
                 except (EOFError, OSError):  # a worker is dead, and the launcher reports which one and why
                     self._process.wait(SILENCE_SECONDS)
                     self._check(until)
@@ -147,7 +145,7 @@ class Contender:
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        self._door.close()
+        self._socket.close()
         self._log.close()
 
 

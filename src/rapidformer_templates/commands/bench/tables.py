@@ -1,6 +1,6 @@
 """The tables of ``rapidformer bench``: the solutions in each, their models, and the published figures.
 
-This module does not import torch. A table is data. :mod:`measure` runs it and :mod:`show` shows it.
+This module does not import torch. A table is data. :mod:`measure` runs it and :mod:`report` shows it.
 """
 
 from __future__ import annotations

@@ -8,10 +8,13 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict, Unpack
 
 from rapidformer_templates.commands.bench.tables import TABLES, BenchScale
 from rapidformer_templates.errors import RapidformerError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 LR, WEIGHT_DECAY, CLIP, SEED = 1e-4, 0.01, 1.0, 1234
 
@@ -77,6 +80,52 @@ class PeerUnavailable(RapidformerError):
     """The peer does not offer this here. The table reports it as a fact, not as a failure."""
 
 
+class StateReceipt(TypedDict):
+    """The bytes that a worker of this library held, from the receipts of its run."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_state_bytes: int
+    bucket_bytes: NotRequired[int]
+
+
+class RunFacts(TypedDict, total=False):
+    """Facts of a run with the user's flags."""
+
+    flops: float
+    global_batch: int
+    parameters: int
+    precision: str
+    switches: list[str]
+
+
+class Figures(RunFacts):
+    """The figures that a worker reports after the last step.
+
+    Attributes:
+        loss: loss of the last step.
+        peak_mb: peak memory.
+        before_mb, setup_mb: memory without a model, and the peak before the first step.
+        states: the receipts of all workers, by rank. None for a peer.
+    """
+
+    loss: float
+    peak_mb: float
+    before_mb: float
+    setup_mb: float
+    states: list[StateReceipt] | None
+
+
+class Message(TypedDict, total=False):
+    """A message of a worker to the benchmark: who it is, a turn, its figures, or why the peer is unavailable."""
+
+    rank: int
+    pid: int
+    seconds: float
+    figures: Figures
+    absent: str
+
+
 class BenchConnection:
     """A worker's connection to the benchmark. It also measures the time of each turn.
 
@@ -90,7 +139,7 @@ class BenchConnection:
     def __init__(self, job: BenchJob) -> None:
         self._job = job
         self._connection = Client(job.address)
-        self._connection.send({"rank": int(os.environ["RANK"]), "pid": os.getpid()})
+        self._send({"rank": int(os.environ["RANK"]), "pid": os.getpid()})
         self._mark = 0.0
         self._steps_left = job.total_steps
         self.before_mb = self.setup_mb = 0.0
@@ -113,18 +162,27 @@ class BenchConnection:
             import torch
 
             torch.accelerator.synchronize()
-        self._connection.send({"seconds": (time.perf_counter() - self._mark) / self._job.steps})
+        self._send({"seconds": (time.perf_counter() - self._mark) / self._job.steps})
         if self._steps_left:
             self._wait()
 
-    def end(self, loss: float, receipts: dict[str, Any] | None, **more: Any) -> None:
-        """Report the loss of the last step, the receipts of this library's run, and other figures."""
-        memory = {"peak_mb": peak_mb(self._job.device), "before_mb": self.before_mb, "setup_mb": self.setup_mb}
-        bytes_by_rank = (receipts or {}).get("held_bytes_by_rank")
-        self._connection.send({"figures": {"loss": loss, **memory, "held": bytes_by_rank, **more}})
+    def end(self, loss: float, states: list[StateReceipt] | None = None, **facts: Unpack[RunFacts]) -> None:
+        """Report the figures of the worker."""
+        figures: Figures = {
+            "loss": loss,
+            "peak_mb": peak_mb(self._job.device),
+            "before_mb": self.before_mb,
+            "setup_mb": self.setup_mb,
+            "states": states,
+            **facts,
+        }
+        self._send({"figures": figures})
 
     def absent(self, why: str) -> None:
-        self._connection.send({"absent": why})
+        self._send({"absent": why})
+
+    def _send(self, message: Message) -> None:
+        self._connection.send(message)
 
     def _wait(self) -> None:
         self._connection.recv()  # raises EOFError, which ends this worker, if the benchmark is gone
@@ -163,7 +221,7 @@ def _of_status(field: str) -> float:
     return peak_memory_mb(torch.device("cpu"))
 
 
-def build_model(scale: BenchScale) -> Any:
+def build_model(scale: BenchScale) -> nn.Module:
     """Build a GPT-2 or a BERT without dropout, so that the losses of all solutions can be compared."""
     from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
@@ -179,10 +237,20 @@ def build_model(scale: BenchScale) -> Any:
             attention_probs_dropout_prob=0.0,
         )
         return BertForPreTraining(settings)
-    sizes: dict[str, Any] = {"n_embd": scale.hidden, "n_layer": scale.layers, "n_head": scale.heads}
-    dropouts: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    tokens: dict[str, Any] = {"vocab_size": scale.vocabulary, "bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(n_positions=scale.length, use_cache=False, **sizes, **dropouts, **tokens))
+    config = GPT2Config(
+        vocab_size=scale.vocabulary,
+        n_positions=scale.length,
+        n_embd=scale.hidden,
+        n_layer=scale.layers,
+        n_head=scale.heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # otherwise transformers warns that it guesses this
     return model
 
@@ -197,7 +265,7 @@ class RandomTokens:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         import torch
 
         if not 0 <= index < self._count:
