@@ -153,7 +153,9 @@ def convert_axolotl(values: dict[str, Value], options: Options) -> Result:
     if source.is_on("sample_packing"):
         result.set("pack_sequences", True)
     replicas = _workers(source, result)
-    _derive_accumulation(source, replicas)
+    total, micro = source.whole("batch_size"), source.whole("per_device_train_batch_size") or 1
+    if total and source.get("gradient_accumulation_steps") is None:
+        source.defaults = {**source.defaults, "gradient_accumulation_steps": max(1, total // (micro * replicas))}
     length = convert_training(source, result, options, held_out=None, replicas=replicas)
     _evaluation(source, result, options, length)
     _schedule(source, result)
@@ -214,13 +216,6 @@ def _data_set(one: Source, result: Result) -> None:
     if names not in (None, {"role": "from", "content": "value"}, {"role": "role", "content": "content"}):
         result.miss("datasets.message_property_mappings", names, "rename the keys to role and content")
     result.close(one, DATA_KEYS, prefix="datasets.")
-
-
-def _derive_accumulation(source: Source, replicas: int) -> None:
-    """Set the default of the accumulation, which follows from axolotl's total ``batch_size``."""
-    total, micro = source.whole("batch_size"), source.whole("per_device_train_batch_size") or 1
-    if total and source.get("gradient_accumulation_steps") is None:
-        source.defaults = {**source.defaults, "gradient_accumulation_steps": max(1, total // (micro * replicas))}
 
 
 def _workers(source: Source, result: Result) -> int:

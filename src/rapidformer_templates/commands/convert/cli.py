@@ -16,11 +16,11 @@ from rapidformer_templates.commands.convert.megatron import arguments_of_script,
 from rapidformer_templates.commands.convert.result import Options, Result, as_yaml, remarks
 from rapidformer_templates.commands.convert.source import Value, mapping_of, read_text
 from rapidformer_templates.commands.convert.trl import convert_arguments
-from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
 from rapidformer_templates.planning.config import dashed
 from rapidformer_templates.planning.device_kinds import DEVICE_KINDS
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
+from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.tasks import TASKS, check_data_flags, check_task_flags
 from rapidformer_templates.run.best import check_metric
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer convert``."""
-    parser = Parser(
+    parser = CommandParser(
         prog="rapidformer convert",
         description="Convert a configuration of another trainer to a YAML file for --config, name what has no "
         "counterpart, and check that the plan of the result resolves.",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from rapidformer_templates.commands.convert.llama_factory_v1 import convert_version_1
 from rapidformer_templates.commands.convert.result import Options, Result, keys
 from rapidformer_templates.commands.convert.settings import (
@@ -16,7 +13,7 @@ from rapidformer_templates.commands.convert.settings import (
     set_optimizer,
     set_quantized_base,
 )
-from rapidformer_templates.commands.convert.source import Source, Value
+from rapidformer_templates.commands.convert.source import Source, Value, read_json
 from rapidformer_templates.commands.convert.training import DEFAULTS as ARGUMENTS
 from rapidformer_templates.commands.convert.training import IGNORED, REASONS, convert_training
 from rapidformer_templates.errors import ConfigError
@@ -163,8 +160,8 @@ def _data(source: Source, result: Result, options: Options, kind: str) -> None:
 def _data_set(source: Source, result: Result, options: Options, name: str) -> None:
     """Set a data set that ``dataset_info.json`` describes. Without that file, its name is also that of its file."""
     folder = source.text("dataset_dir") or "data"
-    known = next((one for base in options.folders if (one := _described(base / folder, name)) is not None), None)
-    info = Source(known or {})
+    descriptions = (read_json(base / folder / "dataset_info.json") or {} for base in options.folders)
+    info = Source(next((one for sets in descriptions if isinstance(one := sets.get(name), dict)), {}))
     hub, file = info.text("hf_hub_url"), info.text("file_name")
     if hub and not file:
         set_data_set(result, hub, info.text("subset"))
@@ -177,16 +174,6 @@ def _data_set(source: Source, result: Result, options: Options, name: str) -> No
             result.set("text_column", column)
         elif role in ("images", "videos", "audios", "tools"):
             raise ConfigError(f"dataset: {name} has {role}, which are not supported", where="dataset")
-
-
-def _described(folder: Path, name: str) -> dict[str, Value] | None:
-    """Return the description of a data set, or None if there is none."""
-    try:
-        described = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    one = described.get(name) if isinstance(described, dict) else None
-    return one if isinstance(one, dict) else None
 
 
 def _model(source: Source, result: Result) -> None:

@@ -147,8 +147,10 @@ def arguments_of_script(text: str) -> tuple[str, dict[str, Value], int | None]:
     for words in commands(text):
         scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
         if scripts and any(word.startswith("--") for word in words[scripts[0] + 1 :]):
-            launcher = _arguments(words[: scripts[0]])
-            return words[scripts[0]], _arguments(words[scripts[0] + 1 :]), _workers_of(launcher)
+            launcher = {name.replace("-", "_"): str(value) for name, value in _arguments(words[: scripts[0]]).items()}
+            local, nodes = launcher.get("nproc_per_node", ""), launcher.get("nnodes", "")
+            workers = int(local) * (int(nodes) if nodes.isdecimal() else 1) if local.isdecimal() else None
+            return words[scripts[0]], _arguments(words[scripts[0] + 1 :]), workers
     hint = "the file must contain a command such as: torchrun … pretrain_gpt.py --num-layers …"
     raise ConfigError("no command with a training script and its arguments was read", where="FILE", hint=hint)
 
@@ -165,13 +167,6 @@ def _arguments(words: Sequence[str]) -> dict[str, Value]:
             before = arguments[name]
             arguments[name] = word if before is True else f"{before} {word}"
     return arguments
-
-
-def _workers_of(launcher: Mapping[str, Value]) -> int | None:
-    counts = [
-        str(launcher.get(name, launcher.get(name.replace("_", "-"), ""))) for name in ("nproc_per_node", "nnodes")
-    ]
-    return int(counts[0]) * int(counts[1] if counts[1].isdecimal() else 1) if counts[0].isdecimal() else None
 
 
 def convert_megatron(script: str, values: Mapping[str, Value], workers: int | None, options: Options) -> Result:
@@ -193,9 +188,8 @@ def convert_megatron(script: str, values: Mapping[str, Value], workers: int | No
     source = Source(values, defaults=DEFAULTS)
     result = Result()
     result.set("task", options.task or "pretraining")
-    kind = _model_type(script, source)
+    kind = _model(source, script)
     result.set("model_type", kind)
-    _read_usual_sizes(source, kind)
     for name in SAME:
         result.set(name.replace("-", "_"), _plain(source.get(name)))
     for name, flag in OTHER.items():
@@ -204,7 +198,6 @@ def convert_megatron(script: str, values: Mapping[str, Value], workers: int | No
     _workers(source, result, options.world_size or workers)
     _length(source, result)
     _precision(source, result)
-    _recomputation(source, result)
     _data(source, result, kind)
     _outputs(source, result)
     _drop_idle(result)
@@ -239,24 +232,22 @@ def _plain(value: Value) -> Value:
     return value
 
 
-def _model_type(script: str, source: Source) -> str:
+def _model(source: Source, script: str) -> str:
+    """Return the type of the model, and read sizes that every model of this type has."""
     stem = PurePath(script).stem
     if stem not in SCRIPTS:
         hint = f"{', '.join(f'{name}.py' for name in SCRIPTS)} are read"
         raise ConfigError(f"{stem}.py has no counterpart", where=script, hint=hint)
+    kind = SCRIPTS[stem]
     if stem.endswith("gpt") and (source.is_on("swiglu") or source.text("position-embedding-type") == "rope"):
-        return "llama"
-    return SCRIPTS[stem]
-
-
-def _read_usual_sizes(source: Source, kind: str) -> None:
-    """Read sizes that every model of this kind has."""
+        kind = "llama"
     width, heads = source.whole("hidden-size"), source.whole("num-attention-heads")
     usual: dict[str, Value] = {"kv-channels": width // heads if width and heads else None}
     usual |= OF_LLAMA if kind == "llama" else {"ffn-hidden-size": 4 * width if width else None}
     for name, value in usual.items():
         if str(source.values.get(name)) == str(value):
             source.get(name)
+    return kind
 
 
 def _dropout(source: Source, result: Result) -> None:
@@ -305,6 +296,7 @@ def _length(source: Source, result: Result) -> None:
 
 
 def _precision(source: Source, result: Result) -> None:
+    """Convert the precision, the kernel of the attention, and recomputation."""
     for name in ("fp16", "bf16"):
         if source.is_on(name):
             result.set("mixed_precision", name)
@@ -312,9 +304,6 @@ def _precision(source: Source, result: Result) -> None:
         result.set("grad_reduce_dtype", "bf16")
     if source.text("attention-backend") == "flash":
         result.set("use_flash_attn", True)
-
-
-def _recomputation(source: Source, result: Result) -> None:
     method, layers = source.text("recompute-method"), source.whole("recompute-num-layers")
     if source.is_on("recompute-activations"):
         result.set("recompute_granularity", "selective")

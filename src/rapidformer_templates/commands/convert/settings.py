@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rapidformer_templates.commands.convert.result import Result
-from rapidformer_templates.commands.convert.source import Source, Value
+from rapidformer_templates.commands.convert.source import Source, Value, read_json
 from rapidformer_templates.planning.trackers import PACKAGES
 
 OPTIMIZERS = {
@@ -140,6 +139,11 @@ def set_trackers(result: Result, key: str, names: Iterable[str], run: str | None
 
 SHARDING = {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "auto_wrap", "offload", "no_shard"}
 
+IDLE_FSDP: dict[str, Value] = {
+    "min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False,
+}  # fmt: skip
+"""Options that transformers writes into every file of arguments, also without FSDP."""
+
 
 def set_fsdp(result: Result, source: Source) -> None:
     """Set the flags of FSDP from the keys ``fsdp`` and ``fsdp_config``.
@@ -150,7 +154,9 @@ def set_fsdp(result: Result, source: Source) -> None:
     words = set(source.words("fsdp")) if not isinstance(value, bool) else ({"full_shard"} if value else set())
     if isinstance(options, str):
         result.miss(source.own("fsdp_config"), options, "write its options as fsdp flags (docs/partitioning.md)")
-    settings = _fsdp_settings(options)
+    mapping = options if isinstance(options, dict) else {}
+    settings = {name.removeprefix("fsdp_"): value for name, value in mapping.items()}  # some versions write the prefix
+    settings = {name: value for name, value in settings.items() if value != IDLE_FSDP.get(name, ...)}
     version_2 = value is None and bool(settings)
     if (not words and not version_2) or "no_shard" in words:
         return
@@ -169,15 +175,6 @@ def set_fsdp(result: Result, source: Source) -> None:
         result.miss(source.own("fsdp"), word, "full_shard, shard_grad_op and hybrid_shard are known")
 
 
-def _fsdp_settings(options: Value) -> dict[str, Value]:
-    """Return the options of FSDP by name, without the prefix that some versions write."""
-    mapping = options if isinstance(options, dict) else {}
-    settings = {name.removeprefix("fsdp_"): value for name, value in mapping.items()}
-    # transformers writes these into every file of arguments, also without FSDP.
-    idle: dict[str, Value] = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
-    return {name: value for name, value in settings.items() if value != idle.get(name, ...)}
-
-
 UNREAD_FILE = "the file is not there, so its ZeRO stage is unknown; DeepSpeed reads it in the run (deepspeed-config)"
 
 
@@ -187,7 +184,7 @@ def set_deepspeed(result: Result, source: Source, folders: Iterable[Path]) -> No
     if value in (None, False):
         return
     file = next((folder / str(value) for folder in folders if (folder / str(value)).is_file()), None)
-    content = value if isinstance(value, dict) else _json(file)
+    content = value if isinstance(value, dict) else read_json(file) if file else None
     if content is None:
         result.set("deepspeed_config", str(value))
         result.note(f"{source.own('deepspeed')}: {value}: {UNREAD_FILE}")
@@ -202,30 +199,14 @@ def set_deepspeed(result: Result, source: Source, folders: Iterable[Path]) -> No
         result.miss("offload device", "nvme", "nvme-path: DIR")
     elif "cpu" in devices.values():
         result.set("cpu_offload", True)
-    tuned = sorted(
-        key
-        for key, one in settings.items()
-        if key not in ("stage", "offload_optimizer", "offload_param") and _tuned(one)
-    )
-    if tuned:
+    converted = ("stage", "offload_optimizer", "offload_param")
+    others = {key: one for key, one in settings.items() if key not in converted}
+    if tuned := sorted(key for key, one in others.items() if one != "auto" and not isinstance(one, bool | None)):
         hint = "deepspeed-config: FILE in place of the ZeRO flag keeps them"
         result.note(
             f"{source.own('deepspeed')}: ZeRO {number}. Its other settings ({', '.join(tuned)}) are not used. {hint}"
         )
 
 
-def _json(file: Path | None) -> dict[str, Value] | None:
-    """Return the content of a JSON file, or None if there is none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file else None
-    except (ValueError, OSError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def _device(part: Value) -> Value:
     return part.get("device") if isinstance(part, dict) else None
-
-
-def _tuned(value: Value) -> bool:
-    return value not in ("auto", None) and not isinstance(value, bool)

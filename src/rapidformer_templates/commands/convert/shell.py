@@ -122,19 +122,18 @@ def _is_branch(statement: str, branches: list[_Branch], variables: dict[str, str
 
 def _holds(condition: str, variables: dict[str, str]) -> bool:
     """Return whether a condition holds, if it tests texts. ``||`` joins several tests."""
-    return any(_test_holds(part.strip(), variables) for part in condition.split("||"))
-
-
-def _test_holds(test: str, variables: dict[str, str]) -> bool:
-    inside = _TEST.fullmatch(test)
-    if inside is None:
-        return False
-    # A variable that the script does not set is empty.
-    operands = [_value(expanded(word, variables, unset="")) for word in inside[1].split()]
-    if len(operands) == 3 and operands[1] in ("==", "=", "!="):
-        return fnmatchcase(operands[0], operands[2]) == (operands[1] != "!=")
-    if len(operands) == 2 and operands[0] in ("-z", "-n"):
-        return (operands[1] == "") == (operands[0] == "-z")
+    for test in condition.split("||"):
+        inside = _TEST.fullmatch(test.strip())
+        # A variable that the script does not set is empty.
+        match [_value(expanded(word, variables, unset="")) for word in inside[1].split()] if inside else []:
+            case [text, "==" | "=" | "!=" as operator, pattern]:
+                holds = fnmatchcase(text, pattern) == (operator != "!=")
+            case ["-z" | "-n" as operator, text]:
+                holds = (text == "") == (operator == "-z")
+            case _:
+                holds = False
+        if holds:
+            return True
     return False
 
 

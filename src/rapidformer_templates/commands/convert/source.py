@@ -137,3 +137,12 @@ def mapping_of(text: str, path: Path) -> dict[str, Value]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{path} must map keys to values", where="FILE")
     return values
+
+
+def read_json(file: Path) -> dict[str, Value] | None:
+    """Return the mapping in a JSON file, or None if there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return None
+    return content if isinstance(content, dict) else None
