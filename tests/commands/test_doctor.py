@@ -147,9 +147,9 @@ def test_a_narrow_terminal_breaks_no_word(
     doctor.show(report)
     text = capsys.readouterr().out
     findings = [*report["packages"], *report["deepspeed_parts"]["parts"]]
-    words = [finding["name"] for finding in findings] + [word for finding in findings for word in finding["serves"]]
+    words = [finding.name for finding in findings] + [word for finding in findings for word in finding.serves]
     assert [word for word in words if not all(part in text for part in word.split())] == []
-    installs = [finding["detail"] for finding in findings if "pip install" in finding["detail"]]
+    installs = [finding.detail for finding in findings if "pip install" in finding.detail]
     assert len(installs) > 5
     assert [line for line in installs if line not in text] == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,11 @@ from rapidformer_templates.commands.compatibility import (
 )
 from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY, Registry
-from rapidformer_templates.planning.sources import DOCUMENTS, Document, in_words
-from rapidformer_templates.planning.switch import Rule, Switch
+from rapidformer_templates.planning.sources import DOCUMENTS, in_words
+from rapidformer_templates.planning.switch import Switch
 from rapidformer_templates.system.terminal import console
 
 MARKS = ("<!-- made by make docs -->", "<!-- end of what is made -->")
@@ -28,65 +30,37 @@ MARKS = ("<!-- made by make docs -->", "<!-- end of what is made -->")
 MADE = "Written by `make docs` from the declarations in `src/rapidformer_templates/switches/`. Do not edit."
 
 
+def main(argv: Sequence[str]) -> int:
+    """Print the catalogue.
+
+    Args:
+        argv: words after ``rapidformer switches``.
+    """
+    if build_parser().parse_args(argv).markdown:
+        print(markdown(REGISTRY, list(compatibility(REGISTRY))), end="")
+    else:
+        show(REGISTRY)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``rapidformer switches``."""
+    parser = CommandParser(
+        prog="rapidformer switches", description="List the switches, their flags, and which of them go together."
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the page docs/switches.md")
+    return parser
+
+
 def pages(registry: Registry, pairs: Pairs) -> Mapping[str, str]:
     """Return the text of each generated page by the name of its file in ``docs/``."""
-    return {
-        "switches.md": _switches_page(registry, pairs),
-        "switch-details.md": _details_page(registry),
-        "rules.md": _rules_page(registry),
-    }
-
-
-def markdown(registry: Registry, pairs: Pairs) -> str:
-    """Return all generated pages as one text."""
-    return "\n".join(pages(registry, pairs).values())
-
-
-def _switches_page(registry: Registry, pairs: Pairs) -> str:
-    refused = refused_pairs(registry, pairs)
-    count, all_pairs = sum(len(names) for _, names in refused), len(pairs) * (len(pairs) - 1) // 2
-    parts = [
-        "# Switches",
-        MADE,
-        "This page lists every switch, and the switches that go together. [Details](switch-details.md) has the flags, "
-        "requirements and receipts of each switch, and [rules](rules.md) has every combination that is refused.",
-        "## Catalogue, in the order of application",
-        _catalogue(registry),
-        "## Optimizers",
-        _optimizers(),
-        "## Compatibility",
-        "Two switches at a time, on eight GPUs with every package: "
-        "`T` Trainer, `P` Pretrainer, `F` Finetuner; `+` when what one of them requires is added; `–` never. "
-        "Numbers refer to the catalogue. A switch under its own number is used alone, "
-        f"and `optimizer` means `{spell(registry['optimizer'].on)}`.",
-        _matrix(registry, pairs),
-        "## What is refused",
-        f"{count} of {all_pairs} pairs, by the rules that refuse them. A reason is *documented* in one of the "
-        "[sources](#sources), *of a package* that the product builds on, or our *own*.",
-        _refused(refused),
-        "## Sources",
-        "\n".join(f"- **{document.name}**: {_title(document)}" for document in DOCUMENTS.values())
-        + "\n- A name in lower case is the package with that name.",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _title(document: Document) -> str:
-    return f"[{document.title}]({document.link})" if document.link else document.title
-
-
-def _details_page(registry: Registry) -> str:
-    parts = [
+    details = [
         "# Switches in detail",
         MADE,
         "The switches are in the [order of application](switches.md#catalogue-in-the-order-of-application).",
         *(_section(switch) for switch in registry.switches),
     ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _rules_page(registry: Registry) -> str:
-    parts = [
+    rules = [
         "# Rules",
         MADE,
         "A run that breaks a rule is refused before a worker starts. The refusal shows the nearest commands that work. "
@@ -96,6 +70,59 @@ def _rules_page(registry: Registry) -> str:
             ("code", "rule", "why", "source"),
             [(rule.code, rule.title, rule.why, in_words(rule.source)) for rule in registry.all_rules],
         ),
+    ]
+    return {
+        "switches.md": _switches_page(registry, pairs),
+        "switch-details.md": "\n\n".join(details) + "\n",
+        "rules.md": "\n\n".join(rules) + "\n",
+    }
+
+
+def markdown(registry: Registry, pairs: Pairs) -> str:
+    """Return all generated pages as one text."""
+    return "\n".join(pages(registry, pairs).values())
+
+
+def _switches_page(registry: Registry, pairs: Pairs) -> str:
+    catalogue = [
+        (str(number), switch.name, switch.summary, _flags(switch)) for number, switch in enumerate(registry.switches, 1)
+    ]
+    numbers = [number for number, *_ in catalogue]
+    matrix = [
+        [f"{number} {switch.name}", *(pair.cell for pair in row), *[""] * (len(numbers) - len(row))]
+        for number, switch, row in zip(numbers, registry.switches, pairs, strict=True)
+    ]
+    groups = refused_pairs(registry, pairs)
+    count, all_pairs = sum(len(names) for _, names in groups), len(pairs) * (len(pairs) - 1) // 2
+    refused = []
+    for rules, names in groups:
+        codes, reasons = " ".join(rule.code for rule in rules), ", ".join(dict.fromkeys(map(rule_origin, rules)))
+        refused.append((codes, reasons, str(len(names)), ", ".join(names)))
+    sources = [
+        f"- **{document.name}**: " + (f"[{document.title}]({document.link})" if document.link else document.title)
+        for document in DOCUMENTS.values()
+    ]
+    parts = [
+        "# Switches",
+        MADE,
+        "This page lists every switch, and the switches that go together. [Details](switch-details.md) has the flags, "
+        "requirements and receipts of each switch, and [rules](rules.md) has every combination that is refused.",
+        "## Catalogue, in the order of application",
+        table(("", "switch", "what it does", "flags"), catalogue),
+        "## Optimizers",
+        _optimizers(),
+        "## Compatibility",
+        "Two switches at a time, on eight GPUs with every package: "
+        "`T` Trainer, `P` Pretrainer, `F` Finetuner; `+` when what one of them requires is added; `–` never. "
+        "Numbers refer to the catalogue. A switch under its own number is used alone, "
+        f"and `optimizer` means `{spell(registry['optimizer'].on)}`.",
+        table(["", *numbers], matrix),
+        "## What is refused",
+        f"{count} of {all_pairs} pairs, by the rules that refuse them. A reason is *documented* in one of the "
+        "[sources](#sources), *of a package* that the product builds on, or our *own*.",
+        table(("rules", "source of the reason", "pairs", "which"), refused),
+        "## Sources",
+        "\n".join([*sources, "- A name in lower case is the package with that name."]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -117,13 +144,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _flags(switch: Switch) -> str:
     return " ".join(f"`{spelling(name)}`" for name in switch.fields) or "computed from the two batch sizes"
-
-
-def _catalogue(registry: Registry) -> str:
-    rows = [
-        (str(number), switch.name, switch.summary, _flags(switch)) for number, switch in enumerate(registry.switches, 1)
-    ]
-    return table(("", "switch", "what it does", "flags"), rows)
 
 
 def _section(switch: Switch) -> str:
@@ -158,34 +178,9 @@ def _optimizers() -> str:
     for name, facts in OPTIMIZERS.items():
         needs = " and ".join(filter(None, (facts.needs_package, "a GPU" if facts.needs_cuda else "")))
         fallback = facts.fallback.path if facts.fallback else ""
-        rows.append(
-            (
-                f"`{name}`",
-                facts.implementation.path,
-                fallback,
-                needs,
-                f"{facts.state_bytes:g}",
-                ", ".join(sorted(facts.not_under)),
-            )
-        )
+        state, not_under = f"{facts.state_bytes:g}", ", ".join(sorted(facts.not_under))
+        rows.append((f"`{name}`", facts.implementation.path, fallback, needs, state, not_under))
     return table(("", "class", "without apex or a GPU", "needs", "state, bytes per parameter", "not under"), rows)
-
-
-def _matrix(registry: Registry, pairs: Pairs) -> str:
-    numbers = [str(n) for n in range(1, len(registry.switches) + 1)]
-    rows = [
-        [f"{number} {switch.name}", *(pair.cell for pair in row), *[""] * (len(numbers) - len(row))]
-        for number, switch, row in zip(numbers, registry.switches, pairs, strict=True)
-    ]
-    return table(["", *numbers], rows)
-
-
-def _refused(pairs: Sequence[tuple[tuple[Rule, ...], list[str]]]) -> str:
-    rows = []
-    for rules, names in pairs:
-        codes, reasons = " ".join(rule.code for rule in rules), ", ".join(dict.fromkeys(map(rule_origin, rules)))
-        rows.append((codes, reasons, str(len(names)), ", ".join(names)))
-    return table(("rules", "source of the reason", "pairs", "which"), rows)
 
 
 def show(registry: Registry) -> None:

@@ -8,15 +8,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rapidformer_templates.commands.predict import GenerationFlags, precision
-from rapidformer_templates.commands.saved_model_parser import parser_of_saved, words_of_saved
+from rapidformer_templates.commands.saved_model import (
+    GenerationFlags,
+    generation_of,
+    model_on_device,
+    parser_of_saved,
+    words_of_saved,
+)
 from rapidformer_templates.data.text.files import NOT_UTF8, UTF8_HINT
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.model_files import check_model_files
 from rapidformer_templates.planning.config import subset_of_flags
-from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import LaunchFlags, ModelFlags, TrainingFlags, flag
 from rapidformer_templates.run.out_of_memory import explained_without_plan
 from rapidformer_templates.run.saved_model import SavedModel, load_saved_task
@@ -80,24 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if task.auto_class != "AutoModelForCausalLM":  # pretraining of an encoder
         raise _cannot_chat(task.name, saved)
 
-    from rapidformer_templates.data.generation import Generation
     from rapidformer_templates.run.conversation import Conversation
-    from rapidformer_templates.system import accelerator
-    from rapidformer_templates.system.workers import join
 
-    options = config.user
     with (
         explained_without_plan(str(saved.folder), "a device with more memory, or a smaller model"),
-        join(detect(None, "", device=config.launch.device).device) as workers,
+        model_on_device(task, config) as (model, _),
     ):
-        model: Any = task.build_model().eval()
-        accelerator.move(model, workers.device)
-        generation = Generation(options.max_new_tokens, options.temperature, config.training.seed)
-        conversation = Conversation(model, task.tokenizer, generation, options.system)
+        conversation = Conversation(model, task.tokenizer, generation_of(config), config.user.system)
         if conversation.is_plain:
             print("note: the tokenizer has no chat template: a plain one is used", file=sys.stderr)
-        with precision(config, workers):
-            talk(conversation, at_terminal=sys.stdin.isatty() and sys.stdout.isatty(), name=str(saved.folder))
+        talk(conversation, at_terminal=sys.stdin.isatty() and sys.stdout.isatty(), name=str(saved.folder))
     return 0
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import shtab
 
-from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.planning.config import build_parser as flags_parser
 from rapidformer_templates.planning.config import field_types, value_kind
+from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import REGISTRY, load_object, switch_options
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer completion``."""
-    parser = Parser(
+    parser = CommandParser(
         prog="rapidformer completion",
         description='Print a script that completes commands and flags. bash: eval "$(rapidformer completion bash)"',
     )
@@ -67,21 +67,16 @@ def whole_parser() -> argparse.ArgumentParser:
 
 def _training_parser(prog: str, more: Sequence[type]) -> argparse.ArgumentParser:
     """Return the parser of a training command with the choices of its flags. The real parser does not have them."""
-    parser = flags_parser(prog, [*switch_options().values(), *more], None, "")
-    choices = _choices([*SECTIONS.values(), *switch_options().values(), *more])
-    for action in parser._actions:
-        action.choices = choices.get(action.dest)
-    return parser
-
-
-def _choices(options: Iterable[type]) -> dict[str, Sequence[str]]:
-    """Return the values of each flag that has a fixed set of values or suggests some."""
-    fields = ((kind, field) for kind in options for field in dataclasses.fields(kind))
-    listed = {
+    options = [*switch_options().values(), *more]
+    parser = flags_parser(prog, options, None, "")
+    choices = {
         field.name: value_kind(field_types(kind)[field.name])[1] or field.metadata.get("offered", ())
-        for kind, field in fields
+        for kind in (*SECTIONS.values(), *options)
+        for field in dataclasses.fields(kind)
     }
-    return {name: choices for name, choices in listed.items() if choices}
+    for action in parser._actions:
+        action.choices = choices.get(action.dest) or None
+    return parser
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

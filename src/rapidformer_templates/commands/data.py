@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.config import dashed
+from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.system.signals import interruptible
 
 TOKENIZER_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer")
@@ -28,46 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = build_parser().parse_args(words)
         with interruptible("interrupted; nothing was written", "run it again: it starts from the beginning"):
-            status: int = options.run(options)
+            run_tool: Callable[[argparse.Namespace], int] = load_object(options.run)
+            status = run_tool(options)
     except RapidformerError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status
     return status
 
 
-def _preprocess(options: argparse.Namespace) -> int:
-    from rapidformer_templates.commands import data_preprocess as preprocess_command
-
-    return preprocess_command.main(options)
-
-
-def _merge(options: argparse.Namespace) -> int:
-    from rapidformer_templates.commands import data_sets as indexed_commands
-
-    return indexed_commands.merge_main(options)
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    from rapidformer_templates.commands import data_sets as indexed_commands
-
-    return indexed_commands.inspect_main(options)
-
-
-def _verify(options: argparse.Namespace) -> int:
-    from rapidformer_templates.commands import data_sets as indexed_commands
-
-    return indexed_commands.verify_main(options)
-
-
-def _tokenizer(options: argparse.Namespace) -> int:
-    from rapidformer_templates.data.text import train_tokenizer
-
-    return train_tokenizer.main(options)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer data``."""
-    parser = Parser(prog="rapidformer data", description="Make, join and inspect data sets for pretraining.")
+    parser = CommandParser(prog="rapidformer data", description="Make, join and inspect data sets for pretraining.")
     commands = parser.add_subparsers(required=True, metavar="preprocess|merge|inspect|verify|tokenizer")
 
     preprocess = commands.add_parser("preprocess", help="convert raw text to Megatron's indexed data sets")
@@ -98,13 +70,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="how much of the text the fast backend is compared with the plain one on (sample: 1 part in 64)",
     )
     _add_output(preprocess)
-    preprocess.set_defaults(run=_preprocess)
+    preprocess.set_defaults(run="rapidformer_templates.commands.data_preprocess:main")
 
     merge = commands.add_parser("merge", help="merge several indexed data sets into one")
     merge.add_argument("--input", nargs="+", required=True, metavar="P", help="prefixes in order, or folders of sets")
     merge.add_argument("--output-prefix", required=True, metavar="P", help="prefix of the new set")
     _add_output(merge)
-    merge.set_defaults(run=_merge)
+    merge.set_defaults(run="rapidformer_templates.commands.data_sets:merge_main")
 
     inspect = commands.add_parser("inspect", help="show the contents of indexed data sets")
     inspect.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
@@ -120,13 +92,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_tokenizer(inspect)
     _add_json(inspect)
-    inspect.set_defaults(run=_inspect)
+    inspect.set_defaults(run="rapidformer_templates.commands.data_sets:inspect_main")
 
     verify = commands.add_parser("verify", help="compare indexed data sets with their checksums")
     verify.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
     verify.add_argument("--write-sums", action="store_true", help="write checksums for sets that have none")
     _add_json(verify)
-    verify.set_defaults(run=_verify)
+    verify.set_defaults(run="rapidformer_templates.commands.data_sets:verify_main")
 
     tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on raw text")
     _add_text(tokenizer)
@@ -149,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     tokenizer.add_argument("--lower-case", action="store_true", help="wordpiece: ignore case and accents")
     _add_output(tokenizer)
-    tokenizer.set_defaults(run=_tokenizer)
+    tokenizer.set_defaults(run="rapidformer_templates.data.text.train_tokenizer:main")
     return parser
 
 

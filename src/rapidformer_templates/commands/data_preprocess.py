@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rapidformer_templates.data.indexed.dataset import type_for
 from rapidformer_templates.data.text.encoding import EncodingRecipe
@@ -20,6 +20,9 @@ from rapidformer_templates.models.tokenizers import (
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.system.files import to_json
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 FOLDER = frozenset({"tokenizer_path", "pretrained_model_name_or_path", "trust_remote_code"})
 TOKENIZER_FLAGS = {
     "HuggingFaceTokenizer": FOLDER,
@@ -35,7 +38,7 @@ def is_tokenizer_named(options: argparse.Namespace) -> bool:
     return any(getattr(options, name) for name in ("tokenizer_type", *set().union(*TOKENIZER_FLAGS.values())))
 
 
-def tokenizer_of(options: argparse.Namespace) -> Any:
+def tokenizer_of(options: argparse.Namespace) -> PreTrainedTokenizerFast:
     """Load the tokenizer of the options. See :func:`~rapidformer_templates.models.tokenizers.load_tokenizer`.
 
     Raises:
@@ -109,7 +112,7 @@ def _show(result: PreprocessResult, vocabulary: int) -> None:
     print(f"{seconds:.1f} s, {tokens / seconds:,.0f} tokens/s, {documents / seconds:,.0f} documents/s")
 
 
-def _facts(result: PreprocessResult, vocabulary: int) -> dict[str, Any]:
+def _facts(result: PreprocessResult, vocabulary: int) -> dict[str, object]:
     return {
         "sets": [
             {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from rich.table import Table
 
@@ -23,8 +23,19 @@ from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.system.files import to_json
 from rapidformer_templates.system.terminal import console
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 SHOWN_TOKENS = 24
 """Number of tokens per document that ``inspect --show`` prints. The printed text covers ten times this number."""
+
+
+class FirstDocument(TypedDict):
+    """A document that ``inspect --show`` prints: its length in tokens, its first tokens, and their text."""
+
+    length: int
+    tokens: list[int]
+    text: NotRequired[str]
 
 
 def merge_main(options: argparse.Namespace) -> int:
@@ -44,10 +55,17 @@ def merge_main(options: argparse.Namespace) -> int:
 
 def inspect_main(options: argparse.Namespace) -> int:
     """Print the contents of data sets and return the exit status."""
-    decode = _decoder(options)
+    from rapidformer_templates.commands.data_preprocess import is_tokenizer_named, tokenizer_of
+
+    tokenizer = None
+    if is_tokenizer_named(options):
+        if not options.show:
+            hint = "add --show N, or leave it out"
+            raise ConfigError("a tokenizer has an effect only with --show", where="inspect", hint=hint)
+        tokenizer = tokenizer_of(options)
     prefixes = prefixes_of(options.input)
     about_sets = [statistics_of(prefix) for prefix in prefixes]
-    shown = {prefix: _first_documents(prefix, options.show, decode) for prefix in prefixes}
+    shown = {prefix: _first_documents(prefix, options.show, tokenizer) for prefix in prefixes}
     losses = {prefix: _unigram_loss(prefix, options.split) for prefix in prefixes} if options.split else {}
     if options.json:
         sets = [
@@ -66,7 +84,7 @@ def inspect_main(options: argparse.Namespace) -> int:
         for number, document in enumerate(shown[facts.prefix]):
             more = " …" if document["length"] > SHOWN_TOKENS else ""
             print(f"document {number:,}, {document['length']:,} tokens: {' '.join(map(str, document['tokens']))}{more}")
-            if decode:
+            if tokenizer:
                 print(f"  {document['text']!r}")
         if losses:
             loss = losses[facts.prefix]
@@ -93,29 +111,18 @@ def _unigram_loss(prefix: str, split: str) -> float:
     return unigram_loss(dataset, train, valid)
 
 
-def _decoder(options: argparse.Namespace) -> Any:
-    """Load the tokenizer that decodes the shown documents. Return None if the options name no tokenizer."""
-    from rapidformer_templates.commands.data_preprocess import is_tokenizer_named, tokenizer_of
-
-    if not is_tokenizer_named(options):
-        return None
-    if not options.show:
-        raise ConfigError(
-            "a tokenizer has an effect only with --show", where="inspect", hint="add --show N, or leave it out"
-        )
-    return tokenizer_of(options)
-
-
-def _first_documents(prefix: str, count: int, tokenizer: Any) -> list[dict[str, Any]]:
+def _first_documents(prefix: str, count: int, tokenizer: PreTrainedTokenizerFast | None) -> list[FirstDocument]:
     dataset = IndexedDataset(prefix)
     bounds = dataset.documents[: count + 1]
-    documents = []
+    documents: list[FirstDocument] = []
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         length = int(dataset.lengths[first:last].sum())
         start = int(dataset.pointers[first]) // dataset.dtype.itemsize
         tokens = dataset.tokens[start : start + min(length, 10 * SHOWN_TOKENS)].tolist()
-        text = {"text": tokenizer.decode(tokens)} if tokenizer else {}
-        documents.append({"length": length, "tokens": tokens[:SHOWN_TOKENS], **text})
+        document: FirstDocument = {"length": length, "tokens": tokens[:SHOWN_TOKENS]}
+        if tokenizer:
+            document["text"] = str(tokenizer.decode(tokens))
+        documents.append(document)
     return documents
 
 

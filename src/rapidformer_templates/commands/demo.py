@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import DataError, ModelError
+from rapidformer_templates.planning.flag_parser import CommandParser
 
 INSTALL = "pip install 'rapidformer_templates[demo]'"
 DATA_NAME = "tweets"
@@ -97,7 +97,11 @@ def main(argv: Sequence[str]) -> int:
     if options.prepare:
         print(model)
         return 0
-    run = _free_folder(options.save)
+    run = options.save
+    if run.exists():  # so that an earlier demo is never overwritten
+        numbered = (run.with_name(f"{run.name}-{number}") for number in itertools.count(2))
+        run = next(folder for folder in numbered if not folder.exists())
+        print(f"{options.save} already exists and is left unchanged; this run goes to {run}")
     words = training_words(model, options.data, run)
     print(f"\n{shlex.join(['rapidformer', *words])}\n", flush=True)
     status = _run([sys.executable, "-m", "rapidformer_templates", *words])
@@ -108,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer demo``."""
-    parser = Parser(
+    parser = CommandParser(
         prog="rapidformer demo", description="Fine-tune a pretrained MiniLM on labelled tweets with 2 workers."
     )
     parser.add_argument("--save", type=Path, default=Path("runs/demo"), metavar="DIR", help="run folder (%(default)s)")
@@ -132,15 +136,6 @@ def training_words(model: Path, data: Path, run: Path) -> list[str]:
         *("--lr", "2e-4", "--lr-warmup-fraction", "0.1", "--log-interval", "5"),
         *("--nproc-per-node", "2", "--save", str(run)),
     ]
-
-
-def _free_folder(preferred: Path) -> Path:
-    """Return a run folder that does not exist yet, so that an earlier demo is never overwritten."""
-    names = itertools.chain([preferred], (preferred.with_name(f"{preferred.name}-{n}") for n in itertools.count(2)))
-    run = next(name for name in names if not name.exists())
-    if run != preferred:
-        print(f"{preferred} already exists and is left unchanged; this run goes to {run}")
-    return run
 
 
 def _run(command: list[str]) -> int:

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
-from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError, RapidformerError, did_you_mean
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, version_of
+from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.planning.optimizers import OPTIMIZER_PACKAGES, OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.trackers import INSTALL as INSTALL_TRACKERS
@@ -109,6 +109,61 @@ class DoctorFinding:
     serves: tuple[str, ...] = ()
 
 
+class AcceleratorFacts(TypedDict):
+    """The accelerator that torch sees."""
+
+    kind: str
+    count: int
+    name: str | None
+
+
+class ImportFacts(TypedDict, total=False):
+    """Facts that :data:`PROBE` prints about a package. Only torch has ``cuda``, ``gpus`` and ``accelerator``."""
+
+    start: str
+    end: str
+    error: str | None
+    gone: list[tuple[str, str]]
+    cuda: str | None
+    gpus: list[tuple[str, str, int]]
+    accelerator: AcceleratorFacts
+
+
+class GpuFacts(TypedDict):
+    """A GPU of the machine."""
+
+    name: str
+    compute_capability: str
+    memory_gb: float
+
+
+class MachineFacts(TypedDict):
+    """The machine: its processors, devices and memory."""
+
+    python: str
+    rapidformer_templates: str
+    torch_cuda: str | None
+    gpus: list[GpuFacts]
+    accelerator: AcceleratorFacts | None
+    cores: int
+    memory_gb: float
+
+
+class PartsFindings(TypedDict):
+    """DeepSpeed's compiled parts, and their folder. Both are empty without DeepSpeed."""
+
+    folder: str | None
+    parts: list[DoctorFinding]
+
+
+class DoctorFindings(TypedDict):
+    """All findings, in the form that ``--json`` prints."""
+
+    machine: MachineFacts
+    packages: list[DoctorFinding]
+    deepspeed_parts: PartsFindings
+
+
 def main(words: Sequence[str]) -> int:
     """Run the command.
 
@@ -129,7 +184,7 @@ def main(words: Sequence[str]) -> int:
         _build(names or [part for part in deepspeed_parts.PARTS if not build_tools.problems(part, device)], device)
     report = examine(device)
     if options.json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps(report, indent=2, default=dataclasses.asdict))
     else:
         show(report)
     return 0
@@ -137,7 +192,7 @@ def main(words: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer doctor``."""
-    parser = Parser(
+    parser = CommandParser(
         prog="rapidformer doctor",
         description="Show what this machine has: its devices, the installed packages, what each of them serves, what\n"
         "does not work, and what to do about it. It imports the packages in another process.",
@@ -165,24 +220,19 @@ def _build(parts: Sequence[str], device: str) -> None:
     deepspeed_parts.build(parts, device)
 
 
-def examine(device: str) -> dict[str, Any]:
-    """Return all findings in the form that ``--json`` prints."""
+def examine(device: str) -> DoctorFindings:
+    """Examine the machine and its packages."""
     names = [name for name in (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES) if find_spec(name) is not None]
     probed = probe({name: MODULES.get(name, name) for name in names})
-    torch = probed.get("torch", {})
+    torch = probed.get("torch", ImportFacts())
     has_gpu = bool(torch.get("gpus"))
     listed = (name for name in OPTIONAL_PACKAGES if name in probed or name not in BACKENDS)
     packages = [_package(name, probed.get(name), has_gpu) for name in (*REQUIRED_PACKAGES, *listed)]
-    parts, root = _parts(device)
-    return {
-        "machine": _machine(torch),
-        "packages": [dataclasses.asdict(finding) for finding in packages],
-        "deepspeed_parts": {"folder": root, "parts": [dataclasses.asdict(finding) for finding in parts]},
-    }
+    return {"machine": _machine(torch), "packages": packages, "deepspeed_parts": _parts(device)}
 
 
-def _machine(torch: dict[str, Any]) -> dict[str, Any]:
-    gpus = [
+def _machine(torch: ImportFacts) -> MachineFacts:
+    gpus: list[GpuFacts] = [
         {"name": name, "compute_capability": capability, "memory_gb": round(size / 2**30, 1)}
         for name, capability, size in torch.get("gpus", ())
     ]
@@ -228,14 +278,20 @@ def _install(package: str) -> str:
     return next((text for text in declared if text), f"pip install {package}")
 
 
-def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> DoctorFinding:
+def _package(name: str, probed: ImportFacts | None, has_gpu: bool) -> DoctorFinding:
+    """Return the finding about a package. ``probed`` is None if it is not installed."""
     needed_by = ("everything",) if name in REQUIRED_PACKAGES else serves(name)
     if probed is None:
         return DoctorFinding(name, "not installed", detail=_install(name), serves=needed_by)
     installed = _version(name)
-    if name == "apex" and not _is_nvidia_apex():
-        return DoctorFinding(name, "not Nvidia's", installed, _install(name), needed_by)
-    if not has_gpu and (name in NEEDS_GPU or _had_no_cpu_form(name, installed)):
+    if name == "apex":
+        spec = find_spec(name)
+        folders = (spec.submodule_search_locations if spec else None) or ()
+        if not any(Path(folder, "optimizers").is_dir() for folder in folders):
+            return DoctorFinding(name, "not Nvidia's", installed, _install(name), needed_by)
+    on_cpu_since = OPTIMIZER_PACKAGES[name].cpu_since if name in OPTIMIZER_PACKAGES else None
+    has_no_cpu_form = on_cpu_since is not None and version_of(installed) < on_cpu_since
+    if not has_gpu and (name in NEEDS_GPU or has_no_cpu_form):
         return DoctorFinding(name, "needs a GPU", installed, "torch sees none here", needed_by)
     if probed["error"]:
         return DoctorFinding(name, "does not import", installed, probed["error"], needed_by)
@@ -245,28 +301,16 @@ def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> DoctorF
     return DoctorFinding(name, "ok", installed, serves=needed_by)
 
 
-def _had_no_cpu_form(package: str, version: str) -> bool:
-    """Whether optimizers of the package work on CPUs only in a later version."""
-    since = OPTIMIZER_PACKAGES[package].cpu_since if package in OPTIMIZER_PACKAGES else None
-    return since is not None and version_of(version) < since
-
-
-def _is_nvidia_apex() -> bool:
-    spec = find_spec("apex")
-    folders = spec.submodule_search_locations if spec else None
-    return any(Path(folder, "optimizers").is_dir() for folder in folders or ())
-
-
-def probe(modules: dict[str, str]) -> dict[str, dict[str, Any]]:
+def probe(modules: dict[str, str]) -> dict[str, ImportFacts]:
     """Import modules in a child process and return its report on each, including ``error``, by package name.
 
     If a module crashes or hangs, another round tries the remaining modules without it.
     """
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, ImportFacts] = {}
     remaining = dict(modules)
     while remaining:
         lines, end = _import_all(remaining)
-        reports = [json.loads(line) for line in lines if line.startswith(('{"start": ', '{"end": '))]
+        reports: list[ImportFacts] = [json.loads(line) for line in lines if line.startswith(('{"start": ', '{"end": '))]
         results |= {line["end"]: line for line in reports if "end" in line}
         remaining = {name: module for name, module in remaining.items() if name not in results}
         if remaining:
@@ -299,13 +343,12 @@ def _import_all(modules: dict[str, str]) -> tuple[list[str], str]:
     return text.splitlines(), how
 
 
-def _parts(device: str) -> tuple[list[DoctorFinding], str | None]:
-    """Return the findings about DeepSpeed's compiled parts, and their folder. Both are empty without DeepSpeed."""
+def _parts(device: str) -> PartsFindings:
     try:
         root = deepspeed_parts.folder(device)
     except RapidformerError:
-        return [], None  # the table of packages reports that it is missing
-    return [_part(name, root, device) for name in deepspeed_parts.PARTS], str(root)
+        return {"folder": None, "parts": []}  # the table of packages reports that it is missing
+    return {"folder": str(root), "parts": [_part(name, root, device) for name in deepspeed_parts.PARTS]}
 
 
 def _part(name: str, root: Path, device: str) -> DoctorFinding:
@@ -331,17 +374,23 @@ def _part(name: str, root: Path, device: str) -> DoctorFinding:
     return DoctorFinding(name, "built", serves=part.serves)
 
 
-def show(report: dict[str, Any]) -> None:
+def show(report: DoctorFindings) -> None:
     """Print the report as tables."""
     from rich.table import Table
 
     machine = report["machine"]
-    gpus = [f"{g['name']}, compute capability {g['compute_capability']}, {g['memory_gb']} GB" for g in machine["gpus"]]
+    devices = [
+        f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['memory_gb']} GB"
+        for gpu in machine["gpus"]
+    ]
+    if not devices and (accelerator := machine["accelerator"]):
+        name = f" ({accelerator['name']})" if accelerator["name"] else ""
+        devices = [f"{accelerator['count']} × {accelerator['kind']}{name}"]
     cuda = f"built for CUDA {machine['torch_cuda']}" if machine["torch_cuda"] else "built for CPUs only"
     about = Table(title="Machine", title_justify="left", show_header=False)
     about.add_row("python", machine["python"])
     about.add_row("rapidformer_templates", machine["rapidformer_templates"])
-    about.add_row("device", "\n".join(gpus) or _other_device(machine["accelerator"]) or f"CPU (torch is {cuda})")
+    about.add_row("device", "\n".join(devices) or f"CPU (torch is {cuda})")
     about.add_row("cores", str(machine["cores"]))
     about.add_row("memory", f"{machine['memory_gb']} GB")
     terminal = console()
@@ -351,30 +400,23 @@ def show(report: dict[str, Any]) -> None:
     if parts["folder"]:
         terminal.print(_table("DeepSpeed's compiled parts", parts["parts"]))
         print(f"in {parts['folder']}")
-    details = {finding["name"]: finding["detail"] for finding in (*report["packages"], *parts["parts"])}
+    details = {finding.name: finding.detail for finding in (*report["packages"], *parts["parts"])}
     width = max(map(len, details), default=0)
     lines = [f"  {name:<{width}}  {detail}" for name, detail in details.items() if detail]
     if lines:  # below the tables, whose columns would break commands that can be copied
         print("Details:", *lines, sep="\n")
 
 
-def _other_device(accelerator: dict[str, Any] | None) -> str:
-    """Return the name of an accelerator that is not an Nvidia GPU, or an empty string without one."""
-    if accelerator is None:
-        return ""
-    name = f" ({accelerator['name']})" if accelerator["name"] else ""
-    return f"{accelerator['count']} × {accelerator['kind']}{name}"
-
-
-def _table(title: str, findings: Sequence[dict[str, Any]]) -> Table:
+def _table(title: str, findings: Sequence[DoctorFinding]) -> Table:
     from rich.table import Table
 
     table = Table("", "state", title=title, title_justify="left")
-    words = [word for finding in findings for word in ", ".join(finding["serves"]).split()]
+    words = [word for finding in findings for word in ", ".join(finding.serves).split()]
     table.add_column("serves", min_width=max(map(len, words), default=0))
     for finding in findings:
-        state = f"{finding['version']} {finding['state']}".strip()
-        fine, absent = finding["state"] in ("ok", "built"), finding["state"].startswith("not ")
-        cells = (finding["name"], state, ", ".join(finding["serves"]))
-        table.add_row(*cells, style=None if fine else "dim" if absent else "yellow")
+        state = f"{finding.version} {finding.state}".strip()
+        fine, absent = finding.state in ("ok", "built"), finding.state.startswith("not ")
+        table.add_row(
+            finding.name, state, ", ".join(finding.serves), style=None if fine else "dim" if absent else "yellow"
+        )
     return table

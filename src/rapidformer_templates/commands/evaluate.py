@@ -6,9 +6,9 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from rapidformer_templates.commands.saved_model_parser import in_workers, parser_of_saved, words_of_saved
+from rapidformer_templates.commands.saved_model import Values, in_workers, parser_of_saved, words_of_saved
 from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.data.finetuning.locating import flags_of_sets, locate, locate_part
 from rapidformer_templates.errors import ConfigError, MistakeCollector
@@ -94,7 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         RapidformerError: the model, the data or a flag cannot be used.
     """
     saved, values = words_of_saved(build_parser(), argv, OPTIONS)
-    _check_hooks(saved, values)
+    metric_hooks = [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]
+    if metric_hooks and "task" not in values:
+        raise ConfigError(
+            f"the run's script has its own {metric_hooks[0]}, which only the script knows",
+            where=str(saved.run),
+            hint="--task NAME with --data-dir and --data-name evaluates by the library's metrics of that task",
+        )
     own_data = not any(name in values for name in WHERE)
     config = _config(saved, values, own_data=own_data)
     _check_files(config, own_data=own_data)
@@ -116,22 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return in_workers(config.launch.nproc_per_node, config.launch.master_port, check, body)
 
 
-def _check_hooks(saved: SavedModel, values: dict[str, Any]) -> None:
-    """Refuse an evaluation whose metrics would not be those of the run's script.
-
-    Raises:
-        ConfigError: the script overrides a hook of the metrics, and the command names no task.
-    """
-    metric_hooks = [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]
-    if metric_hooks and "task" not in values:
-        raise ConfigError(
-            f"the run's script has its own {metric_hooks[0]}, which only the script knows",
-            where=str(saved.run),
-            hint="--task NAME with --data-dir and --data-name evaluates by the library's metrics of that task",
-        )
-
-
-def _config(saved: SavedModel, values: dict[str, Any], *, own_data: bool) -> RunConfig:
+def _config(saved: SavedModel, values: Values, *, own_data: bool) -> RunConfig:
     """Return the flags of the evaluation as the configuration of a run that does not train.
 
     Raises:
@@ -139,7 +130,7 @@ def _config(saved: SavedModel, values: dict[str, Any], *, own_data: bool) -> Run
     """
     of_the_place = [place for name, place in WITHIN.items() if name in values and place not in values]
     names = (*OF_THE_RUN, *(OF_ITS_DATA if own_data else of_the_place))
-    of_a_run: dict[str, Any] = {"no_save": True, "lr": 0.0, "train_iters": 1}
+    of_a_run: Values = {"no_save": True, "lr": 0.0, "train_iters": 1}
     if "data_path" in values and "split" not in values:
         of_a_run["split"] = "0,1,0"
     config = saved.config(names, EvaluateFlags, **of_a_run, **values)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.errors import Suggestion
+from rapidformer_templates.errors import ConfigError, Suggestion
 from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.registry import Registry
+from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.sources import in_words
 from rapidformer_templates.planning.suggest import nearest, to_suggestion
@@ -19,6 +21,37 @@ from rapidformer_templates.planning.switch import Request, Rule
 
 NAMES = re.compile(r"--|peft|tf32|torch")
 """First words of a reason that stay in lower case."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the explanation of a rule.
+
+    Args:
+        argv: words after ``rapidformer explain``: the code as declared, or ``6``, ``rf6`` or ``RF06`` for ``RF006``.
+
+    Raises:
+        ConfigError: there is no such rule.
+    """
+    codes = [rule.code for rule in REGISTRY.all_rules]
+    code = argv[0].upper() if len(argv) == 1 else ""
+    if parts := re.fullmatch(r"([A-Z]*)(\d+)", code):
+        code = f"{parts[1] or 'RF'}{int(parts[2]):03}"
+    if code not in codes:
+        question = f"there is no rule {argv[0]}" if argv else "which rule?"
+        raise ConfigError(question, hint=f"rapidformer explain CODE, one of {', '.join(codes)}")
+    print(explain(code, REGISTRY))
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``rapidformer explain``, for its help and for completion."""
+    parser = CommandParser(
+        prog="rapidformer explain",
+        description="Print what a rule refuses, why, an example that breaks it, and what to do instead.",
+        epilog="example: rapidformer explain RF006",
+    )
+    parser.add_argument("code", nargs="?", metavar="CODE", help="code of the rule, such as RF006 or 6")
+    return parser
 
 
 @dataclass(frozen=True)

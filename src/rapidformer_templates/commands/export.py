@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.planning.config import dashed
+from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.out_of_memory import explained_without_plan
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer export``."""
-    parser = Parser(
+    parser = CommandParser(
         prog="rapidformer export",
         description="Write the model of a run as transformers' from_pretrained reads it, as the run itself would have"
         " exported it: of a run that was interrupted, of any of its checkpoints, or adapters added to their base."
@@ -146,17 +146,14 @@ def _output(options: argparse.Namespace, default: Path, *, reads: Path) -> Path:
     if output.resolve() == reads.resolve():
         what = "the adapters" if (reads / ADAPTERS).is_file() else "the run's description of its model"
         raise ConfigError(f"{what} would be replaced", where="--output", hint="give another folder")
-    if output.exists() and (others := _not_of_an_export(output)):
+    if output.is_dir():
+        others = sorted(p.name for p in output.iterdir() if p.is_dir() or not any(map(p.match, WRITTEN)))
+    else:
+        others = [output.name] if output.exists() else []
+    if others:
         message = f"{output} holds files that are not from an export, which would be lost: {', '.join(others[:3])}"
         raise ConfigError(message, where="--overwrite", hint="give another --output, or move them elsewhere")
     return output
-
-
-def _not_of_an_export(folder: Path) -> list[str]:
-    """Return the names in a folder that do not belong to an export."""
-    if not folder.is_dir():
-        return [folder.name]
-    return sorted(p.name for p in folder.iterdir() if p.is_dir() or not any(map(p.match, WRITTEN)))
 
 
 def _steps(run: RunFolder) -> list[int]:

@@ -7,17 +7,15 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-import re
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
-from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.errors import (
     ConfigError,
@@ -31,7 +29,7 @@ from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.config import RunConfig, add_flags, build_parser, parse, split, to_yaml
 from rapidformer_templates.planning.device_kinds import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.flag_parser import FlagParser
+from rapidformer_templates.planning.flag_parser import CommandParser, FlagParser
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.hub import config_is_unknown, prepare_config
 from rapidformer_templates.planning.intervals import Epochs
@@ -91,7 +89,14 @@ OTHERS = {
 }
 """Modules of the commands that have their own parser, ``build_parser``."""
 
-COMMANDS = ("plan", "switches", "explain", "doctor", *OTHERS)
+REFERENCE = {
+    "switches": "rapidformer_templates.commands.catalogue",
+    "explain": "rapidformer_templates.commands.explain",
+    "doctor": "rapidformer_templates.commands.doctor",
+}
+"""Modules of the commands about the library and the machine. ``rapidformer`` itself shows their help."""
+
+COMMANDS = ("plan", *REFERENCE, *OTHERS)
 
 
 @dataclass(frozen=True)
@@ -145,9 +150,10 @@ def _read_no_further() -> Iterator[None]:
 
 def _dispatch(words: list[str]) -> int:
     command, rest = words[0] if words else "--help", words[1:]
+    run_command: Callable[[Sequence[str]], int]
     if command in OTHERS:
-        run_other: Callable[[Sequence[str]], int] = load_object(f"{OTHERS[command]}:main")
-        return run_other(rest)
+        run_command = load_object(f"{OTHERS[command]}:main")
+        return run_command(rest)
     if command == "--version":
         print(f"rapidformer_templates {importlib.metadata.version('rapidformer_templates')}")
         return 0
@@ -157,9 +163,11 @@ def _dispatch(words: list[str]) -> int:
     if {"-h", "--help"}.intersection(words or ["--help"]):
         print(help_text(command))
         return 0
-    commands = {"plan": _plan, "switches": _switches, "explain": _explain, "doctor": _doctor}
-    if command in commands:
-        return commands[command](rest)
+    if command == "plan":
+        return _plan(rest)
+    if command in REFERENCE:
+        run_command = load_object(f"{REFERENCE[command]}:main")
+        return run_command(rest)
     if not command.startswith("-"):
         of_files = {".yaml": "--config", ".yml": "--config", ".json": "--config", ".py": "--user-script"}
         flag = of_files.get(Path(command).suffix)
@@ -186,10 +194,8 @@ def all_flags_parser() -> FlagParser:
 
 
 def own_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of the commands without a module of their parser. ``plan`` also takes training flags."""
-    from rapidformer_templates.commands.doctor import build_parser as doctor_parser
-
-    plan = Parser(
+    """Return the parsers of ``plan``, which also takes training flags, and of the commands in :data:`REFERENCE`."""
+    plan = CommandParser(
         prog="rapidformer plan",
         usage="rapidformer plan [--json | --yaml] [--world-size N] [flags of a training command]",
         description=PLAN_DESCRIPTION,
@@ -198,17 +204,7 @@ def own_parsers() -> dict[str, argparse.ArgumentParser]:
         allow_abbrev=False,
     )
     add_flags(plan, PlanFlags)
-    switches = Parser(
-        prog="rapidformer switches", description="List the switches, their flags, and which of them go together."
-    )
-    switches.add_argument("--markdown", action="store_true", help="print the page docs/switches.md")
-    explain = Parser(
-        prog="rapidformer explain",
-        description="Print what a rule refuses, why, an example that breaks it, and what to do instead.",
-        epilog="example: rapidformer explain RF006",
-    )
-    explain.add_argument("code", nargs="?", metavar="CODE", help="code of the rule, such as RF006 or 6")
-    return {"plan": plan, "switches": switches, "explain": explain, "doctor": doctor_parser()}
+    return {"plan": plan, **{name: load_object(f"{module}:build_parser")() for name, module in REFERENCE.items()}}
 
 
 PLAN_DESCRIPTION = """Resolve the flags of a training command, print the plan, and start nothing.
@@ -297,11 +293,19 @@ def _plan_script(script: str, words: list[str]) -> int:
     checks: list[Check] = []
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
-    about_script = {"file": script, "template": kind.__name__, "hooks": overridden_hooks(kind)}
+    about_script: AboutScript = {"file": script, "template": kind.__name__, "hooks": overridden_hooks(kind)}
     return _show_resolved(config, detected, options, checks, about_script, notes)
 
 
 Check = Callable[[RunConfig], object]
+
+
+class AboutScript(TypedDict):
+    """Facts about a script that its plan includes."""
+
+    file: str
+    template: str
+    hooks: Sequence[str]
 
 
 def _show_resolved(
@@ -309,7 +313,7 @@ def _show_resolved(
     detected: Environment,
     options: PlanFlags,
     checks: Iterable[Check],
-    script: Mapping[str, Any] | None = None,
+    script: AboutScript | None = None,
     notes: tuple[str, ...] = (),
 ) -> int:
     """Resolve, check and print the plan, and return the exit status."""
@@ -326,8 +330,7 @@ def _show_resolved(
             from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
 
             config = with_stages_by_memory(config, detected)
-        plan = resolve(config, detected)
-        plan = dataclasses.replace(plan, notes=(*plan.notes, *_unknown_sizes(config), *notes, *_length(config, plan)))
+        plan = _with_notes(resolve(config, detected), config, notes)
     except Refused as refused:
         if not options.json:
             raise
@@ -349,23 +352,21 @@ def _show_resolved(
     return 0
 
 
-def _length(config: RunConfig, plan: Plan) -> tuple[str, ...]:
-    """Return a note about the number of steps of a run whose ``--train-iters`` is in epochs."""
+def _with_notes(plan: Plan, config: RunConfig, notes: tuple[str, ...]) -> Plan:
+    """Return the plan with more notes: unknown sizes of the model, ``notes``, the length of a run in epochs."""
+    added = list(notes)
+    if config_is_unknown(config.model):
+        model = config.model.pretrained_model_name_or_path
+        what = f"the sizes of {model} are not known here"
+        added.insert(0, f"{what}: it is not in the cache, and the hub cannot be reached")
     epochs = config.training.train_iters
-    if not isinstance(epochs, Epochs):
-        return ()
-    is_counted = not any(REGISTRY[name].order for name in plan.switches)
-    steps = steps_of(config, epochs, plan.sizes.global_batch) if is_counted else None
-    passes = f"{float(epochs.size):g} epoch{'' if epochs.size == 1 else 's'}"
-    return (f"length: {passes}" + (f" = {steps:,} steps" if steps else ", counted in steps when the data is loaded"),)
-
-
-def _unknown_sizes(config: RunConfig) -> list[str]:
-    """Return a note if the plan does not know the sizes of a model on the hub."""
-    if not config_is_unknown(config.model):
-        return []
-    model = config.model.pretrained_model_name_or_path
-    return [f"the sizes of {model} are not known here: it is not in the cache, and the hub cannot be reached"]
+    if isinstance(epochs, Epochs):
+        is_counted = not any(REGISTRY[name].order for name in plan.switches)
+        steps = steps_of(config, epochs, plan.sizes.global_batch) if is_counted else None
+        passes = f"{float(epochs.size):g} epoch{'' if epochs.size == 1 else 's'}"
+        count = f" = {steps:,} steps" if steps else ", counted in steps when the data is loaded"
+        added.append(f"length: {passes}{count}")
+    return dataclasses.replace(plan, notes=(*plan.notes, *added))
 
 
 def show_plan(plan: Plan) -> None:
@@ -417,39 +418,3 @@ def _groups(plan: Plan) -> Table:
         reach = "one node" if group.nodes == 1 else f"{group.nodes} nodes"
         table.add_row(group.name, str(group.size), shown, reach, group.exchanges)
     return table
-
-
-def _switches(words: list[str]) -> int:
-    from rapidformer_templates.commands import catalogue as _document
-    from rapidformer_templates.commands.compatibility import compatibility
-
-    options = own_parsers()["switches"].parse_args(words)
-    if options.markdown:
-        print(_document.markdown(REGISTRY, list(compatibility(REGISTRY))), end="")
-    else:
-        _document.show(REGISTRY)
-    return 0
-
-
-def _explain(words: list[str]) -> int:
-    from rapidformer_templates.commands.explain import explain
-
-    codes = [rule.code for rule in REGISTRY.all_rules]
-    code = _rule_code(words[0]) if len(words) == 1 else ""
-    if code not in codes:
-        question = f"there is no rule {words[0]}" if words else "which rule?"
-        raise ConfigError(question, hint=f"rapidformer explain CODE, one of {', '.join(codes)}")
-    print(explain(code, REGISTRY))
-    return 0
-
-
-def _rule_code(word: str) -> str:
-    """Return the code of a rule as it is declared: ``6``, ``rf6`` and ``RF06`` are ``RF006``."""
-    parts = re.fullmatch(r"([A-Za-z]*)(\d+)", word)
-    return f"{parts[1].upper() or 'RF'}{int(parts[2]):03}" if parts else word.upper()
-
-
-def _doctor(words: list[str]) -> int:
-    from rapidformer_templates.commands.doctor import main as doctor
-
-    return doctor(words)

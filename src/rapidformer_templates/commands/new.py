@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import dashed
+from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.system.files import new_folder, write_text, writing
 
 EXAMPLES = Path(__file__).parent / "examples"
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer new``."""
-    parser = Parser(
+    parser = CommandParser(
         prog="rapidformer new", description="Write a script to start from, which runs unchanged, or the examples."
     )
     parser.add_argument("kind", choices=("finetuner", "pretrainer", "trainer", "examples"), help="what to write")

@@ -6,27 +6,32 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rapidformer_templates.commands.saved_model_parser import Values, in_workers, parser_of_saved, words_of_saved
+from rapidformer_templates.commands.saved_model import (
+    GenerationFlags,
+    Values,
+    generation_of,
+    in_workers,
+    model_on_device,
+    parser_of_saved,
+    words_of_saved,
+)
 from rapidformer_templates.data.finetuning.column_names import check_input_columns
 from rapidformer_templates.errors import ConfigError, DataError, MistakeCollector
 from rapidformer_templates.models.model_files import check_model_files
 from rapidformer_templates.planning.config import RunConfig, subset_of_flags
-from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
 from rapidformer_templates.run.out_of_memory import explained_without_plan
-from rapidformer_templates.run.saved_model import SavedModel, load_saved_task
+from rapidformer_templates.run.saved_model import load_saved_task
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
 from rapidformer_templates.system import launch
 
 if TYPE_CHECKING:
     from rapidformer_templates.data.finetuning.tables import DataPart
     from rapidformer_templates.data.tasks.base import Inputs, Record, Task
-    from rapidformer_templates.system.workers import Workers
 
 DESCRIPTION = """Predict each row of a file with the exported model of a run, or with any model of transformers.
 
@@ -51,21 +56,6 @@ class PredictFlags(FileFlags):
     """Files"""
 
     overwrite: bool = flag(False, "replace the output if it exists")
-
-
-@dataclass(frozen=True)
-class GenerationFlags:
-    """Generated texts (causal_lm, seq2seq_lm, preference)"""
-
-    max_new_tokens: int | None = flag(
-        None,
-        "maximum number of new tokens of a text (default: what the model takes, at most 256)",
-        metavar="N",
-        minimum=1,
-    )
-    temperature: float = flag(
-        0.0, "0: always the likeliest token; above 0: sample, with more randomness for higher values", minimum=0
-    )
 
 
 @dataclass(frozen=True)
@@ -105,7 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     saved, values = words_of_saved(build_parser(), argv, OPTIONS, _check_files)
     config = saved.config(user=PredictOptions, **{**AT_ONCE, **values})
-    _check_model_and_columns(saved, config)
+    mistakes, decisions = MistakeCollector(), saved.decisions(config.training.task)
+    with mistakes.collect():
+        check_model_files(config)
+    with mistakes.collect():
+        columns = decisions.get("columns") or {}
+        check_input_columns(config.training.task, config.data, columns, Path(config.user.input))
+    mistakes.raise_all()
 
     def read() -> tuple[Task, DataPart, Inputs]:
         task = load_saved_task(config, saved)
@@ -136,31 +132,13 @@ def _check_files(values: Values) -> None:
         hint = "name the file with the rows"
         mistakes.errors.append(DataError(f"{source} does not exist", where="--input", hint=hint))
     if "output" in values:
-        with mistakes.collect():
-            _check_output(output, source, overwrite=values.get("overwrite", False))
+        if output.is_dir() or not output.parent.is_dir():
+            what = f"{output} is a folder" if output.is_dir() else f"the folder {output.parent} does not exist"
+            mistakes.errors.append(ConfigError(what, where="--output", hint="name a file"))
+        elif output.exists() and (not values.get("overwrite", False) or output.samefile(source)):
+            hint = "give another one, or --overwrite"
+            mistakes.errors.append(ConfigError(f"{output} already exists", where="--output", hint=hint))
     mistakes.raise_all()
-
-
-def _check_model_and_columns(saved: SavedModel, config: RunConfig) -> None:
-    """Check that the model has weights, and the input the columns of the task.
-
-    Raises:
-        RapidformerError: the mistakes.
-    """
-    task, mistakes = config.training.task, MistakeCollector()
-    with mistakes.collect():
-        check_model_files(config)
-    with mistakes.collect():
-        check_input_columns(task, config.data, saved.decisions(task).get("columns") or {}, Path(config.user.input))
-    mistakes.raise_all()
-
-
-def _check_output(output: Path, source: Path, *, overwrite: bool) -> None:
-    if output.is_dir() or not output.parent.is_dir():
-        what = f"{output} is a folder" if output.is_dir() else f"the folder {output.parent} does not exist"
-        raise ConfigError(what, where="--output", hint="name a file")
-    if output.exists() and (not overwrite or output.samefile(source)):
-        raise ConfigError(f"{output} already exists", where="--output", hint="give another one, or --overwrite")
 
 
 def read_rows(config: RunConfig, text_column: str) -> DataPart:
@@ -202,45 +180,26 @@ def read_rows(config: RunConfig, text_column: str) -> DataPart:
 
 
 def _predict(config: RunConfig, task: Task, part: DataPart, inputs: Inputs) -> int:
-    from rapidformer_templates.data.generation import Generation
     from rapidformer_templates.run.predictions import predict_inputs
-    from rapidformer_templates.system import accelerator
     from rapidformer_templates.system.files import finite
     from rapidformer_templates.system.progress_bar import ProgressBar
-    from rapidformer_templates.system.workers import join
 
-    options = config.user
-    generation = Generation(options.max_new_tokens, options.temperature, config.training.seed)
-    with join(detect(None, "", device=config.launch.device).device) as workers:
-        model: Any = task.build_model()
-        accelerator.move(model, workers.device)
-        with (
-            precision(config, workers),
-            ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar,
-        ):
+    output = Path(config.user.output)
+    with model_on_device(task, config) as (model, workers):
+        with ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar:
             records = predict_inputs(
-                task, model, inputs, config.data.micro_batch_size, generation, workers,
+                task, model, inputs, config.data.micro_batch_size, generation_of(config), workers,
                 lambda count: bar.advance(count, lambda: ""),
             )  # fmt: skip
         if workers.is_main:
             plain = [finite(record) for record in records]
-            _write(Path(options.output), part, plain)
-            print(f"wrote {options.output}: {len(records):,} rows")
+            _write(output, part, plain)
+            print(f"wrote {output}: {len(records):,} rows")
             if broken := sum(one != record for one, record in zip(plain, records, strict=True)):
                 note = "hold infinite numbers or NaN, written as null: check the model"
                 print(f"warning: the predictions of {broken:,} rows {note}", file=sys.stderr)
         workers.barrier()
     return 0
-
-
-def precision(config: RunConfig, workers: Workers) -> AbstractContextManager[Any]:
-    """Return a context in which forwards run in the type of ``--mixed-precision``."""
-    import torch
-
-    from rapidformer_templates.engines.local import COMPUTE_TYPES
-
-    kind = COMPUTE_TYPES.get(config.get("mixed_precision") or "")
-    return torch.autocast(workers.device.type, dtype=kind) if kind else nullcontext()
 
 
 def _write(output: Path, part: DataPart, records: Sequence[Record]) -> None:

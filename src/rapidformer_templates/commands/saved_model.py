@@ -1,4 +1,4 @@
-"""What ``evaluate``, ``predict`` and ``chat`` share: the command line of a saved model, its workers and its loading."""
+"""The shared parts of ``evaluate``, ``predict`` and ``chat``: the command line, the workers, the loaded model."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import get_args
 
-from rapidformer_templates.commands.saved_model_parser import Parser
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import dashed, field_types, settable_by_files, value_kind
+from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.intervals import Epochs, Interval
 from rapidformer_templates.planning.registry import switch_options
@@ -25,6 +25,9 @@ _NUMBER = rf"({_DIGITS}\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
 _SCALAR = ["string", "number"]
 """JSON types of a text value. A name may look like a number."""
 
+Schema = dict[str, object]
+"""A JSON schema, or a part of one."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Print the schema.
@@ -33,16 +36,25 @@ def main(argv: Sequence[str]) -> int:
         argv: words after ``rapidformer schema``.
 
     Raises:
-        ConfigError: the script of ``--user-script`` cannot be used.
+        ConfigError: the script of ``--user-script`` cannot be used, or declares no flags.
     """
     options = build_parser().parse_args(dashed(argv))
-    print(rendered(_flags_of(options.user_script) if options.user_script else None))
+    script_flags: type | None = None
+    if options.user_script:
+        from rapidformer_templates.run.planning_of_script import capture_template
+
+        words = ["--device", "cpu"]
+        script_flags = capture_template(options.user_script, words, lambda template: type(template).Flags)
+        if script_flags is None:
+            message = f"{options.user_script} does not declare any flags"
+            raise ConfigError(message, where="--user-script", hint="rapidformer schema")
+    print(rendered(script_flags))
     return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``rapidformer schema``."""
-    parser = Parser(
+    parser = CommandParser(
         prog="rapidformer schema",
         description="Print the JSON schema of the YAML files of --config, by which editors complete and check them.",
     )
@@ -55,13 +67,13 @@ def rendered(script_flags: type | None = None) -> str:
     return json.dumps(yaml_schema(script_flags), indent=1, ensure_ascii=False)
 
 
-def yaml_schema(script_flags: type | None = None) -> dict[str, Any]:
+def yaml_schema(script_flags: type | None = None) -> Schema:
     """Return the schema of a ``--config`` YAML file.
 
     Args:
         script_flags: a dataclass with the user's flags.
     """
-    keys: dict[str, Any] = {}
+    keys: Schema = {}
     kinds = (*SECTIONS.values(), *switch_options().values(), *([script_flags] if script_flags else []))
     settable = settable_by_files(kinds) - {"config"}
     for options in kinds:
@@ -80,23 +92,24 @@ def yaml_schema(script_flags: type | None = None) -> dict[str, Any]:
     }
 
 
-def _keys_of(field: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
+def _keys_of(field: dataclasses.Field[object], annotation: object) -> Schema:
     """Return the key of a flag and its aliases, each with the schema of its value."""
     name, meta = field.name.replace("_", "-"), field.metadata
-    value = _value(annotation, meta) | {"description": meta.get("help", "")}
+    value = _value(annotation, field) | {"description": meta.get("help", "")}
     default = field.default
     if isinstance(default, (bool, int, float, str)) and default != "":
         value["default"] = default
-    keys = {name: value}
+    keys: Schema = {name: value}
     for alias, stands_for in meta.get("aliases", {}).items():
         same = f"the same as {name}" + (f": {stands_for}" if stands_for else "")
         keys[alias] = ({"type": ["boolean", "null"]} if stands_for else value) | {"description": same}
     return keys
 
 
-def _value(annotation: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
+def _value(annotation: object, field: dataclasses.Field[object]) -> Schema:
     """Return the schema of a value, which accepts the same as ``config._checked``. An empty value is the default."""
     kind, choices, several = value_kind(annotation)
+    meta = field.metadata
     bare = meta.get("bare")
     kinds = ["null", *(["boolean"] if bare is not None or kind is bool else [])]
     if choices:
@@ -131,29 +144,14 @@ def _any_case(word: str) -> str:
     return "".join(f"[{letter.upper()}{letter}]" for letter in word)
 
 
-def _number(kind: type, kinds: list[str], minimum: float | None, maximum: float | None) -> dict[str, Any]:
+def _number(kind: type, kinds: list[str], minimum: float | None, maximum: float | None) -> Schema:
     """Return the schema of a number, which may also be a string.
 
     Files are read as YAML 1.1, which reads 1e-5 as a string. Newer versions read it as a number.
     """
     form = _DIGITS if kind is int else _NUMBER
     sign = "[-+]?" if minimum is None or minimum < 0 else "[+]?"
-    value = {"type": [*kinds, "integer" if kind is int else "number", "string"], "pattern": rf"^\s*{sign}{form}\s*$"}
+    types = [*kinds, "integer" if kind is int else "number", "string"]
+    value: Schema = {"type": types, "pattern": rf"^\s*{sign}{form}\s*$"}
     bounds = {"minimum": minimum, "maximum": maximum}
     return value | {name: bound for name, bound in bounds.items() if bound is not None}
-
-
-def _flags_of(script: str) -> type | None:
-    """Return the dataclass of flags that a script's template declares.
-
-    Raises:
-        ConfigError: the template declares no flags.
-    """
-    from rapidformer_templates.run import planning_of_script
-
-    script_flags: type | None = planning_of_script.capture_template(
-        script, ["--device", "cpu"], lambda template: type(template).Flags
-    )
-    if script_flags is None:
-        raise ConfigError(f"{script} does not declare any flags", where="--user-script", hint="rapidformer schema")
-    return script_flags

@@ -1,9 +1,22 @@
-"""The parser of training flags: ``--help`` shows the usual ones, ``--help-all`` every flag."""
+"""The parsers: that of training flags, with ``--help`` and ``--help-all``, and that of every other command."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NoReturn
+
+from rapidformer_templates.errors import ConfigError
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that reports mistakes in the same form as all other commands.
+
+    Raises:
+        ConfigError: the command does not accept a word.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint=f"{self.prog} --help lists all options")
 
 
 class FlagParser(argparse.ArgumentParser):
