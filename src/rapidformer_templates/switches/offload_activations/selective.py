@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines.saved_matmuls import SavesMatmuls
+from rapidformer_templates.engines.side_effects import backward_may_follow
 from rapidformer_templates.switches.checkpoint_activations.transform import PRODUCTS
 from rapidformer_templates.switches.offload_activations.offloader import Offloader
 
 
-def offloaded_products(offloader: Offloader) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
+def offloaded_products(
+    offloader: Offloader,
+) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
     """Return a ``context_fn`` for torch's checkpoint: modes for the forward and for its recomputation."""
 
-    def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        if not backward_may_follow():
+            return nullcontext(), nullcontext()  # the products of all blocks would stay on the device
         products: deque[Any] = deque()
         return _SaveProducts(offloader, products), _ReturnProducts(offloader, products)
 
