@@ -44,7 +44,7 @@ from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
-from rapidformer_templates.planning.tasks import metrics_of
+from rapidformer_templates.planning.task_choice import metrics_of
 from rapidformer_templates.run import configure, inference, launch_from_python
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.callbacks import Callback, checked_callbacks

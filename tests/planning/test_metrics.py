@@ -17,7 +17,7 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
 from rapidformer_templates.planning.metrics import direction_of
 from rapidformer_templates.planning.registry import load_object
-from rapidformer_templates.planning.tasks import METRICS_OF, METRICS_OF_PROBLEM, TASKS
+from rapidformer_templates.planning.tasks import METRICS_OF_PROBLEM, TASKS
 
 FLAGS = ["--lr", "0.1", "--micro-batch-size", "5", "--train-iters", "4", "--eval-interval", "1", "--keep-best"]
 
@@ -220,9 +220,9 @@ def test_directions_of_usual_names(name: str, direction: str | None) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_metric_of_a_task_has_a_direction(task: str) -> None:
-    assert all(direction_of(name) for name in METRICS_OF[task])
-    best = load_object(TASKS[task]).best_metric
-    assert best == "eval_loss" or best in METRICS_OF[task]
+    assert all(direction_of(name) for name in TASKS[task].metrics)
+    best = load_object(TASKS[task].implementation).best_metric
+    assert best == "eval_loss" or best in TASKS[task].metrics
 
 
 def test_metrics_of_the_tasks_are_those_that_they_compute() -> None:
@@ -239,16 +239,16 @@ def test_metrics_of_the_tasks_are_those_that_they_compute() -> None:
         "reward": ([(1.0, 0.0)], [None]),
     }
     for task, (predictions, references) in made.items():
-        kind = load_object(TASKS[task])
+        kind = load_object(TASKS[task].implementation)
         blank = kind.__new__(kind)
         blank.features, blank.examples, blank.may_be_null = [], [], False
-        assert tuple(blank.compute_metrics(predictions, references)) == METRICS_OF[task]
+        assert tuple(blank.compute_metrics(predictions, references)) == TASKS[task].metrics
     of_problems: dict[str, Any] = {
         "regression": ([0.5, 1.0], [0.0, 1.0]),
         "multi_label_classification": ([[0, 1]], [[0, 1]]),
     }
     for problem, (predictions, references) in of_problems.items():
-        kind = load_object(TASKS["sequence_classification"])
+        kind = load_object(TASKS["sequence_classification"].implementation)
         blank = kind.__new__(kind)
         blank.problem = problem
         assert tuple(blank.compute_metrics(predictions, references)) == METRICS_OF_PROBLEM[problem]

@@ -22,6 +22,7 @@ from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.model_files import check_model_files
 from rapidformer_templates.planning.config import subset_of_flags
 from rapidformer_templates.planning.flags import LaunchFlags, ModelFlags, TrainingFlags, flag
+from rapidformer_templates.planning.tasks import tasks_with
 from rapidformer_templates.run.out_of_memory import explained_without_plan
 from rapidformer_templates.run.saved_model import SavedModel, load_saved_task
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
@@ -35,8 +36,6 @@ At a terminal: answers come word by word; /reset forgets the conversation, /exit
 ends an answer. Elsewhere each line of standard input is a message, and each answer goes to standard output."""
 
 PROMPT = "> "
-
-TASKS_THAT_CHAT = ("causal_lm", "preference", "pretraining")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     saved, values = words_of_saved(build_parser(), argv, OPTIONS)
     config = saved.config(user=ChatOptions, **values)
-    if config.training.task not in TASKS_THAT_CHAT:
+    if config.training.task not in tasks_with(lambda task: task.continues_text):
         raise _cannot_chat(config.training.task, saved)
     check_model_files(config)
     task = load_saved_task(config, saved)

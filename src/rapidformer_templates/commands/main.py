@@ -36,7 +36,7 @@ from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object, switch_options
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.planning.tasks import check_data_flags, check_task_flags
+from rapidformer_templates.planning.task_choice import check_data_flags, check_task_flags
 from rapidformer_templates.planning.templates import choose_template, with_template_defaults
 from rapidformer_templates.run import planning_of_script
 from rapidformer_templates.run.best import check_metric

@@ -7,10 +7,8 @@ from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.intervals import Interval
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
+from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.planning.weights import mixture_of
-
-STREAMED_TASKS = ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
-"""Tasks that make samples row by row. The labels of the other tasks are known only after reading all rows."""
 
 OF_THE_WHOLE = {
     "group_by_length": (None, "batches of similar lengths need the lengths of all samples"),
@@ -49,7 +47,7 @@ def _by_iterations(request: Request) -> list[Finding]:
 
 def _row_by_row(request: Request) -> list[Finding]:
     task = request.config.training.task
-    if not request.config.data.streaming or task is None or task in STREAMED_TASKS:
+    if not request.config.data.streaming or task is None or TASKS[task].is_streamed:
         return []
     message = f"the data of --task {task} cannot be streamed"
     return [Finding(message, request.asked("streaming", "task"), changes=(NOT_STREAMED,))]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rapidformer_templates.planning.intervals import Epochs, Interval
+from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.planning.trackers import TrackerNames
 
 
@@ -227,20 +228,7 @@ class DataFlags:
 class TrainingFlags:
     """Training"""
 
-    task: (
-        Literal[
-            "sequence_classification",
-            "token_classification",
-            "question_answering",
-            "masked_lm",
-            "causal_lm",
-            "seq2seq_lm",
-            "preference",
-            "reward",
-            "pretraining",
-        ]
-        | None
-    ) = flag(None, "what to train the model for", usual=True)
+    task: str | None = flag(None, "what to train the model for", choices=tuple(TASKS), usual=True)
     save: str | None = flag(
         None,
         "run folder: checkpoints, metrics, summary, plan, exported model",

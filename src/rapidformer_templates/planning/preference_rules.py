@@ -12,9 +12,10 @@ from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.switch import Example, Finding, Request, Rule, Switch
+from rapidformer_templates.planning.tasks import tasks_with
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainingFlags)}
-TWO_ROWS = ("preference", "reward")
+TWO_ROWS = tasks_with(lambda task: task.compares_answers)
 COMPARED = ("dpo", "ipo", "kto")
 """Losses that compare the model with a reference."""
 

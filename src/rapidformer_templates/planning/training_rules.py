@@ -10,7 +10,8 @@ from rapidformer_templates.planning.metrics import direction_of
 from rapidformer_templates.planning.optimizer_choice import betas_reach_one, has_no_betas
 from rapidformer_templates.planning.schedules import SHAPING, STYLES, warmup_steps
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
-from rapidformer_templates.planning.tasks import SMOOTHED, metrics_of
+from rapidformer_templates.planning.task_choice import metrics_of
+from rapidformer_templates.planning.tasks import tasks_with
 from rapidformer_templates.planning.trackers import INSTALL as TRACKERS_INSTALL
 from rapidformer_templates.planning.trackers import PACKAGES as TRACKERS
 from rapidformer_templates.planning.trackers import TrackerNames, chosen_trackers
@@ -72,11 +73,13 @@ def _averages(request: Request) -> list[Finding]:
 
 def _smooths(request: Request) -> list[Finding]:
     training = request.config.training
-    if not training.label_smoothing or (training.task in SMOOTHED and not request.config.data.sentence_pairs):
+    tasks = tasks_with(lambda task: task.is_smoothed)
+    is_smoothed = training.task in tasks
+    if not training.label_smoothing or (is_smoothed and not request.config.data.sentence_pairs):
         return []
-    what = "sentence pairs" if training.task in SMOOTHED else training.task or "a loss without a task"
+    what = "sentence pairs" if is_smoothed else training.task or "a loss without a task"
     changes = (drop({"label_smoothing": 0.0}), *(() if training.task else (add({"task": "causal_lm"}),)))
-    message = f"--label-smoothing is for the cross-entropies of --task {', '.join(SMOOTHED)}, not for {what}"
+    message = f"--label-smoothing is for the cross-entropies of --task {', '.join(tasks)}, not for {what}"
     return [Finding(message, request.asked("label_smoothing", "task"), changes=changes)]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer_templates.errors import ConfigError, did_you_mean
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.metrics import Direction, direction_of, metric_name
-from rapidformer_templates.planning.tasks import metrics_of
+from rapidformer_templates.planning.task_choice import metrics_of
 from rapidformer_templates.planning.weights import named_sets
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.metrics import TEST
-from rapidformer_templates.planning.tasks import check_data_flags
+from rapidformer_templates.planning.task_choice import check_data_flags
 from rapidformer_templates.planning.trackers import chosen_trackers
 from rapidformer_templates.run import calls, out_of_memory
 from rapidformer_templates.run.best import BestMetric, best_metric, check_metric

@@ -16,18 +16,8 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.hub import is_hub_name
 from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.planning.weights import mixture_of
-
-PIPELINES = {
-    "sequence_classification": "text-classification",
-    "token_classification": "token-classification",
-    "question_answering": "question-answering",
-    "masked_lm": "fill-mask",
-    "causal_lm": "text-generation",
-    "preference": "text-generation",
-    "reward": "text-classification",
-}
-"""The hub's names of our tasks."""
 
 
 def write_card(config: RunConfig, plan: Plan, summary: Mapping[str, Any], export: Path) -> None:
@@ -44,7 +34,7 @@ def write_card(config: RunConfig, plan: Plan, summary: Mapping[str, Any], export
     data = ModelCardData(
         model_name=name.rpartition("/")[2],
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag=PIPELINES.get(task or ""),
+        pipeline_tag=_pipeline_of(task),
         base_model=base if base and is_hub_name(base) else None,
         datasets=[set_name for set_name in _data_sets(config) if is_hub_name(set_name)] or None,
         tags=["rapidformer_templates"],
@@ -65,6 +55,11 @@ def write_card(config: RunConfig, plan: Plan, summary: Mapping[str, Any], export
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n").save(export / "README.md")
 
 
+def _pipeline_of(task: str | None) -> str | None:
+    """Return the hub's name of a task."""
+    return TASKS[task].hub_pipeline if task else None
+
+
 def _data_sets(config: RunConfig) -> list[str]:
     """Return the data sets of a run: names on the hub, or paths."""
     data = config.data
@@ -83,11 +78,11 @@ def _is_number(word: str) -> bool:
 
 def _results(config: RunConfig, metrics: Mapping[str, float]) -> list[EvalResult]:
     """Return the finite metrics of the run's own data set in the form of the hub's index."""
-    task = config.training.task or ""
+    task = config.training.task
     sets = _data_sets(config)
     return [
         EvalResult(
-            task_type=PIPELINES.get(task, task),
+            task_type=_pipeline_of(task) or task or "",
             dataset_type=_public(sets[0]),
             dataset_name=_public(sets[0]),
             dataset_config=config.data.data_config,

@@ -14,7 +14,7 @@ from rapidformer_templates.engines.weight_average import WithoutAverages
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.planning.flags import TrainingFlags
-from rapidformer_templates.planning.tasks import sample_flags
+from rapidformer_templates.planning.task_choice import sample_flags
 from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of, problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
 from rapidformer_templates.run.console import say

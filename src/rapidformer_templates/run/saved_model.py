@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, parse, settable_by_files
 from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.tasks import tasks_with
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.out_of_memory import explained_without_plan
 
@@ -34,18 +35,6 @@ OF_THE_SAMPLES = (
 
 DESCRIPTION = "task.json"
 """File in ``model/`` of a run folder, see :meth:`SavedModel.described`."""
-
-TASK_OF_CLASS = {
-    "ForSequenceClassification": "sequence_classification",
-    "ForTokenClassification": "token_classification",
-    "ForQuestionAnswering": "question_answering",
-    "ForMaskedLM": "masked_lm",
-    "ForCausalLM": "causal_lm",
-    "LMHeadModel": "causal_lm",
-    "ForConditionalGeneration": "seq2seq_lm",
-    "ForSeq2SeqLM": "seq2seq_lm",
-}
-"""Suffixes of transformers class names, from which the task of a model folder is inferred."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +134,11 @@ def _task_of(folder: Path) -> str:
         classes = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}", where="RUN") from error
-    task = next((task for end, task in TASK_OF_CLASS.items() if str(classes[0]).endswith(end)), None)
-    if task is None:
+    tasks = tasks_with(lambda task: str(classes[0]).endswith(task.model_classes))
+    if not tasks:
         what = f"a {classes[0]}" if classes[0] else "a model without a head"
         raise ConfigError(f"{folder} holds {what}, and does not say what it is for", where="RUN", hint="add --task")
-    return task
+    return tasks[0]
 
 
 @dataclass(frozen=True)

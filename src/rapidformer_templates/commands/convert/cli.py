@@ -22,7 +22,8 @@ from rapidformer_templates.planning.device_kinds import DEVICE_KINDS
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
 from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.planning.tasks import TASKS, check_data_flags, check_task_flags
+from rapidformer_templates.planning.task_choice import check_data_flags, check_task_flags
+from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.best import check_metric
 from rapidformer_templates.system.files import write_text, writing
 

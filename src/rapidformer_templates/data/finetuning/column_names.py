@@ -12,6 +12,7 @@ from rapidformer_templates.data.text.files import ROW_READERS, data_suffix
 from rapidformer_templates.errors import DataError, MistakeCollector, did_you_mean
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import DataFlags
+from rapidformer_templates.planning.tasks import tasks_with
 
 TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
 """Columns that are searched for a text if ``--text-column`` is not given."""
@@ -47,9 +48,6 @@ INPUT_COLUMNS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "preference": {"text_column": PROMPT_COLUMNS},
 }
 """Columns that the predictions of each task read, by flag, with their usual names. Without names it is optional."""
-
-CONTINUED = ("causal_lm", "preference")
-"""Tasks that continue the text of any usual column, and not only of the one that they were trained on."""
 
 FIXED = (".csv", ".tsv", ".parquet")
 """Formats in which all rows have the same columns."""
@@ -142,11 +140,13 @@ def check_input_columns(task: str | None, flags: DataFlags, trained: Mapping[str
     columns = columns_of(path)
     if columns is None or "paragraphs" in columns:
         return
+    # A text of any usual column can be continued, and not only of the one that the model was trained on.
+    any_column = task in tasks_with(lambda facts: facts.continues_text)
     mistakes = MistakeCollector()
     for flag, usual in INPUT_COLUMNS.get(task or "", {}).items():
         value, trained_name = getattr(flags, flag), trained.get(flag)
         with mistakes.collect():
-            if value is None and trained_name is not None and task not in CONTINUED:
+            if value is None and trained_name is not None and not any_column:
                 check_column(columns, str(path), flag, trained_name)
             elif value is not None or (usual and trained_name not in columns):
                 find_column(columns, str(path), flag, value, usual)

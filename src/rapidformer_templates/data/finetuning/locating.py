@@ -48,6 +48,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.metrics import TEST
+from rapidformer_templates.planning.tasks import tasks_with
 from rapidformer_templates.planning.weights import mixture_of, named_sets
 
 STEM = re.compile(rf"^(?:(?P<name>.+)[-_.])?(?P<part>{'|'.join(PART_NAMES)})(?:-\d+-of-\d+)?$")
@@ -63,9 +64,6 @@ SAVED = ("dataset_dict.json", "state.json")
 
 MAX_COUNTED_BYTES = 200_000_000
 """Text files are counted only if their total size is at most this number of bytes."""
-
-WHOLE_ROWS = ("sequence_classification", "token_classification", "masked_lm", "causal_lm", "seq2seq_lm", "reward")
-"""Tasks in which each row is one sample."""
 
 
 @dataclass(frozen=True)
@@ -407,7 +405,8 @@ def training_samples(config: RunConfig) -> int | None:
     """Return the number of samples per epoch if it is cheap to count, else None."""
     flags = config.data
     is_local = flags.data_dir is not None and Path(flags.data_dir).exists()  # a plan must not download a data set
-    if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.streaming or not is_local:
+    has_samples_as_rows = config.training.task in tasks_with(lambda task: task.rows_are_samples)
+    if not has_samples_as_rows or flags.pack_sequences or flags.streaming or not is_local:
         return None
     try:
         counts = [_training_rows(one) for one in flags_of_sets(flags)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.tasks import TASKS, check_task_flags
+from rapidformer_templates.planning.registry import load_object
+from rapidformer_templates.planning.task_choice import check_task_flags
+from rapidformer_templates.planning.tasks import TASKS
 
 __all__ = ["TASKS", "Task", "load_task"]
 
@@ -19,6 +19,5 @@ def load_task(config: RunConfig) -> Task:
     """
     check_task_flags(config)
     assert config.training.task is not None
-    module, _, kind = TASKS[config.training.task].partition(":")
-    task: Task = getattr(importlib.import_module(module), kind)(config)
+    task: Task = load_object(TASKS[config.training.task].implementation)(config)
     return task

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 from collections.abc import Mapping
 from functools import cached_property
@@ -139,8 +138,7 @@ def _auto_class(config: RunConfig, model_type: str) -> str:
     task = config.training.task
     if task in (None, "pretraining"):
         return HEADS[objective_of(model_type)]
-    module, _, kind = TASKS[task].partition(":")
-    auto_class: str = getattr(importlib.import_module(module), kind).auto_class
+    auto_class: str = load_object(TASKS[task].implementation).auto_class
     return auto_class
 
 

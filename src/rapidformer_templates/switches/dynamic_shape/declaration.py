@@ -21,13 +21,12 @@ from rapidformer_templates.planning.switch import (
     Switch,
     always,
 )
+from rapidformer_templates.planning.tasks import TASKS
 
 # A compiler keeps one graph per shape. torch.compile stops compiling a function after eight of them.
 MAX_SHAPES = 8
 # Lengths suit the matrix units of a GPU best in multiples of eight [S].
 MULTIPLE = 8
-# Tasks whose samples have one length each, and integer labels that a row of padding can do without.
-TASKS = (None, "pretraining", "masked_lm", "causal_lm", "sequence_classification", "token_classification")
 
 # Incompatible fields: field → (its value when off, reason).
 OWN_BATCHES = {
@@ -88,8 +87,9 @@ def _notes(request: Request) -> Sequence[str]:
 
 def _one_length(request: Request) -> list[Finding]:
     findings = []
-    if request.config.training.task not in TASKS:
-        message = f"dynamic-shape cannot be combined with task {request.config.training.task}"
+    task = request.config.training.task
+    if task is not None and not TASKS[task].has_lengths:
+        message = f"dynamic-shape cannot be combined with task {task}"
         flags = (*request.asked("task"), *request.asked_for("dynamic-shape"))
         findings.append(Finding(message, flags, switches=("dynamic-shape",)))
     for name, (off, reason) in OWN_BATCHES.items():

@@ -16,8 +16,7 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
 )
-
-TASKS = ("causal_lm", "masked_lm", "seq2seq_lm", "pretraining")
+from rapidformer_templates.planning.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def _notes(request: Request) -> Sequence[str]:
 
 def _scores_words(request: Request) -> list[Finding]:
     task = request.config.training.task
-    if task is None or task in TASKS:
+    if task is None or TASKS[task].predicts_tokens:
         return []
     message = f"--task {task} has no loss over the vocabulary to fuse"
     flags = request.asked("fused_linear_cross_entropy", "task")
