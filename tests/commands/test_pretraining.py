@@ -11,8 +11,7 @@ import pytest
 
 from rapidformer_templates.commands import main as cli
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
-from rapidformer_templates.data.indexed.splits import split_sequences, split_shares
-from rapidformer_templates.data.pretraining.unigram import unigram_loss
+from rapidformer_templates.data.indexed.tools import split_sequences, split_shares, unigram_loss
 
 SPLIT = "969,30,1"
 

@@ -100,8 +100,7 @@ def _unigram_loss(prefix: str, split: str) -> float:
     Raises:
         DataError: the training or the validation part has no document.
     """
-    from rapidformer_templates.data.indexed.splits import split_sequences, split_shares
-    from rapidformer_templates.data.pretraining.unigram import unigram_loss
+    from rapidformer_templates.data.indexed.tools import split_sequences, split_shares, unigram_loss
 
     dataset = IndexedDataset(prefix)
     train, valid, _ = split_sequences(split_shares(split), len(dataset))

@@ -322,6 +322,8 @@ class _Batches:
         self.script, self.template = script, template
         samples, sizes, workers = template.data.valid, template.plan.sizes, template.engine.workers
         assert samples is not None
+        assert not isinstance(samples, Mapping)
+        self.samples = samples
         limit = template.config.training.eval_iters
         self.size = min(len(samples), limit * sizes.micro_batch * sizes.data) if limit else len(samples)
         self._requests = eval_requests(
@@ -334,7 +336,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         data, device = self.template.data, self.template.engine.workers.device
-        for microbatch in load(data.valid, data, self._requests, workers=0, pin_memory=False):
+        for microbatch in load(self.samples, data, self._requests, workers=0, pin_memory=False):
             self.script._shows = not microbatch.idle
             yield to_device(microbatch.batch, device)
         self.script._shows = True

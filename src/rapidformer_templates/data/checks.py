@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sized
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from rapidformer_templates.data.types import Data, Endless
+from rapidformer_templates.data.types import Batch, Data, Endless
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.weights import SET_NAME
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Describe the type of a value for a message: ``None``, ``a list``, ``an AdamW``."""
     if value is None:
         return "None"
@@ -21,7 +22,7 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def checked_data(data: Any) -> Data:
+def checked_data(data: object) -> Data:
     """Check the return value of ``build_data``.
 
     Raises:
@@ -59,7 +60,7 @@ def checked_data(data: Any) -> Data:
     return data
 
 
-def checked_batch(batch: Any) -> Any:
+def checked_batch(batch: Batch) -> Batch:
     """Check the return value of ``collate``.
 
     Raises:
@@ -70,7 +71,7 @@ def checked_batch(batch: Any) -> Any:
     return batch
 
 
-def collated(collate: Callable[[list[Any]], T], items: list[Any], where: str) -> T:
+def collated(collate: Callable[[list[S]], T], items: list[S], where: str) -> T:
     """Collate with torch's default function, for data without ``collate``.
 
     Raises:

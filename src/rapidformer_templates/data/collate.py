@@ -7,7 +7,7 @@ scatter into a padded array.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from rapidformer_templates.data.shapes import Shape
 from rapidformer_templates.data.targets import IGNORED, samples_in
-from rapidformer_templates.data.types import Rows
+from rapidformer_templates.data.types import Batch, Rows, Sample
 from rapidformer_templates.errors import DataError
 
 
@@ -54,21 +54,24 @@ class Ragged:
         return gathered
 
 
-class TokenizedSamples(Sequence[dict[str, Any]]):
+class TokenizedSamples:
     """Samples as dicts of rows (``input_ids``, …) and single values (``labels`` of a classifier, …).
 
     Args:
         fields: a :class:`Ragged` or a list with one value per sample for each name. All have the same length.
     """
 
-    def __init__(self, fields: Mapping[str, Ragged | list[Any]]) -> None:
+    def __init__(self, fields: Mapping[str, Ragged | Sequence[object]]) -> None:
         self.fields = dict(fields)
         self._count = len(next(iter(self.fields.values())))
 
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: Any) -> Any:
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(self._count))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self._count:
             index = range(self._count)[index]  # handles negative indices, and raises IndexError beyond the end
         return {name: values[index] for name, values in self.fields.items()}
@@ -105,7 +108,7 @@ class PadCollate:
         self.mask = mask
         self.length = length
 
-    def __call__(self, samples: list[Mapping[str, Any]], shape: Shape | None = None) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[Sample], shape: Shape | None = None) -> dict[str, torch.Tensor]:
         if shape is not None:
             samples = samples + [self._without_targets(samples[0])] * (shape.rows - len(samples))
         batch: dict[str, torch.Tensor] = {}
@@ -120,7 +123,7 @@ class PadCollate:
                 batch["attention_mask"] = torch.from_numpy(filled.astype(np.int64))
         return batch
 
-    def _without_targets(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+    def _without_targets(self, sample: Sample) -> Sample:
         """Return the sample with all targets ignored."""
         targets = [name for name in sample if "label" in name]
         if not targets or any(np.asarray(sample[name]).dtype.kind not in "iu" for name in targets):
@@ -167,7 +170,7 @@ class CausalCollate:
         self.pad_token_id = pad_token_id
         self.mask = mask
 
-    def __call__(self, samples: list[Mapping[str, Any]], shape: Shape | None = None) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[Sample], shape: Shape | None = None) -> dict[str, torch.Tensor]:
         rows = [sample["input_ids"] for sample in samples]
         if shape is not None:
             rows += [rows[0]] * (shape.rows - len(samples))
@@ -196,7 +199,7 @@ class WindowCollate:
     def __init__(self, *, keeps_documents_apart: bool = False) -> None:
         self.keeps_documents_apart = keeps_documents_apart
 
-    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         tokens = _stacked(samples, "input_ids")
         inputs = torch.from_numpy(tokens[:, :-1].astype(np.int64))
         targets = tokens[:, 1:].astype(np.int64)
@@ -218,7 +221,7 @@ class DocumentCollate:
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
 
-    def __call__(self, samples: list[Mapping[str, Any]], shape: Shape | None = None) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[Sample], shape: Shape | None = None) -> dict[str, torch.Tensor]:
         rows = [sample["input_ids"] for sample in samples]
         if shape is not None:
             rows += [rows[0]] * (shape.rows - len(samples))
@@ -229,7 +232,7 @@ class DocumentCollate:
         return {"input_ids": inputs, "labels": inputs, "shift_labels": torch.from_numpy(targets)}
 
 
-def _stacked(samples: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+def _stacked(samples: Sequence[Sample], name: str) -> np.ndarray:
     """Return rows of equal length as one array, without a copy if they already are rows of one array."""
     if isinstance(samples, Rows):
         return samples.columns[name]
@@ -243,10 +246,11 @@ def _positions(begins: np.ndarray) -> np.ndarray:
     return positions - np.maximum.accumulate(starts, axis=1)
 
 
-Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
+Collate = Callable[..., dict[str, torch.Tensor]]
+"""Combines a list of samples into a batch, and may take a shape."""
 
 
-def check_pads_to_shape(collate: Callable[..., Any] | None) -> None:
+def check_pads_to_shape(collate: Callable[..., Batch] | None) -> None:
     """Check that a collate function takes a shape.
 
     Raises:
@@ -262,7 +266,7 @@ def check_pads_to_shape(collate: Callable[..., Any] | None) -> None:
         )
 
 
-def collate_to_shape(collate: Callable[..., Any], samples: list[Any], shape: Shape) -> Any:
+def collate_to_shape(collate: Callable[..., Batch], samples: list[object], shape: Shape) -> Batch:
     """Collate a batch of exactly this shape.
 
     Raises:

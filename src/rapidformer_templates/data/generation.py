@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.generation.streamers import BaseStreamer
 
 DEFAULT_NEW_TOKENS = 256
 """Maximum number of new tokens if the user gives none."""
@@ -35,15 +36,32 @@ class Generation:
     seed: int = 1234
 
 
+class GenerativeModel(Protocol):
+    """A model of transformers that generates tokens."""
+
+    generation_config: GenerationConfig
+
+    def generate(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        generation_config: GenerationConfig,
+        synced_gpus: bool,
+        streamer: BaseStreamer | None,
+    ) -> torch.Tensor:
+        """Return the tokens of each row."""
+
+
 def generate(
-    model: Any,
+    model: GenerativeModel,
     tokenizer: PreTrainedTokenizerFast,
     batch: Mapping[str, torch.Tensor],
     new_tokens: int,
     temperature: float = 0.0,
     *,
     together: bool = False,
-    **arguments: Any,
+    streamer: BaseStreamer | None = None,
 ) -> torch.Tensor:
     """Generate tokens for each row, shape (rows, tokens). Positions after the end of a text are padding.
 
@@ -53,7 +71,7 @@ def generate(
         new_tokens: maximum number of new tokens.
         temperature: see :class:`Generation`.
         together: all workers generate at the same time, and none may end before the others.
-        arguments: other arguments of ``generate``, such as a ``streamer``.
+        streamer: receives the tokens as they are generated.
     """
     settings = copy.deepcopy(model.generation_config)
     if temperature == 0:
@@ -70,17 +88,16 @@ def generate(
     )
     # Workers with shards of the parameters must all run as many forwards as the slowest one.
     synced = together and dist.is_initialized() and dist.get_world_size() > 1
-    tokens: torch.Tensor = model.generate(
+    return model.generate(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
         generation_config=settings,
         synced_gpus=synced,
-        **arguments,
+        streamer=streamer,
     )
-    return tokens
 
 
-def _ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> list[int] | None:
+def _ends(model: GenerativeModel, tokenizer: PreTrainedTokenizerFast) -> list[int] | None:
     """Return the tokens that end a text, from the model and the tokenizer."""
     of_model = model.generation_config.eos_token_id
     ends = {*(of_model if isinstance(of_model, list) else [of_model]), tokenizer.eos_token_id} - {None}

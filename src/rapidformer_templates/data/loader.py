@@ -8,7 +8,7 @@ import math
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from rapidformer_templates.data.checks import checked_batch, collated
 from rapidformer_templates.data.collate import collate_to_shape
 from rapidformer_templates.data.order import BatchRequest, Order
 from rapidformer_templates.data.random_streams import Stream
-from rapidformer_templates.data.types import Batch, Bookmark, Data
+from rapidformer_templates.data.types import Batch, Bookmark, Data, Endless, SampleSet, size_function
 from rapidformer_templates.system import accelerator
 
 
@@ -109,10 +109,10 @@ class MicroBatch:
 class _Fetcher(Dataset[MicroBatch]):
     """A data set whose items are micro batches, so that loader processes collate them."""
 
-    def __init__(self, samples: Any, data: Data) -> None:
+    def __init__(self, samples: SampleSet | Endless, data: Data) -> None:
         self.samples = samples
         self.augment = data.augment
-        self.collate = data.collate or self._by_default
+        self.collate = data.collate or partial(collated, default_collate, where="build_data()")
 
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
         many = getattr(self.samples, "__getitems__", None)
@@ -125,7 +125,7 @@ class _Fetcher(Dataset[MicroBatch]):
             size = (len(items), request.tokens)
             positions = [*request.positions, *[-1] * (request.shape.rows - len(items))]
             return MicroBatch(batch, request.samples, idle=request.idle, size=size, positions=positions)
-        size_of: Callable[[list[int]], tuple[int, int]] | None = getattr(self.samples, "size_of", None)
+        size_of = size_function(self.samples)
         return MicroBatch(
             checked_batch(self.collate(items)),
             request.samples,
@@ -134,10 +134,6 @@ class _Fetcher(Dataset[MicroBatch]):
             positions=request.positions,
             bookmark=getattr(self.samples, "bookmark", None),
         )
-
-    @staticmethod
-    def _by_default(items: list[Any]) -> Batch:
-        return collated(default_collate, items, "build_data()")
 
 
 def train_requests(
@@ -166,7 +162,9 @@ def eval_requests(
     return requests
 
 
-def load(samples: Any, data: Data, requests: Any, *, workers: int, pin_memory: bool) -> Iterator[MicroBatch]:
+def load(
+    samples: SampleSet | Endless, data: Data, requests: Iterable[BatchRequest], *, workers: int, pin_memory: bool
+) -> Iterator[MicroBatch]:
     """Return micro batches for ``requests``. Loader processes make them, or this process if ``workers`` is 0."""
     fetcher = _Fetcher(samples, data)
     if workers == 0 and not pin_memory:
@@ -235,11 +233,11 @@ def _wait_for_copy(microbatch: MicroBatch, copy_event: torch.Event) -> MicroBatc
     return microbatch
 
 
-def _leaves(batch: Batch) -> list[Any]:
+def _leaves(batch: Batch) -> list[object]:
     return tree_leaves(batch.data if isinstance(batch, UserDict) else batch)
 
 
-def sample_lengths(samples: Any, data: Data, *, training: bool) -> np.ndarray | None:
+def sample_lengths(samples: SampleSet, data: Data, *, training: bool) -> np.ndarray | None:
     """Return the lengths of the samples if known: ``Data.lengths``, the set's own, or those of ``input_ids``.
 
     A set whose ``lengths`` is None has samples of equal or unknown length.
@@ -253,7 +251,7 @@ def sample_lengths(samples: Any, data: Data, *, training: bool) -> np.ndarray | 
     return None
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move the tensors of a batch to ``device`` and keep everything else."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
@@ -266,5 +264,5 @@ def to_device(batch: Any, device: torch.device) -> Any:
         other = copy.copy(batch)
         other.data = to_device(batch.data, device)
         return other
-    move: Callable[..., Any] | None = getattr(batch, "to", None)
+    move: Callable[[torch.device], Batch] | None = getattr(batch, "to", None)
     return move(device) if move else batch

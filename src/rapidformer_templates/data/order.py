@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class Order(Protocol):
     def requests(self, step: int, count: int, own_indices: range) -> Iterator[BatchRequest]:
         """Yield the requests of this rank, whose indices among the ``count`` micro batches are ``own_indices``."""
 
-    def depends_on(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, object]:
         """Return what the samples of a step depend on, as plain values. A resumed run must have the same values."""
 
 
@@ -139,7 +139,7 @@ class SampleOrder:
         """Split the global batch into ``count`` even pieces. No sample of a short batch is lost or repeated."""
         return even_requests(*self.step(step), self.seed, count, own_indices)
 
-    def depends_on(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, object]:
         """Return what the samples of a step depend on."""
         return {
             "--seed": self.seed,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.data.types import Batch
+
 IGNORED = -100
 """The label that torch's cross-entropy ignores."""
 
 
-def count_targets(batch: Any, *, shifted: bool) -> float:
+def count_targets(batch: Batch, *, shifted: bool) -> float:
     """Count the labels that are not -100, or the samples if there are no labels.
 
     Args:
@@ -35,7 +36,7 @@ def count_targets(batch: Any, *, shifted: bool) -> float:
     return int((labels != IGNORED).sum())
 
 
-def samples_in(batch: Any) -> int:
+def samples_in(batch: Batch) -> int:
     """Return the first dimension of a batch's tensors, or 0 if there is none.
 
     Args:

@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+if TYPE_CHECKING:
+    import torch
+
 Sample = Mapping[str, Any]
+"""A sample with named fields, usually rows of tokens and labels."""
+
 Batch = Any
 """The return value of ``collate``, usually a dict of tensors of shape (samples, …)."""
+
+Augment = Callable[[Any, np.random.Generator], Any]
+"""Changes a training sample each time it is used. See :class:`Data`."""
+
+SizeOf = Callable[[list[int]], tuple[int, int]]
+"""Returns (samples, tokens) of some items of a set whose items are rows of several samples."""
+
+
+class SampleSet(Protocol):
+    """Anything with ``len`` and integer indexing. One item is one sample, of any type."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class ModelOutputs(Protocol):
+    """The outputs of a transformers model: tensors by name, such as ``loss`` and ``logits``."""
+
+    def __getattr__(self, name: str, /) -> torch.Tensor: ...
 
 
 Bookmark = dict[str, Any]
@@ -39,7 +64,7 @@ class Endless(ABC):
         """Move to the position where such samples returned this bookmark."""
 
     @abstractmethod
-    def __getitem__(self, position: int) -> Any:
+    def __getitem__(self, position: int, /) -> Any:
         """Return the sample at a position."""
 
 
@@ -78,14 +103,20 @@ class Data:
             length of its ``input_ids``.
     """
 
-    train: Sequence[Any] | Endless | None
-    valid: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None
-    test: Sequence[Any] | None = None
+    train: SampleSet | Endless | None
+    valid: SampleSet | Mapping[str, SampleSet] | None = None
+    test: SampleSet | None = None
     collate: Callable[..., Batch] | None = None
-    augment: Callable[[Any, np.random.Generator], Any] | None = None
+    augment: Augment | None = None
     lengths: np.ndarray | None = None
 
-    def validation_sets(self) -> dict[str, Sequence[Any]]:
+    def validation_sets(self) -> dict[str, SampleSet]:
         """Return the non-empty validation sets by name. A single unnamed set has the name ``""``."""
         sets = self.valid if isinstance(self.valid, Mapping) else {"": self.valid}
         return {name: samples for name, samples in sets.items() if samples is not None and len(samples)}
+
+
+def size_function(samples: object) -> SizeOf | None:
+    """Return the ``size_of`` of a set whose items are rows of several samples, else None."""
+    size_of: SizeOf | None = getattr(samples, "size_of", None)
+    return size_of

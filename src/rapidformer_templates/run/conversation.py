@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
-from rapidformer_templates.data.finetuning.chat import Message
 from rapidformer_templates.data.finetuning.chat_template import ChatTemplate
+from rapidformer_templates.data.finetuning.messages import Message
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.architectures import positions_of
@@ -73,7 +73,7 @@ class Conversation:
                 self.messages.append({"role": "assistant", "content": "".join(streamer.pieces).strip()})
         return forgotten
 
-    def _prompt(self, message: dict[str, str]) -> tuple[torch.Tensor, int]:
+    def _prompt(self, message: Message) -> tuple[torch.Tensor, int]:
         """Return (the tokens up to the answer, number of forgotten messages). After an error nothing is forgotten."""
         first, forgotten = len(self._first), 0
         messages = [*self.messages, message]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import nn
 from rapidformer_templates.data.checks import checked_data
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
-from rapidformer_templates.data.types import Endless
+from rapidformer_templates.data.types import Endless, SampleSet
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import RunConfig
@@ -266,7 +266,7 @@ def _loaded_run(training: TrainingFlags) -> RunFolder:
     return RunFolder(path.parent.parent if is_checkpoint(path) else path)
 
 
-def build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
+def build_data(template: Template, workers: Workers) -> SampleSet | Endless:
     """Return the training samples. All data is stored on the template for its hooks."""
     template.data = checked_data(template.build_data())
     skipped = template.task.bad.skipped if template.uses_task else []

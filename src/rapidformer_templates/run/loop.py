@@ -319,6 +319,7 @@ class Loop:
         is_async = accelerator.is_asynchronous(self.workers.device)
         workers = data.dataloader_num_workers if data.dataloader_num_workers is not None else (2 if is_async else 0)
         pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else is_async
+        assert self.template.data.train is not None
         batches = load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
         # The host counts targets before a batch moves to the device. The batches of the next step are copied while
         # this step is computed.

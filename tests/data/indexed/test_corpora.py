@@ -23,7 +23,7 @@ from rapidformer_templates.data.indexed.corpora import (
     Corpus,
     load_corpora,
 )
-from rapidformer_templates.data.indexed.splits import split_sequences, split_shares
+from rapidformer_templates.data.indexed.tools import split_sequences, split_shares
 from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.text.files import text_files
@@ -172,9 +172,9 @@ def test_the_cache_is_used_again_and_made_anew(
     configure: Configure, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch, bert_folder: Path
 ) -> None:
     config = configure(**flags)
-    made: list[Path] = []
-    write = corpora._write_corpus
-    monkeypatch.setattr(corpora, "_write_corpus", lambda *a: (made.append(a[-1]), write(*a)))
+    made: list[str] = []
+    write = corpora.preprocess
+    monkeypatch.setattr(corpora, "preprocess", lambda *a, **k: (made.append(a[1]), write(*a, **k)))
     tokenizer = load_tokenizer(config)
     first = load_corpus(config, tokenizer, 0)
     tokenizer("the cat", truncation=True, max_length=1)  # this changes the state of the tokenizer
@@ -194,8 +194,8 @@ def test_the_cache_is_used_again_and_made_anew(
 
 def _tokens_of(config: RunConfig, barrier: Any, results: Any) -> None:
     written = []
-    write = corpora._write_corpus
-    corpora._write_corpus = lambda *a: (written.append(1), write(*a))  # type: ignore[assignment]
+    write = corpora.preprocess
+    corpora.preprocess = lambda *a, **k: (written.append(1), write(*a, **k))  # type: ignore[assignment]
     tokenizer = load_tokenizer(config)
     barrier.wait()
     corpus = load_corpus(config, tokenizer, 0)

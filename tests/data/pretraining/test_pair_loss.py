@@ -12,7 +12,7 @@ from transformers import AlbertConfig, AlbertForPreTraining, BertConfig, BertFor
 
 from rapidformer_templates.data.collate import PadCollate
 from rapidformer_templates.data.pretraining.masking import MaskTokens
-from rapidformer_templates.data.pretraining.pair_loss import pair_loss
+from rapidformer_templates.data.pretraining.objectives import pair_loss
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.architectures import pair_label_of

@@ -43,7 +43,7 @@ def run_this_library(job: BenchJob, line: BenchConnection) -> None:
 
     class MeasuredScript(Trainer):
         def build_data(self) -> Data:
-            return Data(train=RandomTokens(job))  # type: ignore[arg-type]
+            return Data(train=RandomTokens(job))
 
         def build_model(self) -> nn.Module:
             line.before_model()

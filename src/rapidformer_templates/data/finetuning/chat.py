@@ -9,30 +9,23 @@ A row is one of these:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pyarrow as pa
 
 from rapidformer_templates.data.finetuning.column_names import CHAT_COLUMNS, PROMPT_COLUMNS, PROMPTS, TEXT_COLUMNS
-from rapidformer_templates.data.finetuning.content_parts import joined_parts
+from rapidformer_templates.data.finetuning.messages import Message, kind_of_value, read_messages
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.errors import DataError, alike
+from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.flags import DataFlags
-
-Message = dict[str, Any]
-"""A message with ``role`` and ``content``, and other keys that the chat template may use."""
 
 INSTRUCTION_COLUMNS = (("input", "context"), ("system",))
 """Columns that belong to an instruction: its input, and a system prompt."""
 
 FLAGS = ("text_column", "label_column")
 """Flags that name the prompt column and the answer column."""
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-OLDER_ROLES = {"human": "user", "gpt": "assistant"}
-"""Roles of the older form, which has the keys ``from`` and ``value``. Other role names have not changed."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class Columns:
             part.check_column(flag, name)
         return self
 
-    def to_state(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, str | None]:
         """Return the columns as plain values for :func:`known_columns`."""
         extra = dict(zip(("input_column", "system_column"), self.extra, strict=False))
         return {"kind": self.kind, **dict(zip(FLAGS, self.names, strict=False)), **extra}
@@ -134,7 +127,7 @@ def find_prompt_columns(part: DataPart, flags: DataFlags, saved: Mapping[str, An
     return Columns("chat" if _holds_lists(part, name) or name in CHAT_COLUMNS else "text", (name,))
 
 
-def read_prompt(columns: Columns, fields: tuple[Any, ...]) -> str | list[Message]:
+def read_prompt(columns: Columns, fields: tuple[object, ...]) -> str | list[Message]:
     """Return a text to continue, or the messages to answer. An answer at the end of the messages is removed.
 
     Raises:
@@ -142,13 +135,12 @@ def read_prompt(columns: Columns, fields: tuple[Any, ...]) -> str | list[Message
     """
     if columns.kind == "instruction":
         instruction, input_text, system = fields
-        before = [{"role": "system", "content": system}] if _text(system or "", "system prompt") else []
-        return [*before, {"role": "user", "content": instruction_text(instruction, input_text)}]
+        return [*_system_prompt(system), {"role": "user", "content": instruction_text(instruction, input_text)}]
     (value,) = fields
     if isinstance(value, str) or (columns.kind == "text" and not isinstance(value, list)):
-        if not _text(value, columns.names[0]):
+        text = _text(value, columns.names[0])
+        if not text.strip():
             raise DataError(f"the {columns.names[0]} is empty")
-        text: str = value
         return text
     messages = read_messages(value, columns.names[0])
     if messages[-1]["role"] == "assistant":
@@ -177,7 +169,7 @@ class Completion:
 Example = ChatExample | Completion
 
 
-def rows_of(part: DataPart, columns: Columns) -> Iterator[tuple[Any, ...]]:
+def rows_of(part: DataPart, columns: Columns) -> Iterator[tuple[object, ...]]:
     """Yield the values of ``columns`` for each row, as :func:`read_example` takes them.
 
     Raises:
@@ -188,8 +180,8 @@ def rows_of(part: DataPart, columns: Columns) -> Iterator[tuple[Any, ...]]:
     if columns.kind == "instruction":
         hint = "if the model should not learn from them; conversations belong in messages"
         _refuse(part, "history", "earlier turns in 'history' are not supported in this version", hint)
-    columns_there = part.table.column_names
-    names = [name if name in columns_there else None for name in (*columns.names, *columns.extra)]
+    existing = part.table.column_names
+    names = [name if name in existing else None for name in (*columns.names, *columns.extra)]
     yield from zip(*(part.table[name][:] if name else [None] * len(part) for name in names), strict=True)
 
 
@@ -200,7 +192,7 @@ def _refuse(part: DataPart, column: str, message: str, unless: str) -> None:
             raise DataError(message, where=part.where(row), hint=f"remove the column '{column}', {unless}")
 
 
-def read_example(fields: tuple[Any, ...]) -> Example:
+def read_example(fields: tuple[object, ...]) -> Example:
     """Return the conversation (one field), prompt and completion (two), or instruction (four) of a row.
 
     Raises:
@@ -208,37 +200,40 @@ def read_example(fields: tuple[Any, ...]) -> Example:
     """
     if len(fields) == 1:
         return ChatExample(read_messages(fields[0], "conversation"))
-    return read_completion(*fields) if len(fields) == 2 else _instruction(*fields)
-
-
-def _instruction(instruction: Any, answer: Any, input_text: Any, system: Any) -> ChatExample:
-    user = {"role": "user", "content": instruction_text(instruction, input_text)}
-    if not _text(answer, "answer"):
+    if len(fields) == 2:
+        return read_completion(*fields)
+    instruction, answer, input_text, system = fields
+    user: Message = {"role": "user", "content": instruction_text(instruction, input_text)}
+    if not _text(answer, "answer").strip():
         raise DataError("the answer is empty")
-    before = [{"role": "system", "content": system}] if _text(system or "", "system prompt") else []
-    return ChatExample([*before, user, {"role": "assistant", "content": answer}], prompt_length=len(before) + 1)
+    prompt = [*_system_prompt(system), user]
+    return ChatExample([*prompt, {"role": "assistant", "content": answer}], prompt_length=len(prompt))
 
 
-def instruction_text(instruction: Any, input_text: Any) -> str:
+def instruction_text(instruction: object, input_text: object) -> str:
     """Return an instruction. Its input, if there is one, follows after a blank line.
 
     Raises:
         DataError: the instruction is empty, or one of the two is not a text.
     """
-    if not _text(instruction, "instruction"):
+    text = _text(instruction, "instruction")
+    if not text.strip():
         raise DataError("the instruction is empty")
-    text: str = instruction
-    return f"{text}\n\n{input_text}" if _text(input_text or "", "input") else text
+    return f"{text}\n\n{input_text}" if _text(input_text or "", "input").strip() else text
 
 
-def _text(value: Any, what: str) -> bool:
-    """Return whether a text is more than whitespace."""
+def _system_prompt(system: object) -> list[Message]:
+    """Return the system prompt as a message, or nothing if it is empty."""
+    return [{"role": "system", "content": system}] if _text(system or "", "system prompt").strip() else []
+
+
+def _text(value: object, what: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"the {what} is {_what(value)}")
-    return bool(value.strip())
+        raise DataError(f"the {what} is {kind_of_value(value)}")
+    return value
 
 
-def read_completion(prompt: Any, completion: Any) -> Example:
+def read_completion(prompt: object, completion: object) -> Example:
     """Return a prompt and its completion. Both are texts, or both are lists of messages.
 
     Raises:
@@ -255,69 +250,6 @@ def read_completion(prompt: Any, completion: Any) -> Example:
         )
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, (str, list)):
-            raise DataError(f"the {name} is {_what(value)}", hint="write a text or a list of messages")
-    message = f"the prompt is {_what(prompt)} and the completion is {_what(completion)}"
+            raise DataError(f"the {name} is {kind_of_value(value)}", hint="write a text or a list of messages")
+    message = f"the prompt is {kind_of_value(prompt)} and the completion is {kind_of_value(completion)}"
     raise DataError(message, hint="write both as texts, or both as lists of messages")
-
-
-def read_messages(value: Any, what: str) -> list[Message]:
-    """Return a list of messages, each with a role and a text.
-
-    Raises:
-        DataError: the value is not a list of messages, or a message cannot be used. The caller adds the location.
-    """
-    if not isinstance(value, list):
-        raise DataError(f"the {what} is {_what(value)}, not a list of messages")
-    if not value:
-        raise DataError(f"the {what} has no message")
-    return [_message(message, f"message {number} of the {what}") for number, message in enumerate(value, start=1)]
-
-
-def _message(value: Any, what: str) -> Message:
-    """Return a message in the current form. Keys that are None (tables add them) are left out.
-
-    Raises:
-        DataError: the message has no role or no text, an unknown role, or an empty answer.
-    """
-    if not isinstance(value, dict):
-        raise DataError(f"{what} is {_what(value)}", hint='write {"role": …, "content": …}')
-    message = {key: entry for key, entry in value.items() if entry is not None}
-    if "role" not in message and "from" in message:
-        role = message.pop("from")
-        message = {"role": OLDER_ROLES.get(role, role), "content": message.pop("value", None), **message}
-    role, content = message.get("role"), message.get("content")
-    if role is None:
-        raise DataError(f"{what} has no role", hint=f"roles are {', '.join(ROLES)}")
-    if role not in ROLES:
-        raise DataError(f"{what} has the unknown role {role!r}", hint=_roles_hint(str(role)))
-    _refuse_ignored_fields(message, what)
-    if isinstance(content, list):
-        content = joined_parts(content, what)
-    if not isinstance(content, str):
-        raise DataError(f"{what} has no content" if content is None else f"the content of {what} is {_what(content)}")
-    if role == "assistant" and not content.strip():
-        raise DataError(f"{what} is an empty answer")
-    return {**message, "role": role, "content": content}
-
-
-def _refuse_ignored_fields(message: Message, what: str) -> None:
-    """Refuse fields that a chat template would silently ignore."""
-    if message.get("tool_calls") or message.get("function_call"):
-        raise DataError(f"{what} calls tools, which is not supported in this version", hint="remove the conversation")
-    if message["role"] == "assistant" and message.get("weight", 1) != 1:
-        hint = "remove the key to learn the answer, or end the conversation before it"
-        raise DataError(f"{what} has the weight {message['weight']}, which is not supported in this version", hint=hint)
-
-
-def _roles_hint(role: str) -> str:
-    roles: Sequence[str] = (*ROLES, *OLDER_ROLES)
-    near = alike(role.lower(), roles)
-    guess = f"did you mean {OLDER_ROLES.get(near[0], near[0])}? " if near else ""
-    return f"{guess}roles are {', '.join(ROLES)}"
-
-
-def _what(value: Any) -> str:
-    if value is None:
-        return "empty"
-    names = {"list": "a list", "dict": "an object", "str": "a text"}
-    return names.get(type(value).__name__, f"of type {type(value).__name__}")

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.chat import Columns, Completion, Example, Message, read_example, rows_of
+from rapidformer_templates.data.finetuning.chat import Columns, Completion, Example, read_example, rows_of
 from rapidformer_templates.data.finetuning.chat_template import ChatTemplate, EncodedChat, Rendered, encode
+from rapidformer_templates.data.finetuning.messages import Message
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError
 
 T = TypeVar("T")
+Fields = TypeVar("Fields")
 ASKED = "fix the row: each row gets an answer"
 """Advice for a row to predict that cannot be used."""
 PLAIN_NOTE = "the tokenizer has no chat template: a plain one is used, and exported with it"
@@ -60,7 +62,7 @@ class ChatReader:
         Raises:
             DataError: a row cannot be used, or no answer has a token within the length.
         """
-        texts = self._texts(part, columns)
+        texts = self.read(part, rows_of(part, columns), lambda fields: self.render(read_example(fields)))
         truncated, counts = self._encoded(texts)
         usable = [tokens for tokens in truncated if not self.answers_only or tokens.learned[1:].any()]
         self._add_notes(name, part, counts, len(usable))
@@ -71,10 +73,7 @@ class ChatReader:
             samples["labels"] = Ragged(np.append(IGNORED, row[1:]) for row in labels)
         return TokenizedSamples(samples)
 
-    def _texts(self, part: DataPart, columns: Columns) -> list[Rendered]:
-        return self.read(part, rows_of(part, columns), lambda fields: self.render(read_example(fields)))
-
-    def read(self, part: DataPart, rows: Iterable[Any], read_row: Callable[[Any], T]) -> list[T]:
+    def read(self, part: DataPart, rows: Iterable[Fields], read_row: Callable[[Fields], T]) -> list[T]:
         """Apply a function to each row. Rows that cannot be used are left out and noted in ``bad``.
 
         Raises:
@@ -97,10 +96,18 @@ class ChatReader:
         return self._encoded(texts)[0]
 
     def _encoded(self, texts: Sequence[Rendered]) -> tuple[list[EncodedChat], _Counts]:
-        counts = _Counts(len(texts))
+        """Tokenize texts, truncate them to the length, and count. Texts without a chat template get an end token."""
+        counts, end = _Counts(len(texts)), self.tokenizer.eos_token_id
         bare = bool(texts) and texts[0].bare  # a column holds one kind of value
-        encoded = encode(self.tokenizer, texts, special=bare)
-        return [self._truncate(text, tokens, counts) for text, tokens in zip(texts, encoded, strict=True)], counts
+        truncated = []
+        for tokens in encode(self.tokenizer, texts, special=bare):
+            ids, learned = tokens.ids, tokens.learned
+            if bare and end is not None and end not in ids[-1:]:
+                ids, learned = np.append(ids, end), np.append(learned, True)
+            counts.truncated += len(ids) > self.seq_length
+            counts.split += tokens.split
+            truncated.append(EncodedChat(ids[: self.seq_length], learned[: self.seq_length], tokens.split))
+        return truncated, counts
 
     def render(self, example: Example) -> Rendered:
         """Return the text of a conversation or completion, and the positions of its answers."""
@@ -114,15 +121,6 @@ class ChatReader:
     def question(self, messages: Sequence[Message]) -> str:
         """Return the text of a conversation up to the answer that it asks for."""
         return self._template.render(messages, add_generation_prompt=True)
-
-    def _truncate(self, text: Rendered, tokens: EncodedChat, counts: _Counts) -> EncodedChat:
-        """Truncate tokens to the length. A text without a chat template gets an end token first."""
-        ids, learned, end = tokens.ids, tokens.learned, self.tokenizer.eos_token_id
-        if text.bare and end is not None and end not in ids[-1:]:
-            ids, learned = np.append(ids, end), np.append(learned, True)
-        counts.truncated += len(ids) > self.seq_length
-        counts.split += tokens.split
-        return EncodedChat(ids[: self.seq_length], learned[: self.seq_length], tokens.split)
 
     def _add_notes(self, name: str, part: DataPart, counts: _Counts, usable: int) -> None:
         unused, length = counts.texts - usable, self.seq_length

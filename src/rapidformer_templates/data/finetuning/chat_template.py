@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rapidformer_templates.data.finetuning.chat import Message
+from rapidformer_templates.data.finetuning.messages import Message
 from rapidformer_templates.errors import DataError
 
 PLAIN_TEMPLATE = """\

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rapidformer_templates.data.finetuning.locating import flags_of_sets, locate
 from rapidformer_templates.data.text.bad_lines import BadLines
@@ -127,7 +126,7 @@ def check_training_columns(flags: DataFlags) -> None:
         mistakes.raise_all()
 
 
-def check_input_columns(task: str | None, flags: DataFlags, trained: Mapping[str, Any], path: Path) -> None:
+def check_input_columns(task: str | None, flags: DataFlags, trained: Mapping[str, str | None], path: Path) -> None:
     """Check that a file of rows to predict has the columns of the task.
 
     Args:

@@ -1,22 +1,30 @@
-"""Names of labels, and their numbers."""
+"""Names of labels, and their numbers: read from data, or in the order of a pretrained head.
+
+Every run needs this module, so it imports no table library.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rapidformer_templates.data.finetuning.tables import DataPart
+from transformers import PreTrainedConfig
+
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError, did_you_mean
+from rapidformer_templates.models.architectures import has_head_of
+
+if TYPE_CHECKING:
+    from rapidformer_templates.data.finetuning.tables import DataPart
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 INTEGER = re.compile(r"-?\d{1,400}")
 """Matches what ``int`` can read. A superscript such as "²" is a digit, but ``int`` refuses it."""
 
 
-def label_text(value: Any) -> str | None:
+def label_text(value: object) -> str | None:
     """Return a label as text, or None if it is empty. 1, 1.0 and "1" from any file format are the same label."""
     if value is None or value != value:  # NaN is an empty cell in numeric columns
         return None
@@ -41,12 +49,12 @@ def declared_names(part: DataPart, column: str) -> list[str] | None:
     return list(inner.names) if isinstance(inner, datasets.ClassLabel) else None
 
 
-def is_missing_label(value: Any, declared: Sequence[str] | None) -> bool:
+def is_missing_label(value: object, declared: Sequence[str] | None) -> bool:
     """Return whether a number means "no label": -100, which losses ignore, or -1 if names are declared."""
     return label_text(value) in ((str(IGNORED),) if declared is None else (str(IGNORED), "-1"))
 
 
-def label_name(value: Any, declared: Sequence[str] | None, column: str) -> str | None:
+def label_name(value: object, declared: Sequence[str] | None, column: str) -> str | None:
     """Return the name of a label, or None if it is empty.
 
     Raises:
@@ -54,6 +62,7 @@ def label_name(value: Any, declared: Sequence[str] | None, column: str) -> str |
     """
     if declared is None or value is None:
         return label_text(value)
+    assert isinstance(value, int)  # a column that declares names holds their numbers
     if not 0 <= value < len(declared):
         message = f"the label in column '{column}' is {value}; {len(declared)} names are declared"
         raise DataError(message, hint="save the data set with the names of all of its labels")
@@ -66,25 +75,24 @@ def label_names(parts: Sequence[DataPart], column: str) -> list[str]:
     Raises:
         DataError: a label is empty or means "no label", or the labels are measures.
     """
-    names_of_parts = [_names(part, column) for part in parts]
+    names_of_parts = [part.read([column], _single_label_reader(part, column)) for part in parts]
     declared = declared_names(parts[0], column)
     if declared is not None:
         return declared
-    for part, names in zip(parts, names_of_parts, strict=True):
-        _refuse_measures(part, column, names, set().union(*names_of_parts))
-    return sorted_names(name for names in names_of_parts for name in names)
-
-
-def _refuse_measures(part: DataPart, column: str, names: Sequence[str], of_all: set[str]) -> None:
-    """Refuse a column of non-integer numbers. They are measures, and each would become a separate class."""
-    row = _first_measure(names) if all(NUMBER.fullmatch(name) for name in of_all) else None
-    if row is not None:
-        raise DataError(
-            f"the column '{column}' holds measures, such as {names[row]}, not classes",
-            where=part.where(row),
-            hint="learn them with --problem-type regression; if these numbers are classes, give them names, "
-            f"such as 'class {names[row]}'",
-        )
+    names = {name for names_of_part in names_of_parts for name in names_of_part}
+    if all(NUMBER.fullmatch(name) for name in names):
+        # Numbers that are not integers are measures. Each would become a separate class.
+        for part, names_of_part in zip(parts, names_of_parts, strict=True):
+            row = _first_measure(names_of_part)
+            if row is not None:
+                measured = names_of_part[row]
+                raise DataError(
+                    f"the column '{column}' holds measures, such as {measured}, not classes",
+                    where=part.where(row),
+                    hint="learn them with --problem-type regression; if these numbers are classes, give them names, "
+                    f"such as 'class {measured}'",
+                )
+    return sorted_names(names)
 
 
 def _first_measure(names: Sequence[str]) -> int | None:
@@ -106,7 +114,7 @@ def problem_of(parts: Sequence[DataPart], column: str) -> str:
     return "regression" if is_measured else "single_label_classification"
 
 
-def measure(value: Any, column: str) -> float:
+def measure(value: object, column: str) -> float:
     """Return the number to predict.
 
     Raises:
@@ -119,7 +127,7 @@ def measure(value: Any, column: str) -> float:
     return float(text)
 
 
-def label_set(values: Any, declared: Sequence[str] | None, column: str) -> list[str]:
+def label_set(values: object, declared: Sequence[str] | None, column: str) -> list[str]:
     """Return the names of a row's labels. It may have none.
 
     Raises:
@@ -134,7 +142,7 @@ def label_set(values: Any, declared: Sequence[str] | None, column: str) -> list[
     return [name for name in names if name is not None]
 
 
-def single_label(value: Any, declared: Sequence[str] | None, column: str) -> str:
+def single_label(value: object, declared: Sequence[str] | None, column: str) -> str:
     """Return the name of a row's only label.
 
     Raises:
@@ -149,12 +157,21 @@ def single_label(value: Any, declared: Sequence[str] | None, column: str) -> str
     return name
 
 
-def label_reader(part: DataPart, column: str, problem: str | None) -> Callable[[Any], Any]:
+def label_reader(part: DataPart, column: str, problem: str | None) -> Callable[[object], object]:
     """Return the function that reads the label of a row for a problem type."""
     if problem == "regression":
         return partial(measure, column=column)
-    read = label_set if problem == "multi_label_classification" else single_label
-    return partial(read, declared=declared_names(part, column), column=column)
+    if problem == "multi_label_classification":
+        return _label_set_reader(part, column)
+    return _single_label_reader(part, column)
+
+
+def _label_set_reader(part: DataPart, column: str) -> Callable[[object], list[str]]:
+    return partial(label_set, declared=declared_names(part, column), column=column)
+
+
+def _single_label_reader(part: DataPart, column: str) -> Callable[[object], str]:
+    return partial(single_label, declared=declared_names(part, column), column=column)
 
 
 def measures(part: DataPart, column: str) -> list[float]:
@@ -172,7 +189,7 @@ def label_sets(part: DataPart, column: str) -> list[list[str]]:
     Raises:
         DataError: a row does not have a list, or its list has an empty label.
     """
-    return part.read([column], label_reader(part, column, "multi_label_classification"))
+    return part.read([column], _label_set_reader(part, column))
 
 
 def label_set_names(parts: Sequence[DataPart], column: str) -> list[str]:
@@ -188,9 +205,9 @@ def encode_label_sets(part: DataPart, column: str, names: Sequence[str]) -> list
     Raises:
         DataError: a label is not among ``names``.
     """
-    read, known = label_reader(part, column, "multi_label_classification"), frozenset(names)
+    read, known = _label_set_reader(part, column), frozenset(names)
 
-    def encode(values: Any) -> list[float]:
+    def encode(values: object) -> list[float]:
         row_labels = read(values)
         for name in row_labels:
             if name not in known:
@@ -207,9 +224,9 @@ def encode_labels(part: DataPart, column: str, names: Sequence[str]) -> list[int
         DataError: a label is empty or is not among ``names``.
     """
     numbers = {name: i for i, name in enumerate(names)}
-    read = label_reader(part, column, "single_label_classification")
+    read = _single_label_reader(part, column)
 
-    def encode(value: Any) -> int:
+    def encode(value: object) -> int:
         name = read(value)
         if name not in numbers:
             raise unknown_label(name, names)
@@ -224,5 +241,46 @@ def unknown_label(name: str, names: Sequence[str]) -> DataError:
     return DataError(f"unknown label '{name}'", hint=hint)
 
 
-def _names(part: DataPart, column: str) -> list[str]:
-    return part.read([column], label_reader(part, column, "single_label_classification"))
+def labels_of_model(model_config: PreTrainedConfig) -> list[str]:
+    """Return the labels that a model names, in the order of its head."""
+    return [str(name) for _, name in sorted((model_config.id2label or {}).items())]
+
+
+def in_order_of_head(
+    names: Sequence[str], model_config: PreTrainedConfig, auto_class: str, *, new_head: bool
+) -> tuple[list[str], str | None]:
+    """Return the labels in the order of a pretrained head's outputs, and a note for the user or None.
+
+    Labels of the data and of the model match if they differ only in case.
+
+    Args:
+        names: labels of the data in their own order, which a new head uses.
+        new_head: the trained head is not used.
+
+    Raises:
+        DataError: the head was trained for the same number of labels with other names.
+    """
+    if new_head:
+        return list(names), None
+    head_labels = labels_of_model(model_config)
+    is_trained = has_head_of(model_config, auto_class)
+    lower = {name.lower(): name for name in names}
+    if len(lower) < len(names) or len({name.lower() for name in head_labels}) < len(head_labels):
+        lower = {name: name for name in names}
+    spelled = [name if name in lower else name.lower() for name in head_labels]
+    if set(lower) == set(spelled) or (is_trained and set(lower) < set(spelled)):
+        return [lower.get(folded, name) for folded, name in zip(spelled, head_labels, strict=True)], None
+    if not is_trained:
+        return list(names), None
+    head_names, data_names = ", ".join(head_labels), ", ".join(names)
+    if len(head_labels) != len(names):
+        return list(
+            names
+        ), f"the head is new: the model's own is for the labels {head_names}, and the data has {data_names}"
+    if head_labels == [f"LABEL_{i}" for i in range(len(head_labels))]:
+        return list(names), f"the model does not name its labels, so its outputs mean {data_names}, in this order"
+    raise DataError(
+        f"the head of the model is for the labels {head_names}, and the data has {data_names}",
+        where="--pretrained-model-name-or-path",
+        hint="give the labels of the data the model's names, or train a new head with --new-head",
+    )

@@ -89,7 +89,7 @@ def locate(flags: DataFlags, read: Sequence[str] | None = None) -> Located:
             flags.
 
     Raises:
-        DataError: nothing was found, or more than one thing fits.
+        DataError: nothing was found, more than one thing fits, or a flag has no effect on what was found.
     """
     read = parts_read(flags) if read is None else read
     if flags.data_dir is None:
@@ -161,8 +161,11 @@ def _on_hub(name: str, flags: DataFlags, flag: str, read: Sequence[str]) -> Loca
 def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, list[Path]]:
     """Return the files of each part, by the rules in the module docstring."""
     files = sorted(p for p in folder.iterdir() if p.is_file() and data_suffix(p) in ROW_READERS)
-    if name and (named := folder / name) in files:
-        return {"train": [named], **(_neighbouring_parts(named, files, read) if "valid" in read else {})}
+    if name and (training_file := folder / name) in files:
+        return {
+            "train": [training_file],
+            **(_neighbouring_parts(training_file, files, read) if "valid" in read else {}),
+        }
     parts = _parts_by_name(name, files)
     if "train" not in parts:
         training = [p for p in files if name in (p.name, data_stem(p))] if name else ([] if parts else files)
@@ -170,17 +173,23 @@ def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, li
             parts["train"] = training
     for part in parts.keys() & set(read):
         _check_one(parts[part], folder)
-    parts = parts or _by_part(_folders_of_parts(folder, name) or _parts_in_readme(folder, name), read, folder)
+    if not parts and name is None:
+        inner_folders = sorted(inner for inner in folder.iterdir() if inner.name in PART_NAMES)
+        files_of_folders = {
+            inner.name: sorted(p for p in inner.glob("*") if data_suffix(p) in ROW_READERS) for inner in inner_folders
+        }
+        parts = _by_part({part: files for part, files in files_of_folders.items() if files}, read, folder)
+    if not parts:
+        parts = _by_part(_parts_in_readme(folder, name), read, folder)
     if not parts and name is None and (folder / "data").is_dir():
         return _locate(folder / "data", name, read)
     if not parts:
         names_there = sorted(p.name for p in folder.iterdir())
-        what = f"there is no data set '{name}' in {folder}" if name else f"there is no data file in {folder}"
+        message = f"there is no data set '{name}' in {folder}" if name else f"there is no data file in {folder}"
         listed = ", ".join(names_there[:20]) or "nothing"
-        hint = did_you_mean(
-            name or "", names_there, f"the folder holds: {listed}; files can be {', '.join(ROW_READERS)}"
-        )
-        raise DataError(what, where="--data-name" if name else "--data-dir", hint=hint)
+        advice = f"the folder holds: {listed}; files can be {', '.join(ROW_READERS)}"
+        hint = did_you_mean(name or "", names_there, advice)
+        raise DataError(message, where="--data-name" if name else "--data-dir", hint=hint)
     return parts
 
 
@@ -194,14 +203,15 @@ def _parts_by_name(name: str | None, files: Sequence[Path]) -> dict[str, list[Pa
     return parts
 
 
-def _neighbouring_parts(named: Path, files: Sequence[Path], read: Sequence[str]) -> dict[str, list[Path]]:
+def _neighbouring_parts(training_file: Path, files: Sequence[Path], read: Sequence[str]) -> dict[str, list[Path]]:
     """Return the validation and test files next to a training file that have the same extension."""
-    match = STEM.match(data_stem(named))
-    name = match["name"] if match and PART_NAMES[match["part"]] == "train" else data_stem(named)
-    parts = _parts_by_name(name, [path for path in files if data_suffix(path) == data_suffix(named) and path != named])
+    match = STEM.match(data_stem(training_file))
+    name = match["name"] if match and PART_NAMES[match["part"]] == "train" else data_stem(training_file)
+    suffix = data_suffix(training_file)
+    parts = _parts_by_name(name, [path for path in files if data_suffix(path) == suffix and path != training_file])
     parts.pop("train", None)
     for part in parts.keys() & set(read):
-        _check_one(parts[part], named.parent)
+        _check_one(parts[part], training_file.parent)
     return parts
 
 
@@ -234,16 +244,6 @@ def _by_part(files: Mapping[str, list[Path]], read: Sequence[str], where: Path |
                 f"several parts of {where} are for {NAMES_IN_MESSAGES[part]}", where="--data-name", hint=hint
             )
     return {part: [path for name in fitting for path in files[name]] for part, fitting in names.items()}
-
-
-def _folders_of_parts(folder: Path, name: str | None) -> dict[str, list[Path]]:
-    """Return all files in folders that are named like parts, by folder name."""
-    folders: dict[str, list[Path]] = {}
-    for inner in sorted(folder.iterdir()) if name is None else ():
-        files = sorted(p for p in inner.glob("*") if data_suffix(p) in ROW_READERS)
-        if inner.name in PART_NAMES and files:
-            folders[inner.name] = files
-    return folders
 
 
 def _parts_in_readme(folder: Path, name: str | None) -> dict[str, list[Path]]:
@@ -408,29 +408,26 @@ def training_samples(config: RunConfig) -> int | None:
     has_samples_as_rows = config.training.task in tasks_with(lambda task: task.rows_are_samples)
     if not has_samples_as_rows or flags.pack_sequences or flags.streaming or not is_local:
         return None
+    total = 0
     try:
-        counts = [_training_rows(one) for one in flags_of_sets(flags)]
+        for one in flags_of_sets(flags):
+            located = locate(one)
+            files = tuple((path, path.stat().st_size) for path in located.parts.get("train", ()))
+            rows = None if located.kind == "cached" else _rows(files, saved=located.kind == "saved")
+            if not rows:
+                return None
+            if "valid" not in located.parts and one.validation_fraction > 0:
+                rows -= held_out_rows(rows, one.validation_fraction)
+            total += min(rows, one.max_train_samples or rows)
     except (RapidformerError, OSError, ValueError):
         return None  # the training reports the error
-    return None if None in counts else sum(count for count in counts if count)
+    return total
 
 
 def steps_of(config: RunConfig, epochs: Epochs, global_batch: int) -> int | None:
     """Return the optimizer steps of a number of epochs if the samples are cheap to count, else None."""
     samples = training_samples(config)
     return epochs.steps(math.ceil(samples / global_batch)) if samples else None
-
-
-def _training_rows(flags: DataFlags) -> int | None:
-    """Return the number of training rows of one data set, or None if counting would take too long."""
-    located = locate(flags)
-    parts = tuple((path, path.stat().st_size) for path in located.parts.get("train", ()))
-    rows = None if located.kind == "cached" else _rows(parts, saved=located.kind == "saved")
-    if not rows:
-        return None
-    if "valid" not in located.parts and flags.validation_fraction > 0:
-        rows -= held_out_rows(rows, flags.validation_fraction)
-    return min(rows, flags.max_train_samples or rows)
 
 
 @cache

@@ -6,7 +6,7 @@ time each set has had its share to within one sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,13 @@ from torch.utils.data import ConcatDataset
 
 from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.random_streams import Stream
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.types import Data, Endless, SampleSet, SizeOf, size_function
 from rapidformer_templates.errors import DataError
 
 KEPT_EPOCHS = 2
 
 
-class ShuffledEpochs(Sequence[Any]):
+class ShuffledEpochs:
     """A data set in its own order, which continues over epochs. Each epoch is a new permutation.
 
     There is an item ``p`` for every ``p`` from 0 on. Its epoch is ``p // len``.
@@ -35,7 +35,7 @@ class ShuffledEpochs(Sequence[Any]):
     in_order = True
     lengths = None
 
-    def __init__(self, samples: Sequence[Any], seed: int, number: int, name: str) -> None:
+    def __init__(self, samples: SampleSet, seed: int, number: int, name: str) -> None:
         self.samples = samples
         self.seed = seed
         self.number = number
@@ -45,17 +45,14 @@ class ShuffledEpochs(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, position: Any) -> Any:
+    def __getitem__(self, position: int) -> object:
         return self.samples[self._index(position)]
 
     @property
-    def size_of(self) -> Callable[[list[int]], tuple[int, int]] | None:
+    def size_of(self) -> SizeOf | None:
         """Returns (samples, tokens) of some items if items are rows of several samples, else None."""
-        return self._size_of if hasattr(self.samples, "size_of") else None
-
-    def _size_of(self, positions: list[int]) -> tuple[int, int]:
-        size: tuple[int, int] = self.samples.size_of([self._index(p) for p in positions])  # type: ignore[attr-defined]
-        return size
+        size_of = size_function(self.samples)
+        return None if size_of is None else lambda positions: size_of([self._index(p) for p in positions])
 
     def _index(self, position: int) -> int:
         epoch, within = divmod(position, len(self.samples))
@@ -87,10 +84,11 @@ def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Dat
         raise DataError(
             f"the sets of the mixture have samples of different kinds ({shown})", where="--data-name", hint=hint
         )
-    trained: list[Any] = [
-        ShuffledEpochs(data.train, seed, number, name)  # type: ignore[arg-type]
-        for number, (name, data) in enumerate(sources.items())
-    ]
+    trained = []
+    for number, (name, data) in enumerate(sources.items()):
+        assert data.train is not None
+        assert not isinstance(data.train, Endless)  # streams are not mixed
+        trained.append(ShuffledEpochs(data.train, seed, number, name))
     first = next(iter(sources.values()))
     valid = _concatenated(data.validation_sets().get("") for data in sources.values())
     named = {name: samples for name, samples in first.validation_sets().items() if name}
@@ -103,6 +101,6 @@ def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Dat
     )
 
 
-def _concatenated(parts: Iterable[Any]) -> Any:
-    existing = [part for part in parts if part is not None]
+def _concatenated(parts: Iterable[SampleSet | None]) -> SampleSet | None:
+    existing: list[Any] = [part for part in parts if part is not None]  # torch asks for its own class of data sets
     return ConcatDataset(existing) if existing else None

@@ -10,27 +10,22 @@ A row has one of these forms:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import Any
+from itertools import repeat, takewhile
 
 import numpy as np
 import torch
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples, pad_rows
-from rapidformer_templates.data.finetuning.chat import (
-    ChatExample,
-    Completion,
-    Example,
-    read_completion,
-    read_messages,
-)
+from rapidformer_templates.data.finetuning.chat import ChatExample, Completion, Example, read_completion
 from rapidformer_templates.data.finetuning.chat_samples import ChatReader
 from rapidformer_templates.data.finetuning.chat_template import EncodedChat
 from rapidformer_templates.data.finetuning.labels import label_text
+from rapidformer_templates.data.finetuning.messages import read_messages
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.targets import IGNORED
+from rapidformer_templates.data.types import Sample
 from rapidformer_templates.errors import DataError
 
 PROMPT = "prompt"
@@ -57,9 +52,10 @@ def pairs_of(part: DataPart, prompt: str | None, reader: ChatReader) -> list[tup
     Raises:
         DataError: a column is missing, or a row cannot be used.
     """
-    names = [prompt] if prompt else []
-    names += [_column(part, name) for name in ("chosen", "rejected")]
-    return reader.read(part, _rows(part, names), lambda fields: _pair(*((None,) * (3 - len(fields)) + fields)))
+    names = [_column(part, name) for name in ("chosen", "rejected")]
+    prompts: Iterable[object] = part.table[prompt][:] if prompt else repeat(None, len(part))
+    rows = zip(prompts, *(part.table[name][:] for name in names), strict=True)
+    return reader.read(part, rows, lambda fields: _pair(*fields))
 
 
 def has_pairs(part: DataPart) -> bool:
@@ -81,11 +77,18 @@ def labelled_answers_of(part: DataPart, prompt: str | None, reader: ChatReader) 
         return [LabelledAnswer(chosen, True) for chosen, _ in pairs] + [
             LabelledAnswer(rejected, False) for _, rejected in pairs
         ]
-    names = [
-        prompt or part.column("text_column", None, (PROMPT,)),
-        *(_column(part, n) for n in ("completion", "label")),
-    ]
-    return reader.read(part, _rows(part, names), lambda fields: _labelled(*fields))
+    prompt = prompt or part.column("text_column", None, (PROMPT,))
+    names = [prompt, *(_column(part, name) for name in ("completion", "label"))]
+
+    def read_answer(fields: tuple[object, object, object]) -> LabelledAnswer:
+        prompt_text, completion, label = fields
+        is_good = GOOD.get((label_text(label) or "").lower())
+        if is_good is None:
+            hint = "write true for an answer that is wanted, and false for others"
+            raise DataError(f"the label is {label!r}", hint=hint)
+        return LabelledAnswer(read_completion(prompt_text, completion), is_good)
+
+    return reader.read(part, zip(*(part.table[name][:] for name in names), strict=True), read_answer)
 
 
 def _column(part: DataPart, name: str) -> str:
@@ -100,40 +103,28 @@ def _column(part: DataPart, name: str) -> str:
     return name
 
 
-def _rows(part: DataPart, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    return zip(*(part.table[name][:] for name in names), strict=True)
-
-
-def _labelled(prompt: Any, completion: Any, label: Any) -> LabelledAnswer:
-    is_good = GOOD.get((label_text(label) or "").lower())
-    if is_good is None:
-        raise DataError(f"the label is {label!r}", hint="write true for an answer that is wanted, and false for others")
-    return LabelledAnswer(read_completion(prompt, completion), is_good)
-
-
-def _pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Example, Example]:
+def _pair(prompt: object, chosen: object, rejected: object) -> tuple[Example, Example]:
+    """Return the chosen and the rejected answer of a row. Their common beginning is the prompt if there is no other."""
+    pair: tuple[Example, Example]
     if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
-        return _with_common_prompt(read_messages(chosen, "chosen"), read_messages(rejected, "rejected"))
-    if isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
-        shared = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    pair = read_completion(prompt, chosen), read_completion(prompt, rejected)
-    _check_differ(chosen, rejected)
+        chosen, rejected = read_messages(chosen, "chosen"), read_messages(rejected, "rejected")
+        common = _common_length(chosen, rejected)
+        pair = ChatExample(chosen, common), ChatExample(rejected, common)
+        if not common:
+            raise DataError("the chosen and the rejected conversation do not begin with the same message")
+    elif isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
+        common = _common_length(chosen, rejected)
+        pair = read_completion(chosen[:common], chosen[common:]), read_completion(rejected[:common], rejected[common:])
+    else:
+        pair = read_completion(prompt, chosen), read_completion(prompt, rejected)
+    if chosen == rejected:
+        raise DataError("the chosen and the rejected answer are the same")
     return pair
 
 
-def _with_common_prompt(chosen: list[Any], rejected: list[Any]) -> tuple[Example, Example]:
-    """Return two conversations with a common beginning as their prompt."""
-    common = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
-    _check_differ(chosen, rejected)
-    if not common:
-        raise DataError("the chosen and the rejected conversation do not begin with the same message")
-    return ChatExample(chosen, common), ChatExample(rejected, common)
-
-
-def _check_differ(chosen: Any, rejected: Any) -> None:
-    if chosen == rejected:
-        raise DataError("the chosen and the rejected answer are the same")
+def _common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the common beginning of two sequences."""
+    return sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(first, second, strict=False)))
 
 
 class PreferenceSamples(TokenizedSamples):
@@ -172,14 +163,19 @@ def labelled_samples(name: str, answers: Sequence[LabelledAnswer], reader: ChatR
     prompts = [_prompt_of(answer.example) for answer in answers]
     if len(set(prompts)) == 1:
         reader.notes.append(f"{name}: all answers are to one prompt, so KTO measures drift on other answers to it")
-    others = [
-        _swapped(answers[i].example, answers[other].example)
-        for i, other in enumerate(_answers_to_other_prompts(prompts))
-    ]
-    matched, mismatched = (_encoded(examples, reader) for examples in ([a.example for a in answers], others))
+    others: list[int] = []
+    for i, prompt in enumerate(prompts):
+        if i and prompt == prompts[i - 1]:
+            others.append(others[-1])
+            continue
+        # The search wraps around at the start of the data set. If all prompts are equal, it is the previous sample.
+        earlier = range(i - 1, i - len(prompts), -1)
+        others.append(next((other for other in earlier if prompts[other] != prompt), i - 1))
+    swapped = [_swapped(answers[i].example, answers[other].example) for i, other in enumerate(others)]
+    matched, mismatched = (_encoded(examples, reader) for examples in ([a.example for a in answers], swapped))
     usable = [i for i in range(len(answers)) if _is_answered(matched[i]) and _is_answered(mismatched[i])]
     _add_notes(name, len(answers), len(usable), reader)
-    good = {"is_good": [bool(answers[i].is_good) for i in usable]}
+    good: dict[str, Ragged | list[bool]] = {"is_good": [bool(answers[i].is_good) for i in usable]}
     return PreferenceSamples(_fields("", matched, usable) | _fields("kl_", mismatched, usable) | good)
 
 
@@ -189,20 +185,6 @@ def _prompt_of(example: Example) -> str:
         return json.dumps(example.prompt)
     assert isinstance(example, ChatExample)
     return json.dumps(example.messages[: example.prompt_length])
-
-
-def _answers_to_other_prompts(prompts: Sequence[str]) -> list[int]:
-    """Return, for each sample, the last earlier one with another prompt.
-
-    The search wraps around at the start of the data set. If all prompts are equal, it is the previous sample.
-    """
-    others: list[int] = []
-    for i, prompt in enumerate(prompts):
-        if i and prompt == prompts[i - 1]:
-            others.append(others[-1])
-        else:
-            others.append(next((j for j in range(i - 1, i - len(prompts), -1) if prompts[j] != prompt), i - 1))
-    return others
 
 
 def _swapped(example: Example, other: Example) -> Example:
@@ -224,7 +206,7 @@ def _is_answered(tokens: EncodedChat) -> bool:
     return bool(tokens.learned[1:].any())  # the first token has no context to be predicted from
 
 
-def _fields(prefix: str, rows: Sequence[EncodedChat], indices: Sequence[int]) -> dict[str, Ragged | list[Any]]:
+def _fields(prefix: str, rows: Sequence[EncodedChat], indices: Sequence[int]) -> dict[str, Ragged | list[bool]]:
     labels = (np.where(rows[i].learned, rows[i].ids, IGNORED) for i in indices)
     return {
         f"{prefix}input_ids": Ragged(rows[i].ids for i in indices),
@@ -254,7 +236,7 @@ class PreferenceCollate:
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
 
-    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         if "kl_input_ids" in samples[0]:
             batch = self._padded(samples) | self._padded(samples, "kl_")
         else:
@@ -264,7 +246,7 @@ class PreferenceCollate:
         batch |= {name: torch.tensor([sample[name] for sample in samples]) for name in numbers}
         return batch | {"counted": torch.ones(len(samples))}
 
-    def _padded(self, rows: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, torch.Tensor]:
+    def _padded(self, rows: Sequence[Sample], prefix: str = "") -> dict[str, torch.Tensor]:
         ids, filled = pad_rows([row[f"{prefix}input_ids"] for row in rows], self.pad_token_id)
         labels, _ = pad_rows([row[f"{prefix}labels"] for row in rows], IGNORED)
         return {

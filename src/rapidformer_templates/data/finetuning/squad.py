@@ -6,7 +6,7 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,11 @@ def read_example(question: str, context: str, answers: Any, column: str) -> Ques
             location.
     """
     try:
-        pairs = tuple(_pairs(json.loads(answers) if isinstance(answers, str) else answers))
+        parsed = json.loads(answers) if isinstance(answers, str) else answers
+        if isinstance(parsed, dict):
+            pairs = tuple(zip(parsed["text"], map(int, parsed["answer_start"]), strict=True))
+        else:
+            pairs = tuple((answer["text"], int(answer["answer_start"])) for answer in parsed)
     except (KeyError, TypeError, ValueError):
         hint = 'write {"text": ["…"], "answer_start": [0]}'
         raise DataError(f"the column '{column}' holds no answers", hint=hint) from None
@@ -87,14 +91,6 @@ def read_example(question: str, context: str, answers: Any, column: str) -> Ques
             message = f"the answer '{answer}' is not at character {start} of the context"
             raise DataError(message, hint="answer_start counts characters from 0")
     return QuestionExample(question, context, pairs)
-
-
-def _pairs(answers: Any) -> Iterator[tuple[str, int]]:
-    if isinstance(answers, dict):
-        yield from zip(answers["text"], map(int, answers["answer_start"]), strict=True)
-    else:
-        for answer in answers:
-            yield answer["text"], int(answer["answer_start"])
 
 
 def answer_tokens(feature: Feature, example: QuestionExample) -> tuple[int, int]:
@@ -162,11 +158,9 @@ def exact_match(prediction: str, references: Sequence[str]) -> float:
 
 def f1(prediction: str, references: Sequence[str]) -> float:
     """Return the highest F1 over the references, on bags of words. No reference means no answer."""
-    return max(_f1(normalized(prediction).split(), normalized(truth).split()) for truth in references or [""])
-
-
-def _f1(guess: list[str], truth: list[str]) -> float:
-    if not guess or not truth:
-        return float(guess == truth)
-    common = sum((Counter(guess) & Counter(truth)).values())
-    return 2 * common / (len(guess) + len(truth))
+    scores = []
+    for reference in references or [""]:
+        guess, truth = normalized(prediction).split(), normalized(reference).split()
+        common = sum((Counter(guess) & Counter(truth)).values())
+        scores.append(2 * common / (len(guess) + len(truth)) if guess and truth else float(guess == truth))
+    return max(scores)

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 
 from rapidformer_templates.data.finetuning.column_names import check_column, find_column
-from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
 from rapidformer_templates.data.finetuning.locating import (
     Located,
     evaluated_sets,
@@ -28,6 +27,7 @@ from rapidformer_templates.data.finetuning.locating import (
     parts_read,
     unreadable_error,
 )
+from rapidformer_templates.data.finetuning.messages import rows_with_texts
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, Row, data_suffix
@@ -44,6 +44,11 @@ T = TypeVar("T")
 EMPTY, EMPTY_HINT = "the data set is empty", "it needs at least one row"
 FIRST_ROWS = 100
 """Number of rows of a stream that are read to find its columns."""
+
+
+def row_location(file: str, number: int) -> str:
+    """Return the location of a row: ``file:line``, or ``file, row N`` for files without lines."""
+    return f"{file}:{number}" if data_suffix(Path(file)) in NUMBERED_BY_LINE else f"{file}, row {number}"
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,9 @@ class DataPart:
         return len(self.table)
 
     def where(self, row: int) -> str:
-        """Return the location of a row: ``file:line``, or ``file, row N`` for files without lines."""
+        """Return the location of a row, as :func:`row_location` writes it."""
         file, number = self.origins[row]
-        name = self.files[file]
-        return f"{name}:{number}" if data_suffix(Path(name)) in NUMBERED_BY_LINE else f"{name}, row {number}"
+        return row_location(self.files[file], number)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> DataPart:
         return DataPart(self.table.select(rows), self.origins[rows], self.files)
@@ -182,7 +186,13 @@ def read_dataset(config: RunConfig, bad: BadLines | None = None, usable: UsableR
     train, valid = parts["train"], parts.get("valid")
     held_out = valid is None and flags.validation_fraction > 0
     if held_out:
-        train, valid = _hold_out(train, flags.validation_fraction, config.training.seed)
+        if flags.validation_fraction >= 1 or len(train) < 2:
+            message = f"nothing is left to train on when {flags.validation_fraction:g} of {len(train)} rows is held out"
+            raise DataError(message, where="--validation-fraction", hint="hold out less, or 0 for no validation")
+        shuffled = np.random.default_rng(config.training.seed).permutation(len(train))
+        is_held_out = np.zeros(len(train), dtype=bool)
+        is_held_out[shuffled[: held_out_rows(len(train), flags.validation_fraction)]] = True
+        train, valid = train.select(np.flatnonzero(~is_held_out)), train.select(np.flatnonzero(is_held_out))
     return LoadedDataset(
         train=_first(train, flags.max_train_samples),
         valid=valid and _first(valid, flags.max_eval_samples),
@@ -266,17 +276,6 @@ def _first(part: DataPart, count: int | None) -> DataPart:
     return part if count is None or count >= len(part) else part.select(np.arange(count))
 
 
-def _hold_out(part: DataPart, fraction: float, seed: int) -> tuple[DataPart, DataPart]:
-    """Return (training, validation) rows in their original order. Both have at least one row."""
-    if fraction >= 1 or len(part) < 2:
-        message = f"nothing is left to train on when {fraction:g} of {len(part)} rows is held out"
-        raise DataError(message, where="--validation-fraction", hint="hold out less, or 0 for no validation")
-    count = held_out_rows(len(part), fraction)
-    is_held_out = np.zeros(len(part), dtype=bool)
-    is_held_out[np.random.default_rng(seed).permutation(len(part))[:count]] = True
-    return part.select(np.flatnonzero(~is_held_out)), part.select(np.flatnonzero(is_held_out))
-
-
 def _with_training(files: Mapping[str, list[Path]], flags: DataFlags) -> Mapping[str, list[Path]]:
     if "train" in files:
         return files
@@ -302,30 +301,18 @@ def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> DataPa
     """
     if located.kind == "files":
         return read_files(files, bad)
-    part = _read_saved(files[0]) if located.kind == "saved" else _read_cached(files)
-    if not len(part):
-        raise DataError(EMPTY, where=part.files[0], hint=EMPTY_HINT)
-    return part
-
-
-def _read_saved(folder: Path) -> DataPart:
     import datasets
 
     try:
-        table = datasets.load_from_disk(str(folder))
-    except (FileNotFoundError, OSError, ValueError, pa.ArrowInvalid) as error:
-        raise unreadable_error(folder, error) from error
-    assert isinstance(table, datasets.Dataset)
-    return part_of_table(table, str(folder))
-
-
-def _read_cached(files: Sequence[Path]) -> DataPart:
-    import datasets
-
-    try:
-        table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+        if located.kind == "saved":
+            table = datasets.load_from_disk(str(files[0]))
+        else:
+            table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
     except (OSError, ValueError, pa.ArrowInvalid) as error:
         raise unreadable_error(files[0], error) from error
+    assert isinstance(table, datasets.Dataset)
+    if not len(table):
+        raise DataError(EMPTY, where=str(files[0]), hint=EMPTY_HINT)
     return part_of_table(table, str(files[0]))
 
 
@@ -356,7 +343,7 @@ def read_files(files: Sequence[Path], bad: BadLines) -> DataPart:
 
 
 def part_of(
-    rows: Sequence[Row],
+    rows: Sequence[Mapping[str, object]],
     origins: Sequence[tuple[int, int]],
     files: tuple[str, ...],
     bad: BadLines | None = None,
@@ -376,40 +363,34 @@ def part_of(
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
     untabled = DataPart(datasets.Dataset.from_dict({}), np.asarray(origins), files)
     for key, values in columns.items():
-        _check_kinds(key, values, untabled)
+        if _is_refused(values):
+            raise _refused_error(key, values, untabled)
     return DataPart(datasets.Dataset.from_dict(columns), untabled.origins, files)
 
 
 def _of_one_type(
-    rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tuple[str, ...], bad: BadLines
-) -> tuple[Sequence[Row], Sequence[tuple[int, int]]]:
+    rows: Sequence[Mapping[str, object]], origins: Sequence[tuple[int, int]], files: tuple[str, ...], bad: BadLines
+) -> tuple[Sequence[Mapping[str, object]], Sequence[tuple[int, int]]]:
     """Return the rows whose values have the types of the rows before, with their origins."""
-    refused = [
-        key for key in dict.fromkeys(key for row in rows for key in row) if _is_refused([row.get(key) for row in rows])
-    ]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    refused = [key for key in keys if _is_refused([row.get(key) for row in rows])]
     if not refused:
         return rows, origins
     types: dict[str, str] = {}
     fitting = []
     for number, row in enumerate(rows):
-        key = next((key for key in refused if not _has_type(row.get(key), key, types)), None)
-        if key is None:
+        for key in refused:
+            value = row.get(key)
+            kind = "number" if type(value) in (int, float) else type(value).__name__
+            # The first value of a column decides its type.
+            if value is not None and types.setdefault(key, kind) != kind:
+                file, line = origins[number]
+                reason = f"the column '{key}' holds {str(value)[:40]!r}, which has another type than the rows before"
+                bad.note_at(row_location(files[file], line), reason, "a column holds values of one type")
+                break
+        else:
             fitting.append(number)
-            continue
-        file, line = origins[number]
-        name = files[file]
-        where = f"{name}:{line}" if data_suffix(Path(name)) in NUMBERED_BY_LINE else f"{name}, row {line}"
-        reason = f"the column '{key}' holds {str(row[key])[:40]!r}, which has another type than the rows before"
-        bad.note_at(where, reason, "a column holds values of one type")
     return [rows[number] for number in fitting], [origins[number] for number in fitting]
-
-
-def _has_type(value: object, key: str, types: dict[str, str]) -> bool:
-    """Whether a value has the type of its column. The first value decides."""
-    if value is None:
-        return True
-    kind = "number" if type(value) in (int, float) else type(value).__name__
-    return types.setdefault(key, kind) == kind
 
 
 def part_of_stream(rows: Sequence[StreamedRow], bad: BadLines | None = None) -> DataPart:
@@ -419,16 +400,15 @@ def part_of_stream(rows: Sequence[StreamedRow], bad: BadLines | None = None) -> 
     return part_of([row.row or {} for row in rows], origins, tuple(files), bad)
 
 
-def _check_kinds(key: str, values: list[object], part: DataPart) -> None:
-    """Check that a table can hold the values of a column, and report the first row that does not fit."""
-    if _is_refused(values):
-        row = bisect_left(range(len(values) + 1), True, key=lambda count: _is_refused(values[:count])) - 1
-        value = f"the column '{key}' holds {str(values[row])[:40]!r}"
-        if _is_refused([values[row]]):
-            hint = "fix the value: a table cannot hold a number of more than 64 bits or half of a character"
-            raise DataError(f"{value}, which cannot be read", where=part.where(row), hint=hint)
-        message = f"{value}, which has another type than the rows before"
-        raise DataError(message, where=part.where(row), hint="a column holds values of one type")
+def _refused_error(key: str, values: list[object], part: DataPart) -> DataError:
+    """Return the error about the first row whose value does not fit into the table with those before."""
+    row = bisect_left(range(len(values) + 1), True, key=lambda count: _is_refused(values[:count])) - 1
+    value = f"the column '{key}' holds {str(values[row])[:40]!r}"
+    if _is_refused([values[row]]):
+        hint = "fix the value: a table cannot hold a number of more than 64 bits or half of a character"
+        return DataError(f"{value}, which cannot be read", where=part.where(row), hint=hint)
+    message = f"{value}, which has another type than the rows before"
+    return DataError(message, where=part.where(row), hint="a column holds values of one type")
 
 
 def _is_refused(values: list[object]) -> bool:

@@ -7,15 +7,16 @@ Megatron-LM takes the set that is furthest behind, which has no such bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
 from math import gcd, lcm
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
 from rapidformer_templates.data.indexed.cache import IndexCache, Tables
+from rapidformer_templates.data.types import SampleSet, SizeOf, size_function
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.system.files import hash_of
 
@@ -67,7 +68,15 @@ def quota_order(weights: Sequence[int]) -> np.ndarray:
     return order
 
 
-class Blend(Sequence[Any]):
+class OrderedSamples(SampleSet, Protocol):
+    """Samples in their own order. There is an item ``p`` for every ``p`` from 0 on."""
+
+    @property
+    def identity(self) -> str:
+        """Describes everything that the samples depend on. A resumed run must have the same."""
+
+
+class Blend:
     """Several data sets, each in its own order, combined into one. There is an item ``p`` for every ``p`` from 0 on.
 
     A set that is small for its weight begins its next epoch earlier than the others.
@@ -86,7 +95,7 @@ class Blend(Sequence[Any]):
 
     def __init__(
         self,
-        sets: Sequence[Any],
+        sets: Sequence[OrderedSamples],
         weights: Sequence[str | float],
         *,
         repeats: bool = True,
@@ -97,7 +106,14 @@ class Blend(Sequence[Any]):
         self.weights = whole_weights(weights, flag)
         self.cache = cache or IndexCache()
         self.period = sum(self.weights)
-        self.samples = sum(map(len, self.sets)) if repeats else self._until_one_ends()
+        if repeats:
+            self.samples = sum(map(len, self.sets))
+            return
+        ends = []
+        for i, samples in enumerate(self.sets):
+            periods, rest = divmod(len(samples), self.weights[i])
+            ends.append(periods * self.period + int(np.flatnonzero(self._tables["order"] == i)[rest]))
+        self.samples = min(ends)
 
     @cached_property
     def _tables(self) -> Tables:
@@ -120,22 +136,15 @@ class Blend(Sequence[Any]):
     def __len__(self) -> int:
         return self.samples
 
-    def _until_one_ends(self) -> int:
-        ends = []
-        for i, samples in enumerate(self.sets):
-            periods, rest = divmod(len(samples), self.weights[i])
-            ends.append(periods * self.period + int(np.flatnonzero(self._tables["order"] == i)[rest]))
-        return min(ends)
-
-    def __getitem__(self, position: Any) -> Any:
+    def __getitem__(self, position: int) -> object:
         if position < 0:
             position = range(len(self))[position]
         return self.__getitems__([position])[0]
 
-    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+    def __getitems__(self, positions: Sequence[int]) -> list[object]:
         """Return several items at once."""
         sources, within = self.origin(np.asarray(positions, np.int64))
-        items: list[Any] = [None] * len(within)
+        items: list[object] = [None] * len(within)
         for source in np.unique(sources):
             from_source = np.flatnonzero(sources == source)
             chosen, indices = self.sets[source], within[from_source].tolist()
@@ -146,14 +155,18 @@ class Blend(Sequence[Any]):
         return items
 
     @property
-    def size_of(self) -> Callable[[list[int]], tuple[int, int]] | None:
+    def size_of(self) -> SizeOf | None:
         """Returns (samples, tokens) of some items if items are rows of several samples, else None."""
-        return self._size_of if all(getattr(s, "size_of", None) for s in self.sets) else None
+        functions = [function for function in map(size_function, self.sets) if function]
+        if len(functions) < len(self.sets):
+            return None
 
-    def _size_of(self, positions: list[int]) -> tuple[int, int]:
-        sources, within = self.origin(np.asarray(positions, np.int64))
-        sizes = [self.sets[s].size_of([p]) for s, p in zip(sources.tolist(), within.tolist(), strict=True)]
-        return sum(samples for samples, _ in sizes), sum(tokens for _, tokens in sizes)
+        def size_of(positions: list[int]) -> tuple[int, int]:
+            sources, within = self.origin(np.asarray(positions, np.int64))
+            sizes = [functions[s]([p]) for s, p in zip(sources.tolist(), within.tolist(), strict=True)]
+            return sum(samples for samples, _ in sizes), sum(tokens for _, tokens in sizes)
+
+        return size_of
 
     def origin(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (set, position in that set) for each position."""
@@ -161,5 +174,5 @@ class Blend(Sequence[Any]):
         sources = self._tables["order"][within].astype(np.int64)
         return sources, periods * np.asarray(self.weights)[sources] + self._tables["ranks"][within]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_tables"}

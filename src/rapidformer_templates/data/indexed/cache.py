@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ def cache_root(config: RunConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rapidformer_templates"
 
 
-def identity(prefix: str) -> list[Any]:
+def identity(prefix: str) -> list[str | tuple[int, int]]:
     """Identify a version of an indexed data set: the location, sizes and modification times of its files."""
     stats = [path.stat() for path in (idx_path(prefix), bin_path(prefix))]
     return [str(Path(prefix).resolve()), *[(s.st_size, s.st_mtime_ns) for s in stats]]
@@ -81,7 +80,7 @@ def _write(folder: Path, tables: Tables) -> None:
         np.save(folder / f"{name}.npy", table)
 
 
-def make_once(folder: Path, write: Callable[[Path], None]) -> None:
+def make_once(folder: Path, write: Callable[[Path], object]) -> None:
     """Create a folder unless it exists. If several processes ask at once, the first creates it and the others wait.
 
     Args:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -135,52 +134,60 @@ def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_toke
     for entry in parse_data_path(config.data.data_path or ()):
         if entry.indexed:
             dataset = IndexedDataset(entry.paths[0], config.data.data_impl)
-            _check_vocabulary(dataset, tokenizer)
-            _check_tokens(dataset, vocabulary_size(tokenizer), IndexCache(cache_root(config)))
+            _check_tokens(dataset, tokenizer, IndexCache(cache_root(config)))
             corpora.append(Corpus(dataset, entry.weight))
         else:
             corpora.append(_tokenized(entry, config, tokenizer, end_token_id))
     return corpora
 
 
-def _check_vocabulary(dataset: IndexedDataset, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Refuse tokens of another vocabulary. Sets from other programs do not record their vocabulary."""
-    made_with = (read_sums(dataset.prefix) or {}).get("vocabulary")
-    if made_with not in (None, vocabulary_id(tokenizer.backend_tokenizer)):
+def _check_tokens(dataset: IndexedDataset, tokenizer: PreTrainedTokenizerFast, cache: IndexCache) -> None:
+    """Check that a set was made with this vocabulary, and has no token outside of it.
+
+    Sets from other programs do not record their vocabulary. A set without checksums is read once for its largest token.
+    """
+    sums = read_sums(dataset.prefix)
+    if sums is not None and sums.get("vocabulary") not in (None, vocabulary_id(tokenizer.backend_tokenizer)):
         raise DataError(
             "the set was tokenized with another vocabulary than this run's",
             where=dataset.prefix,
             hint="name the tokenizer that made it (--tokenizer-type, --tokenizer-path), or tokenize the text again",
         )
-
-
-def _check_tokens(dataset: IndexedDataset, vocabulary: int, cache: IndexCache) -> None:
-    """Refuse tokens outside of the vocabulary. A set without checksums is read once for this."""
-    sums = read_sums(dataset.prefix)
+    vocabulary = vocabulary_size(tokenizer)
     if sums is not None and sums["bin"]["bytes"] == bin_path(dataset.prefix).stat().st_size:
-        check_vocabulary(dataset, vocabulary, int(sums["largest_token"]))
-        return
-    name = "largest-" + hash_of(identity(dataset.prefix))
-    table = cache(name, lambda: {"largest": np.array([check_vocabulary(dataset, vocabulary)])})
-    check_vocabulary(dataset, vocabulary, int(table["largest"][0]))
+        largest = sums["largest_token"]
+    else:
+        name = "largest-" + hash_of(identity(dataset.prefix))
+        table = cache(name, lambda: {"largest": np.array([check_vocabulary(dataset, vocabulary)])})
+        largest = int(table["largest"][0])
+    check_vocabulary(dataset, vocabulary, largest)
 
 
 def _tokenized(entry: CorpusEntry, config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Corpus:
     """Return raw text as a tokenized corpus from the cache."""
     files = text_files(entry.paths, "--data-path")
     column, skip, unit = config.data.text_column or "text", config.data.skip_bad_lines, config.data.text_unit
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    # Truncation and padding are state from the last call of the tokenizer, not part of its definition.
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = {name: value for name, value in definition.items() if name not in ("truncation", "padding")}
     root = cache_root(config)
-    folder = root / _cache_key(files, tokenizer, [end_token_id, column, skip, unit])
+    folder = root / ("text-" + hash_of([CACHE_VERSION, stats, model, [end_token_id, column, skip, unit]]))
     notes = []
     began = time.perf_counter()
     if not folder.is_dir():
         recipe = recipe_of(config, tokenizer, end_token_id)
         try:
-            make_once(folder, lambda temporary: _write_corpus(files, recipe, temporary))
-            notes.append(_tokenized_in(time.perf_counter() - began, files, folder))
+            # Tokenize in this process. New ones would run the user's script, which may have no ``__main__`` guard.
+            make_once(folder, lambda temporary: preprocess(files, str(temporary / NAME), recipe, workers=0))
         except OSError as error:
             hint = "check the folder and its rights, or choose another one with --data-cache-dir"
             raise DataError(f"the corpus cannot be tokenized: {error}", where=str(root), hint=hint) from error
+        seconds, megabytes = time.perf_counter() - began, sum(size for _, size, _ in stats) / 1e6
+        faster = "; rapidformer data preprocess does it with all cores" if seconds > 30 else ""
+        notes.append(
+            f"{megabytes:,.1f} MB of raw text were tokenized in {seconds:.0f} s, and are kept in {folder}{faster}"
+        )
     try:
         dataset = IndexedDataset(folder / f"{NAME}_{column}_document", config.data.data_impl)
     except DataError as error:
@@ -203,24 +210,3 @@ def recipe_of(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_i
         vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
         text_unit=config.data.text_unit,
     )
-
-
-def _tokenized_in(seconds: float, files: Sequence[Path], folder: Path) -> str:
-    size = sum(file.stat().st_size for file in files) / 1e6
-    faster = "; rapidformer data preprocess does it with all cores" if seconds > 30 else ""
-    return f"{size:,.1f} MB of raw text were tokenized in {seconds:.0f} s, and are kept in {folder}{faster}"
-
-
-def _cache_key(files: Sequence[Path], tokenizer: PreTrainedTokenizerFast, options: list[Any]) -> str:
-    """Return a name that changes if a file, the tokenizer or an option changes."""
-    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    # Truncation and padding are state from the last call of the tokenizer, not part of its definition.
-    model = {
-        k: v for k, v in json.loads(tokenizer.backend_tokenizer.to_str()).items() if k not in ("truncation", "padding")
-    }
-    return "text-" + hash_of([CACHE_VERSION, stats, model, options])
-
-
-def _write_corpus(files: Sequence[Path], recipe: EncodingRecipe, folder: Path) -> None:
-    """Tokenize in this process. New processes would run the user's script, which may have no ``__main__`` guard."""
-    preprocess(files, str(folder / NAME), recipe, workers=0)

@@ -34,7 +34,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-TYPES: dict[int, np.dtype[Any]] = {
+TYPES: dict[int, np.dtype] = {
     1: np.dtype(np.uint8),
     2: np.dtype(np.int8),
     3: np.dtype(np.int16),
@@ -66,7 +66,7 @@ def is_indexed(path: str | Path) -> bool:
     return bin_path(prefix).is_file() or idx_path(prefix).is_file()
 
 
-def type_for(vocabulary: int) -> np.dtype[Any]:
+def type_for(vocabulary: int) -> np.dtype:
     """Return the dtype that Megatron-LM uses for a vocabulary size: uint16 below 65,500, else int32."""
     return np.dtype(np.uint16 if vocabulary < 65500 else np.int32)
 
@@ -80,7 +80,7 @@ class _Tokens(Protocol):
 class _FileTokens:
     """Tokens that are read from the file at each access, for file systems that do not support memory maps."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._descriptor = os.open(path, os.O_RDONLY)
         self._dtype = dtype
 
@@ -117,7 +117,7 @@ class IndexedDataset:
     lengths: np.ndarray
     pointers: np.ndarray
     documents: np.ndarray
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     has_modes: bool
     tokens: _Tokens
 
@@ -239,7 +239,7 @@ class IndexedDataset:
         """Number of tokens in all sequences."""
         return bin_path(self.prefix).stat().st_size // self.dtype.itemsize
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A memory map would be sent to loader processes as a copy of the whole file.
         return {"prefix": self.prefix, "access": self.access}
 

@@ -1,9 +1,11 @@
-"""Joins, checks and summarizes indexed data sets, all in constant memory."""
+"""Joins, checks, splits and summarizes indexed data sets, all in constant memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -35,33 +37,25 @@ def prefixes_of(inputs: Sequence[str], leave_out: str | None = None) -> list[str
     prefixes: list[str] = []
     for name in inputs:
         if Path(name).is_dir():
-            inside = sorted(_prefixes_in(Path(name)))
+            # Tokens with checksums but no index count, too, so that a loss is noticed.
+            with_sums = [str(path).removesuffix(".sums.json") for path in Path(name).glob("*.sums.json")]
+            with_index = {prefix_of(path) for path in Path(name).glob("*.idx")}
+            inside = sorted(with_index | {prefix for prefix in with_sums if bin_path(prefix).is_file()})
             inside = [prefix for prefix in inside if leave_out is None or Path(prefix) != Path(leave_out)]
             if not inside:
                 hint = "rapidformer data preprocess makes PREFIX.bin and PREFIX.idx"
                 raise DataError(f"there is no indexed data set in {name}", where=name, hint=hint)
             prefixes += inside
         else:
-            prefixes.append(_existing(name))
+            prefix = prefix_of(name)
+            if not (idx_path(prefix).is_file() or bin_path(prefix).is_file()):
+                parent = Path(prefix).parent
+                neighbours = [prefix_of(path) for path in parent.glob("*.idx")] if parent.is_dir() else []
+                advice = "give the path of PREFIX.bin and PREFIX.idx without their endings"
+                hint = did_you_mean(prefix, neighbours, advice)
+                raise DataError(f"there is no indexed data set {prefix}", where=name, hint=hint)
+            prefixes.append(prefix)
     return prefixes
-
-
-def _prefixes_in(folder: Path) -> set[str]:
-    """Return all prefixes with an index. Tokens with checksums but no index count, too, so that a loss is noticed."""
-    without_index = [str(path).removesuffix(".sums.json") for path in folder.glob("*.sums.json")]
-    return {prefix_of(path) for path in folder.glob("*.idx")} | {
-        name for name in without_index if bin_path(name).is_file()
-    }
-
-
-def _existing(name: str) -> str:
-    prefix = prefix_of(name)
-    if not (idx_path(prefix).is_file() or bin_path(prefix).is_file()):
-        parent = Path(prefix).parent
-        neighbours = [prefix_of(path) for path in parent.glob("*.idx")] if parent.is_dir() else []
-        hint = did_you_mean(prefix, neighbours, "give the path of PREFIX.bin and PREFIX.idx without their endings")
-        raise DataError(f"there is no indexed data set {prefix}", where=name, hint=hint)
-    return prefix
 
 
 def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> IndexedDataset:
@@ -87,44 +81,35 @@ def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> I
             raise DataError(
                 "the set holds modes (images with text), which cannot be joined", where=one.prefix, hint=hint
             )
-    dtype = np.result_type(*(one.dtype for one in sets))
-    vocabulary = _common_vocabulary(prefixes)
-    with IndexedWriter(output, dtype, overwrite=overwrite, vocabulary=vocabulary) as writer:
-        for one in sets:
-            for first, last in _document_spans(one):
-                _copy(one, first, last, writer)
-    return IndexedDataset(output)
-
-
-def _common_vocabulary(prefixes: Sequence[str]) -> str | None:
-    """Return the vocabulary of all sets, or None if one of them does not record its vocabulary."""
-    vocabularies = {prefix: (read_sums(prefix) or {}).get("vocabulary") for prefix in prefixes}
+    all_sums = {prefix: read_sums(prefix) for prefix in prefixes}
+    vocabularies = {prefix: sums.get("vocabulary") if sums else None for prefix, sums in all_sums.items()}
     recorded = {prefix: name for prefix, name in vocabularies.items() if name}
     if len(set(recorded.values())) > 1:
         first, other = next((a, b) for a in recorded for b in recorded if recorded[a] != recorded[b])
         hint = "tokenize the text of one of them again"
         raise DataError(f"{first} was tokenized with another vocabulary", where=other, hint=hint)
-    return None if None in vocabularies.values() else next(iter(recorded.values()), None)
+    # If one of the sets does not record its vocabulary, that of the new set is unknown.
+    vocabulary = None if None in vocabularies.values() else next(iter(recorded.values()), None)
+    dtype = np.result_type(*(one.dtype for one in sets))
+    with IndexedWriter(output, dtype, overwrite=overwrite, vocabulary=vocabulary) as writer:
+        for one in sets:
+            _copy(one, writer)
+    return IndexedDataset(output)
 
 
-def _document_spans(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
-    """Yield spans of documents with up to :data:`CHUNK` tokens each, or one document."""
-    first, count = 0, len(dataset.documents) - 1
+def _copy(dataset: IndexedDataset, writer: IndexedWriter) -> None:
+    """Copy all documents, up to :data:`CHUNK` tokens or one document at a time."""
+    first, count, size = 0, len(dataset.documents) - 1, dataset.dtype.itemsize
     while first < count:
-        start = dataset.pointers[dataset.documents[first]]
-        sequence = np.searchsorted(dataset.pointers, start + CHUNK * dataset.dtype.itemsize, side="right") - 1
+        start = int(dataset.pointers[dataset.documents[first]])
+        sequence = np.searchsorted(dataset.pointers, start + CHUNK * size, side="right") - 1
         last = int(np.searchsorted(dataset.documents, sequence, side="right")) - 1
         last = max(last, first + 1)
-        yield first, last
+        bounds = dataset.documents[first : last + 1]
+        lengths = dataset.lengths[bounds[0] : bounds[-1]]
+        tokens = dataset.tokens[start // size : start // size + int(lengths.sum(dtype=np.int64))]
+        writer.add(tokens.astype(writer.dtype, copy=False), lengths, np.diff(bounds))
         first = last
-
-
-def _copy(dataset: IndexedDataset, first: int, last: int, writer: IndexedWriter) -> None:
-    bounds = dataset.documents[first : last + 1]
-    lengths = dataset.lengths[bounds[0] : bounds[-1]]
-    start = int(dataset.pointers[bounds[0]]) // dataset.dtype.itemsize
-    tokens = dataset.tokens[start : start + int(lengths.sum(dtype=np.int64))]
-    writer.add(tokens.astype(writer.dtype, copy=False), lengths, np.diff(bounds))
 
 
 @dataclass(frozen=True)
@@ -166,16 +151,13 @@ def verify(prefix: str) -> list[Damage] | None:
         )
     for block, (recorded, checksum) in enumerate(zip(sums["bin"]["crc32"], block_sums(path, size), strict=True)):
         if recorded != checksum:
-            problems.append(Damage(path, _describe(dataset, block, size)))
+            start, stop = block * size, min((block + 1) * size, dataset.token_count * dataset.dtype.itemsize)
+            inside = np.searchsorted(dataset.pointers, [start, stop - 1], side="right") - 1
+            first, last = np.searchsorted(dataset.documents, inside, side="right") - 1
+            documents = f"document {first:,}" if first == last else f"documents {first:,} to {last:,}"
+            what = f"bytes {start:,} to {stop - 1:,} differ from what was written: {documents}"
+            problems.append(Damage(path, what))
     return problems
-
-
-def _describe(dataset: IndexedDataset, block: int, size: int) -> str:
-    start, stop = block * size, min((block + 1) * size, dataset.token_count * dataset.dtype.itemsize)
-    inside = np.searchsorted(dataset.pointers, [start, stop - 1], side="right") - 1
-    first, last = np.searchsorted(dataset.documents, inside, side="right") - 1
-    documents = f"document {first:,}" if first == last else f"documents {first:,} to {last:,}"
-    return f"bytes {start:,} to {stop - 1:,} differ from what was written: {documents}"
 
 
 def add_sums(prefix: str) -> Path:
@@ -256,3 +238,67 @@ def statistics_of(prefix: str) -> DataSetStatistics:
         shares,
         sums["largest_token"] if sums else None,
     )
+
+
+def split_shares(split: str) -> list[float]:
+    """Return the three shares of ``--split``. Missing shares are 0.
+
+    Raises:
+        DataError: the text is not one to three shares, or they sum to 0.
+    """
+    try:
+        shares = [float(share) for share in split.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+        hint = "write three shares, such as 969,30,1"
+        raise DataError(f"'{split}' are not shares of a corpus", where="--split", hint=hint)
+    return shares + [0.0] * (3 - len(shares))
+
+
+def split_sequences(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
+    """Return the sequences [first, last) of each part. Each sequence is in one part.
+
+    Shares are accumulated and rounded as in Megatron-LM's core.
+    """
+    parts = (np.asarray(shares) / np.sum(shares)).tolist()
+    sums: list[float] = reduce(lambda done, part: [*done, done[-1] + part], parts, [0.0])
+    return list(pairwise(round(share * count) for share in sums))
+
+
+def counts_of(dataset: IndexedDataset, part: tuple[int, int]) -> np.ndarray:
+    """Count the tokens in the sequences [first, last), shape (largest token + 1,). Reads the tokens once.
+
+    Raises:
+        DataError: a token is negative.
+    """
+    first, last = part
+    counts = np.zeros(0, np.int64)
+    if first >= last:
+        return counts
+    size = dataset.dtype.itemsize
+    begin, end = int(dataset.pointers[first]) // size, int(dataset.pointers[last - 1]) // size
+    end += int(dataset.lengths[last - 1])
+    for start in range(begin, end, CHUNK):
+        tokens = dataset.tokens[start : min(start + CHUNK, end)]
+        if int(tokens.min()) < 0:
+            raise DataError(f"there are negative tokens, such as {int(tokens.min())}", where=dataset.prefix)
+        occurrences = np.bincount(tokens)
+        longer, shorter = (occurrences, counts) if len(occurrences) > len(counts) else (counts, occurrences)
+        counts = longer.astype(np.int64)
+        counts[: len(shorter)] += shorter
+    return counts
+
+
+def unigram_loss(dataset: IndexedDataset, train: tuple[int, int], held_out: tuple[int, int]) -> float:
+    """Return the mean negative log-likelihood of the held-out tokens under the training counts, in nats per token.
+
+    One is added to each count (Laplace), so that tokens missing in the training part have a probability.
+    """
+    train_counts, held_out_counts = counts_of(dataset, train), counts_of(dataset, held_out)
+    size = max(len(train_counts), len(held_out_counts))
+    train_counts, held_out_counts = (
+        np.pad(counts, (0, size - len(counts))) for counts in (train_counts, held_out_counts)
+    )
+    likelihood = np.log(train_counts + 1) - np.log(train_counts.sum() + size)
+    return float(-(held_out_counts * likelihood).sum() / held_out_counts.sum())

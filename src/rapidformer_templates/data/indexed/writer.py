@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import NotRequired, Self, TypedDict
 
 import numpy as np
 
@@ -35,6 +35,29 @@ from rapidformer_templates.system.files import crc32, sync, to_json, write_at, w
 
 BLOCK = 1 << 22
 """Bytes of ``.bin`` that one checksum covers."""
+
+
+class BinSums(TypedDict):
+    """Checksums of ``.bin``: the CRC-32 of each block of ``block_bytes``."""
+
+    bytes: int
+    block_bytes: int
+    crc32: list[int]
+
+
+class IdxSums(TypedDict):
+    """Checksum of ``.idx``."""
+
+    crc32: int
+
+
+class Sums(TypedDict):
+    """The contents of ``PREFIX.sums.json``. Older files have no vocabulary."""
+
+    bin: BinSums
+    idx: IdxSums
+    largest_token: int
+    vocabulary: NotRequired[str | None]
 
 
 def sums_path(prefix: str | Path) -> Path:
@@ -76,7 +99,7 @@ class IndexedWriter:
     def __init__(
         self,
         prefix: str | Path,
-        dtype: np.dtype[Any],
+        dtype: np.dtype,
         *,
         overwrite: bool = False,
         vocabulary: str | None = None,
@@ -87,7 +110,10 @@ class IndexedWriter:
         self.codes = {kind: code for code, kind in TYPES.items()}
         if self.dtype not in self.codes:
             raise DataError(f"the format has no tokens of type {self.dtype}", where=self.prefix, hint="use int32")
-        existing = _existing_file(self.prefix)
+        # Tokens and checksums without an index are left from a killed writer, and do not count as a set.
+        is_left = sums_path(self.prefix).exists()
+        files = [idx_path(self.prefix)] if is_left else [idx_path(self.prefix), bin_path(self.prefix)]
+        existing = next((path for path in files if path.exists()), None)
         if existing and not overwrite:
             raise DataError(f"{existing} exists", where=self.prefix, hint="choose another prefix, or add --overwrite")
         self.sequences = self.documents = 0
@@ -188,13 +214,6 @@ class IndexedWriter:
             os.fsync(file.fileno())
 
 
-def _existing_file(prefix: str) -> Path | None:
-    """Return the file that makes a set exist. Tokens and checksums without an index are left from a killed writer."""
-    if idx_path(prefix).exists():
-        return idx_path(prefix)
-    return bin_path(prefix) if bin_path(prefix).exists() and not sums_path(prefix).exists() else None
-
-
 def _open_locked(path: Path) -> int:
     """Open an empty file that only this process writes to. The lock is released when the process ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -244,7 +263,7 @@ def _sums_of(path: Path, block: int = BLOCK) -> _BlockSums:
     return sums
 
 
-def _facts(sums: _BlockSums, index: Path, largest: int, vocabulary: str | None = None) -> dict[str, Any]:
+def _facts(sums: _BlockSums, index: Path, largest: int, vocabulary: str | None = None) -> Sums:
     return {
         "bin": {"bytes": sums.bytes, "block_bytes": BLOCK, "crc32": sums.checksums()},
         "idx": {"crc32": crc32(index)},
@@ -262,7 +281,7 @@ def _temporary(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
 
 
-def read_sums(prefix: str | Path) -> dict[str, Any] | None:
+def read_sums(prefix: str | Path) -> Sums | None:
     """Return the contents of ``PREFIX.sums.json``, or None without that file (a set from another program).
 
     Raises:
@@ -272,21 +291,13 @@ def read_sums(prefix: str | Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        facts = None
-    if not _is_whole(facts):
+        sums: Sums = json.loads(path.read_text(encoding="utf-8"))
+        blocks = -(-sums["bin"]["bytes"] // sums["bin"]["block_bytes"])
+        numbers = [*sums["bin"]["crc32"], sums["idx"]["crc32"], sums["largest_token"]]
+        is_whole = len(sums["bin"]["crc32"]) == blocks and all(isinstance(number, int) for number in numbers)
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
+        is_whole = False
+    if not is_whole:
         hint = "delete it, and create it again with rapidformer data verify --write-sums if you trust the set"
         raise DataError("the file of checksums is damaged", where=str(path), hint=hint)
-    assert isinstance(facts, dict)
-    return facts
-
-
-def _is_whole(facts: Any) -> bool:
-    try:
-        blocks = facts["bin"]["crc32"]
-        count = -(-facts["bin"]["bytes"] // facts["bin"]["block_bytes"])
-        numbers = [*blocks, facts["idx"]["crc32"], facts["largest_token"]]
-    except (KeyError, TypeError, ZeroDivisionError):
-        return False
-    return len(blocks) == count and all(isinstance(number, int) for number in numbers)
+    return sums

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rapidformer_templates.data.collate import Collate, DocumentCollate, PadCollate
+from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.data.indexed.corpora import parse_data_path
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.pretraining.documents import Documents
-from rapidformer_templates.data.pretraining.objectives import Augment, Causal, Masked, MaskWindows, Objective
+from rapidformer_templates.data.pretraining.objectives import Causal, Masked, MaskWindows, Objective, Samples
+from rapidformer_templates.data.types import Augment, Endless
 from rapidformer_templates.errors import DataError, NoSamples
 
 
@@ -52,10 +52,11 @@ class ByDocuments(Objective):
 class CausalDocuments(ByDocuments, Causal):
     """Predicts each token of a document from the tokens before it."""
 
-    def batches(self, train: Any) -> tuple[Collate, Augment | None]:
+    def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         return DocumentCollate(self._padding["input_ids"]), None
 
-    def lengths(self, train: Any) -> np.ndarray:
+    def lengths(self, train: Samples | Blend) -> np.ndarray:
+        assert isinstance(train, Documents)
         return train.sizes - self.overlap
 
 
@@ -66,11 +67,12 @@ class MaskedDocuments(ByDocuments, Masked):
     def short_probability(self) -> float:
         return self.options.short_seq_prob
 
-    def batches(self, train: Any) -> tuple[Collate, Augment | None]:
+    def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         around = (self.token("cls"), self.token("sep"))
         return PadCollate(self._padding), MaskWindows(self.mask, around, 0.0)
 
-    def lengths(self, train: Any) -> np.ndarray:
+    def lengths(self, train: Samples | Blend) -> np.ndarray:
+        assert isinstance(train, Documents)
         return train.sizes + 2
 
 

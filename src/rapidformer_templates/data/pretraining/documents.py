@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from copy import copy
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +11,7 @@ from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.random_streams import Stream
 
 
-class Documents(Sequence[dict[str, np.ndarray]]):
+class Documents:
     """Each sequence of a part of an indexed data set as a sample. Long sequences are split.
 
     A fraction of the samples can be split in two at a random position, so that a model also learns from short ones (the
@@ -49,8 +47,20 @@ class Documents(Sequence[dict[str, np.ndarray]]):
         self.dataset = dataset
         self.part = part
         firsts = dataset.pointers[slice(*part)] // dataset.dtype.itemsize
-        firsts, sizes = _split_long(firsts, dataset.lengths[slice(*part)].astype(np.int64), length, overlap)
-        self._firsts, self.sizes = _split_some(firsts, sizes, short_probability, seed)
+        sizes = dataset.lengths[slice(*part)].astype(np.int64)
+        # 1. Split long documents. All pieces except a document's last have ``length + overlap`` tokens.
+        pieces = np.maximum(-(-(sizes - overlap) // length), 0)
+        number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        offsets = number * length
+        firsts = np.repeat(firsts, pieces) + offsets
+        sizes = np.minimum(np.repeat(sizes, pieces) - offsets, length + overlap)
+        # 2. Split a fraction of the pieces in two, at a position with a uniform distribution.
+        draw = np.random.default_rng((seed, Stream.DOCUMENTS))
+        is_split = (draw.random(len(sizes)) < short_probability) & (sizes > 1)
+        heads = np.where(is_split, draw.integers(1, np.maximum(sizes, 2)), sizes)
+        halves = np.stack([heads, sizes - heads], axis=1)
+        starts = np.stack([firsts, firsts + heads], axis=1)
+        self._firsts, self.sizes = starts[halves > 0], halves[halves > 0]
         self._sets, self._borders = [dataset], [0]
 
     @property
@@ -68,30 +78,8 @@ class Documents(Sequence[dict[str, np.ndarray]]):
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         index = range(len(self))[index]
         first = int(self._firsts[index])
         dataset = self._sets[bisect_right(self._borders, index) - 1]
         return {"input_ids": dataset.tokens[first : first + int(self.sizes[index])]}
-
-
-def _split_long(firsts: np.ndarray, sizes: np.ndarray, length: int, overlap: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (first tokens, sizes) of the pieces of documents.
-
-    All pieces except a document's last have ``length + overlap`` tokens.
-    """
-    pieces = np.maximum(-(-(sizes - overlap) // length), 0)
-    number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    offsets = number * length
-    return np.repeat(firsts, pieces) + offsets, np.minimum(np.repeat(sizes, pieces) - offsets, length + overlap)
-
-
-def _split_some(firsts: np.ndarray, sizes: np.ndarray, probability: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split a fraction of the pieces in two, at a position with a uniform distribution."""
-    draw = np.random.default_rng((seed, Stream.DOCUMENTS))
-    split = (draw.random(len(sizes)) < probability) & (sizes > 1)
-    heads = np.where(split, draw.integers(1, np.maximum(sizes, 2)), sizes)
-    halves = np.stack([heads, sizes - heads], axis=1)
-    starts = np.stack([firsts, firsts + heads], axis=1)
-    nonempty = halves > 0
-    return starts[nonempty], halves[nonempty]

@@ -13,7 +13,6 @@ other text is used once. Here each epoch has its own tables, which depend only o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ TABLES_VERSION = 2
 KEPT_EPOCHS = 2
 
 
-class GPTSamples(Sequence[dict[str, np.ndarray]]):
+class GPTSamples:
     """Samples of some documents of an indexed data set, in training order.
 
     There is an item ``p`` for every ``p`` from 0 on. Its epoch is ``p // len``. An item has ``input_ids`` with the
@@ -66,7 +65,11 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
         self.seed = seed
         self.marks_documents = marks_documents
         self.cache = cache or IndexCache()
-        self.tokens = _tokens_of(dataset, part)
+        first, last = part
+        self.tokens = 0
+        if first < last:  # sequences are stored one after another
+            end = int(dataset.pointers[last - 1]) // dataset.dtype.itemsize + int(dataset.lengths[last - 1])
+            self.tokens = end - int(dataset.pointers[first]) // dataset.dtype.itemsize
         self.samples = max(0, (self.tokens - overlap) // length)
         self._epochs: dict[int, Tables] = {}
 
@@ -79,7 +82,7 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
     def __len__(self) -> int:
         return self.samples
 
-    def __getitem__(self, position: Any) -> Any:
+    def __getitem__(self, position: int) -> dict[str, np.ndarray]:
         if position < 0:
             position = range(self.samples)[position]
         return self.__getitems__([position])[0]
@@ -139,15 +142,6 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
         shifts = self.dataset.pointers[documents] // self.dataset.dtype.itemsize - ends[:-1]
         return {"ends": ends, "shifts": shifts, "samples": samples, "shuffle": shuffle}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Memory-mapped tables would be sent to loader processes as copies.
         return self.__dict__ | {"_epochs": {}}
-
-
-def _tokens_of(dataset: IndexedDataset, part: tuple[int, int]) -> int:
-    """Return the number of tokens in the sequences [first, last), which are stored one after another."""
-    first, last = part
-    if first >= last:
-        return 0
-    end = int(dataset.pointers[last - 1]) // dataset.dtype.itemsize + int(dataset.lengths[last - 1])
-    return end - int(dataset.pointers[first]) // dataset.dtype.itemsize

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates.data.targets import IGNORED
+from rapidformer_templates.data.types import Sample
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.tokenizers import vocabulary_size
 
@@ -59,7 +60,7 @@ class MaskTokens:
         self.ordinary = np.setdiff1d(np.fromiter(tokenizer.get_vocab().values(), np.int64), tokenizer.all_special_ids)
         self.starts = word_starts(tokenizer) if whole_words else None
 
-    def __call__(self, sample: Mapping[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+    def __call__(self, sample: Sample, generator: np.random.Generator) -> dict[str, np.ndarray]:
         original = np.asarray(sample["input_ids"], dtype=np.int64)
         maskable = ~self.special[original]
         # Two draws per token or word: whether it is chosen, and how it is changed.
@@ -106,7 +107,7 @@ def word_starts(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     return starts
 
 
-def _parts(steps: list[Any]) -> Iterator[Mapping[str, Any]]:
+def _parts(steps: list[dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
     """Yield the steps of a pre-tokenizer or decoder, including those inside sequences."""
     for step in steps:
         if step is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from rapidformer_templates.data.collate import Collate, PadCollate, WindowCollate
 from rapidformer_templates.data.indexed.blend import Blend
@@ -19,13 +20,12 @@ from rapidformer_templates.data.packing import check_packable, check_packable_mo
 from rapidformer_templates.data.pretraining.documents import Documents
 from rapidformer_templates.data.pretraining.gpt import GPTSamples
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mask_probability, check_short_probability
-from rapidformer_templates.data.pretraining.pair_loss import pair_loss
 from rapidformer_templates.data.pretraining.sentence_pairs import SentencePairs
 from rapidformer_templates.data.pretraining.spans import SpanCorruption, sentinels_of, span_sizes
 from rapidformer_templates.data.targets import IGNORED, shifted_left
-from rapidformer_templates.data.types import Endless
+from rapidformer_templates.data.types import Augment, Endless, ModelOutputs, Sample
 from rapidformer_templates.errors import DataError, ModelError, NoSamples
-from rapidformer_templates.models.architectures import pair_label_of
+from rapidformer_templates.models.architectures import PairLabel, pair_label_of
 from rapidformer_templates.models.label_use import LabelUse, check_causal
 from rapidformer_templates.models.loading import model_type_of
 
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from rapidformer_templates.data.tasks.base import Task
 
 Samples = GPTSamples | SentencePairs | Documents
-Augment = Callable[[Any, np.random.Generator], Any]
+Model = Callable[..., ModelOutputs]
+Loss = torch.Tensor | tuple[torch.Tensor, int]
+"""The mean loss of a batch, or the sum of its losses and the number of targets."""
 
 
 class Objective(ABC):
@@ -107,11 +109,11 @@ class Objective(ABC):
         """See :meth:`Task.use_labels`."""
         return use.shifts
 
-    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+    def compute_loss(self, model: Model, batch: Mapping[str, torch.Tensor]) -> Loss:
         """See :meth:`Task.compute_loss`."""
         return model(**batch).loss
 
-    def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def predicted(self, outputs: ModelOutputs, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return aligned (logits, targets): (samples, tokens, vocabulary) and (samples, tokens)."""
         return outputs.logits, batch["labels"]
 
@@ -166,7 +168,7 @@ class Causal(Objective):
         self._model_shifts = use.shifts
         return True
 
-    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+    def compute_loss(self, model: Model, batch: Mapping[str, torch.Tensor]) -> Loss:
         if not self._model_shifts:
             batch = dict(batch)
             labels = batch["labels"]
@@ -184,7 +186,7 @@ class Causal(Objective):
     def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         return WindowCollate(keeps_documents_apart=self.options.keep_documents_apart), None
 
-    def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def predicted(self, outputs: ModelOutputs, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if "shift_labels" in batch:
             return outputs.logits, batch["shift_labels"]
         return outputs.logits[:, :-1], batch["labels"][:, 1:]  # a user's own batches, which the model shifts
@@ -256,14 +258,34 @@ class Pairs(Masked):
         )
 
     def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
-        self._weight = self.options.mask_prob * _mean_tokens(train)
+        sets, weights = (train.sets, train.weights) if isinstance(train, Blend) else ([train], [1])
+        mean_tokens = [pairs.mean_tokens for pairs in sets if isinstance(pairs, SentencePairs)]
+        self._weight = self.options.mask_prob * float(np.average(mean_tokens, weights=weights))
         return PadCollate(self._padding), None
 
-    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+    def compute_loss(self, model: Model, batch: Mapping[str, torch.Tensor]) -> Loss:
         return pair_loss(model, batch, self.label, self._weight)
 
-    def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def predicted(self, outputs: ModelOutputs, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         return outputs.prediction_logits, batch["labels"]
+
+
+def pair_loss(
+    model: Model, batch: Mapping[str, torch.Tensor], label: PairLabel, weight: float
+) -> tuple[torch.Tensor, int]:
+    """Return (sum of both losses over the batch, number of masked tokens).
+
+    Transformers adds the mean over masked tokens and the mean over samples, which cannot be computed as a sum over
+    micro batches. Here each sample's pair counts as ``weight`` masked tokens. If ``weight`` is their mean number per
+    sample (``mask.probability * pairs.mean_tokens``), both means have the same weight over a global batch, and the loss
+    does not depend on how the batch is divided.
+    """
+    inputs = {name: values for name, values in batch.items() if name not in ("labels", label)}
+    outputs = model(**inputs)
+    labels, targets = batch["labels"].flatten(), batch[label]
+    pairs = outputs.sop_logits if label == "sentence_order_label" else outputs.seq_relationship_logits
+    masked = cross_entropy(outputs.prediction_logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
+    return masked + weight * cross_entropy(pairs, targets, reduction="sum"), int((labels != IGNORED).sum())
 
 
 class Spans(Objective):
@@ -298,12 +320,6 @@ OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal, "masked": Masked, "s
 """Objectives by the result of :func:`~rapidformer_templates.models.architectures.objective_of`."""
 
 
-def _mean_tokens(samples: Any) -> float:
-    if isinstance(samples, Blend):
-        return float(np.average([part.mean_tokens for part in samples.sets], weights=samples.weights))
-    return float(samples.mean_tokens)
-
-
 class MaskWindows:
     """Masks ``[CLS]`` window ``[SEP]``. Some windows are first truncated to a random length with uniform distribution.
 
@@ -319,7 +335,7 @@ class MaskWindows:
         self.around = around
         self.short_probability = short_probability
 
-    def __call__(self, sample: Mapping[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+    def __call__(self, sample: Sample, generator: np.random.Generator) -> dict[str, np.ndarray]:
         tokens = sample["input_ids"].astype(np.int64)
         if generator.random() < self.short_probability:
             tokens = tokens[: int(generator.integers(1, len(tokens) + 1))]

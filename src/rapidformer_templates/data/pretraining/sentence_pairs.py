@@ -10,9 +10,7 @@ always has the same samples. The split of a chunk, the replacement of B, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +29,7 @@ BLOCK = 1 << 20
 """Number of sentences that are processed at a time (or one document, if it has more). It limits the memory."""
 
 
-class SentencePairs(Sequence[dict[str, Any]]):
+class SentencePairs:
     """Pairs ``[CLS] A [SEP] B [SEP]`` from a data set whose sequences are sentences.
 
     ``len`` is the number of samples per epoch. The epoch of item ``p`` ≥ 0 is ``p // len``. A sample is a dict of
@@ -90,19 +88,16 @@ class SentencePairs(Sequence[dict[str, Any]]):
         self.label = label
         self.cache = cache or IndexCache()
         self._orders: dict[int, np.ndarray] = {}
-        self._check()
-
-    def _check(self) -> None:
-        first, last = self.documents
-        sizes = np.diff(self.dataset.documents[first : last + 1])
+        first, last = documents
+        sizes = np.diff(dataset.documents[first : last + 1])
         self.single = int((sizes == 1).sum())
         if self.single == last - first:
             message = f"none of the {last - first:,} documents has two sentences"
             hint = "make the set with rapidformer data preprocess --split-sentences, or train on windows of the text"
-            raise NoSamples(message, where=self.dataset.prefix, hint=hint)
-        if last - first < 2 and self.label == "next_sentence_label":
+            raise NoSamples(message, where=dataset.prefix, hint=hint)
+        if last - first < 2 and label == "next_sentence_label":
             message = "there is only one document, so there is no other one to take a second sentence from"
-            raise NoSamples(message, where=self.dataset.prefix, hint="use more documents or other shares of --split")
+            raise NoSamples(message, where=dataset.prefix, hint="use more documents or other shares of --split")
 
     @cached_property
     def chunks(self) -> np.ndarray:
@@ -115,7 +110,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
 
         return self.cache(self._name("chunks"), make)["chunks"]
 
-    def _name(self, *table: Any) -> str:
+    def _name(self, *table: object) -> str:
         facts = [identity(self.dataset.prefix), self.documents, self.content, self.short_probability, self.seed]
         return "pairs-" + hash_of([TABLES_VERSION, *facts, *table])
 
@@ -133,7 +128,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def __getitem__(self, position: Any) -> Any:
+    def __getitem__(self, position: int) -> dict[str, np.ndarray | int]:
         if position < 0:
             position = range(len(self))[position]
         first, end, target = self.chunks[self._order(position // len(self))[position % len(self)]].tolist()
@@ -161,11 +156,12 @@ class SentencePairs(Sequence[dict[str, Any]]):
         return self._orders[epoch]
 
     def _read(self, first: int, end: int) -> np.ndarray:
-        """Return the tokens of sentences [first, end), which are stored one after another."""
+        """Return the tokens of the sentences [first, end)."""
         start = int(self.dataset.pointers[first]) // self.dataset.dtype.itemsize
         return self.dataset.tokens[start : start + int(self._tokens_between(first, end))]
 
-    def _tokens_between(self, first: Any, end: Any) -> Any:
+    def _tokens_between(self, first: int | np.ndarray, end: int | np.ndarray) -> np.ndarray:
+        """Return the number of tokens of the sentences [first, end), which are stored one after another."""
         pointers = self.dataset.pointers
         # Use the length of the last sentence, because the next pointer may not exist.
         return (pointers[end - 1] - pointers[first]) // self.dataset.dtype.itemsize + self.dataset.lengths[end - 1]
@@ -182,7 +178,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
         count = int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), tokens)) + 1
         return self._read(first, first + min(count, len(lengths)))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Tables would be sent to loader processes as copies. There they are read from the cache or rebuilt.
         return {**{name: value for name, value in self.__dict__.items() if name != "chunks"}, "_orders": {}}
 
@@ -201,16 +197,14 @@ def build_chunks(
     """
     bounds = dataset.documents[documents[0] : documents[1] + 1]
     generator = np.random.default_rng((seed, Stream.PAIR_CHUNKS))
-    blocks = [_build_block_chunks(dataset, block, content, short_probability, generator) for block in _blocks(bounds)]
-    return np.concatenate(blocks)
-
-
-def _blocks(bounds: np.ndarray) -> Iterator[np.ndarray]:
-    first, last = 0, len(bounds) - 1
-    while first < last:
-        stop = max(int(np.searchsorted(bounds, bounds[first] + BLOCK, side="right")) - 1, first + 1)
-        yield bounds[first : stop + 1]
-        first = stop
+    chunks = []
+    # Process a limited number of sentences at a time.
+    document, count = 0, len(bounds) - 1
+    while document < count:
+        stop = max(int(np.searchsorted(bounds, bounds[document] + BLOCK, side="right")) - 1, document + 1)
+        chunks.append(_build_block_chunks(dataset, bounds[document : stop + 1], content, short_probability, generator))
+        document = stop
+    return np.concatenate(chunks)
 
 
 def _build_block_chunks(
@@ -227,22 +221,16 @@ def _build_block_chunks(
     end = np.maximum(np.searchsorted(starts, starts + target), np.arange(count) + 2)
     end = np.where(end >= limit - 1, limit, end)
     following = np.append(np.where(end == limit, count, end), count)  # ``count`` means none
-    first = np.flatnonzero(_reachable((bounds[:-1] - begin)[sizes > 1], following))
-    return np.stack([first + begin, end[first] + begin, target[first]], axis=1)
-
-
-def _reachable(roots: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """Return which nodes can be reached from ``roots`` (bool). The last node ends all chains and is not included.
-
-    The steps along the chains double in length, so the number of rounds is log2 of the longest chain.
-    """
-    reachable = np.zeros(len(following), dtype=bool)
-    reachable[roots] = True
+    # Follow the chains of chunks from the first sentence of each document with several sentences. The steps along the
+    # chains double in length, so the number of rounds is log2 of the longest chain.
+    begins_chunk = np.zeros(count + 1, dtype=bool)
+    begins_chunk[(bounds[:-1] - begin)[sizes > 1]] = True
     count_before = 0
-    while count_before != (count_before := int(reachable[:-1].sum())):
-        reachable[following[reachable]] = True
+    while count_before != (count_before := int(begins_chunk[:-1].sum())):
+        begins_chunk[following[begins_chunk]] = True
         following = following[following]
-    return reachable[:-1]
+    first = np.flatnonzero(begins_chunk[:-1])
+    return np.stack([first + begin, end[first] + begin, target[first]], axis=1)
 
 
 def truncated_lengths(a: int, b: int, limit: int) -> tuple[int, int]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from rapidformer_templates.data.types import Sample
 from rapidformer_templates.errors import DataError
 
 
@@ -115,7 +114,7 @@ class SpanCorruption:
         self.sentinels = sentinels
         self.end = [eos_token_id]
 
-    def __call__(self, sample: Mapping[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+    def __call__(self, sample: Sample, generator: np.random.Generator) -> dict[str, np.ndarray]:
         tokens = sample["input_ids"]
         assert len(tokens) == self.sizes.window
         hidden = hidden_spans(self.sizes, generator)

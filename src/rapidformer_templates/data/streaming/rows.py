@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
+from rapidformer_templates.data.finetuning.messages import rows_with_texts
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.files import Row, TextUnit, data_suffix, text_documents
@@ -70,7 +70,7 @@ class RowStream:
     def _begin(self, shard_state: dict[str, Any] | None) -> None:
         import datasets  # imported here, so that only streaming pays for it
 
-        order: Any = range(len(self.files))
+        order = np.arange(len(self.files))
         if self.seed is not None:
             order = np.random.default_rng((self.seed, Stream.SHARDS, self.epoch)).permutation(len(self.files))
         files = [str(self.files[i]) for i in order]
@@ -79,7 +79,7 @@ class RowStream:
         if shard_state is not None:
             self._set.load_state_dict(shard_state)
         # Use iter(). In a loader process, a loop over the set would yield only a part of the shards.
-        self._rows: Iterator[dict[str, Any]] = self._set.iter(batch_size=1)
+        self._rows: Iterator[dict[str, list[Any]]] = self._set.iter(batch_size=1)
         self._process = os.getpid()
         self._begun_at = shard_state  # until a row is read, state_dict() of the set is its beginning
 
@@ -110,7 +110,7 @@ class RowStream:
         self._begin(None)
         return StreamedRow(self.files[0], 0, None, ())
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_set", "_rows")} | {
             "_state": self.state()
         }
@@ -121,20 +121,17 @@ class RowStream:
         self.go_to(stands)
 
 
-def _rows(files: list[str], skip: bool, unit: TextUnit, column: str) -> Iterator[dict[str, Any]]:
+def _rows(files: list[str], skip: bool, unit: TextUnit, column: str) -> Iterator[dict[str, object]]:
     """Yield the rows of one shard after another for the iterable data set."""
     for name in files:
         path, bad = Path(name), BadLines(skip=skip)
-        for number, row in _rows_of(path, bad, unit, column):
+        rows: Iterator[tuple[int, Row]] = rows_with_texts(path, bad)
+        if data_suffix(path) == ".txt":
+            rows = ((number, {column: text}) for number, text in text_documents(path, bad, unit=unit))
+        for number, row in rows:
             bad.raise_all(is_part=True)
             yield {"path": name, "number": number, "row": row, "skipped": bad.skipped}
             bad.skipped = []
         bad.raise_all(is_part=True)
         if bad.skipped:
             yield {"path": name, "number": 0, "row": None, "skipped": bad.skipped}
-
-
-def _rows_of(path: Path, bad: BadLines, unit: TextUnit, column: str) -> Iterator[tuple[int, Row]]:
-    if data_suffix(path) == ".txt":
-        return ((number, {column: text}) for number, text in text_documents(path, bad, unit=unit))
-    return rows_with_texts(path, bad)

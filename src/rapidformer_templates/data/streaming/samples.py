@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from rapidformer_templates.data.order import BatchRequest, even_requests
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
 from rapidformer_templates.data.text.bad_lines import add_by_reason
-from rapidformer_templates.data.types import Bookmark, Endless
+from rapidformer_templates.data.types import Bookmark, Endless, SampleSet, SizeOf, size_function
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.flags import DataFlags
 
@@ -31,14 +31,6 @@ def buffer_of(flags: DataFlags) -> int:
     return BUFFER if flags.shuffle_buffer is None else flags.shuffle_buffer
 
 
-class Samples(Protocol):
-    """The samples of a block, in order."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any) -> Any: ...
-
-
 @dataclass(frozen=True)
 class BlockResult:
     """The result of a block of rows.
@@ -49,7 +41,7 @@ class BlockResult:
         skipped: ``file:line: reason`` of each bad row that was left out.
     """
 
-    samples: Samples
+    samples: SampleSet
     remainder: Any = None
     skipped: Sequence[str] = ()
 
@@ -62,7 +54,7 @@ MakeBlock = Callable[[list[StreamedRow], Any, np.random.Generator], BlockResult]
 class _Block:
     """Numbered samples, and the position of the stream before them."""
 
-    samples: Samples
+    samples: SampleSet
     order: np.ndarray
     bookmark: Bookmark
 
@@ -115,10 +107,10 @@ class StreamedSamples(Endless):
         self.rows.go_to(self._next["stream"])
         self._blocks = []
 
-    def __getitem__(self, position: int) -> Any:
+    def __getitem__(self, position: int) -> object:
         return self.__getitems__([position])[0]
 
-    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+    def __getitems__(self, positions: Sequence[int]) -> list[object]:
         """Return several items. Two blocks are kept, so that a batch may cross their border."""
         blocks = [self._block(position) for position in positions]
         self._block_of_position = dict(zip(positions, blocks, strict=True))
@@ -126,13 +118,19 @@ class StreamedSamples(Endless):
         return [block.samples[block.index(p)] for block, p in zip(blocks, positions, strict=True)]
 
     @property
-    def size_of(self) -> Callable[[list[int]], tuple[int, int]] | None:
+    def size_of(self) -> SizeOf | None:
         """Returns (samples, tokens) of the items last read if items are rows of several samples, else None."""
-        return self._size_of if self._blocks and hasattr(self._blocks[-1].samples, "size_of") else None
+        return self._size_of if self._blocks and size_function(self._blocks[-1].samples) else None
 
     def _size_of(self, positions: list[int]) -> tuple[int, int]:
-        sizes = [block.samples.size_of([block.index(p)]) for p in positions for block in (self._block_of_position[p],)]  # type: ignore[attr-defined]
-        return sum(size[0] for size in sizes), sum(size[1] for size in sizes)
+        samples = tokens = 0
+        for position in positions:
+            block = self._block_of_position[position]
+            size_of = size_function(block.samples)
+            assert size_of is not None
+            size = size_of([block.index(position)])
+            samples, tokens = samples + size[0], tokens + size[1]
+        return samples, tokens
 
     def _block(self, position: int) -> _Block:
         if self._blocks and position < self._blocks[0].first:
@@ -151,7 +149,7 @@ class StreamedSamples(Endless):
         """
         began, bookmark = self.rows.epoch, self._next
         while True:
-            rows, skipped = self._take()
+            rows, skipped = self._next_rows()
             generator = np.random.default_rng((self.seed, Stream.BLOCKS, self._next["block"]))
             result = self.make(rows, self._next["left"], generator)
             count, skipped = len(result.samples), [*skipped, *result.skipped]
@@ -172,7 +170,7 @@ class StreamedSamples(Endless):
                 message = "there is no sample in any of the files"
                 raise DataError(message, where=str(self.rows.files[0]), hint="use more text, or a shorter --seq-length")
 
-    def _take(self) -> tuple[list[StreamedRow], list[str]]:
+    def _next_rows(self) -> tuple[list[StreamedRow], list[str]]:
         """Return the rows of a block, and the lines that were left out between them."""
         rows: list[StreamedRow] = []
         skipped: list[str] = []
@@ -187,10 +185,10 @@ class StreamedSamples(Endless):
                 raise DataError("the data set is empty", where=str(self.rows.files[0]), hint=hint)
         return rows, skipped
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_blocks": [], "_block_of_position": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._rewind(self.bookmark)
 
@@ -226,7 +224,7 @@ class StreamOrder:
         """Split the global batch into ``count`` even pieces."""
         return even_requests(*self.step(step), self.seed, count, own_indices)
 
-    def depends_on(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, object]:
         """Return what the samples of a step depend on."""
         return {
             "--seed": self.seed,

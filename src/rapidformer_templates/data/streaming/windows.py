@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -39,7 +38,9 @@ class WindowsOfDocuments:
         self.marks_documents, self.shuffles = marks_documents, shuffles
         self._encoder: Encoder | None = None
 
-    def __call__(self, rows: list[StreamedRow], remainder: Any, generator: np.random.Generator) -> BlockResult:
+    def __call__(
+        self, rows: list[StreamedRow], remainder: list[list[int]] | None, generator: np.random.Generator
+    ) -> BlockResult:
         skipped: list[str] = []
         documents = list(self._encoded(rows, skipped))
         if self.shuffles:
@@ -61,20 +62,17 @@ class WindowsOfDocuments:
         for path, group in groupby(rows, key=lambda row: row.path):
             part = [(row.number, row.row or {}) for row in group]
             if self._encoder is None:
-                self._encoder = self._fastest(EncodingJob(path, part, 0, check=True))
+                # Use the tokenizer with a cache of pieces if it equals the plain one, also on the first rows.
+                try:
+                    encoder = Encoder(replace(self.recipe, way="pieces", skip=True))
+                    encoder(EncodingJob(path, part, 0, check=True))
+                    encoder.recipe = self.recipe
+                except NotEquivalent:
+                    encoder = Encoder(self.recipe)
+                self._encoder = encoder
             encoded = self._encoder(EncodingJob(path, part, 0, check=False))
             skipped += encoded.skipped
             yield from np.split(encoded.columns[0].tokens, np.cumsum(encoded.columns[0].lengths)[:-1])
-
-    def _fastest(self, first: EncodingJob) -> Encoder:
-        """Return the tokenizer with a cache of pieces if it equals the plain one, also on the first rows."""
-        try:
-            encoder = Encoder(replace(self.recipe, way="pieces", skip=True))
-            encoder(first)
-        except NotEquivalent:
-            return Encoder(self.recipe)
-        encoder.recipe = self.recipe
-        return encoder
 
     def _windows(self, flat: np.ndarray, count: int) -> np.ndarray:
         """Return ``count`` windows as rows of a new array. A view would keep the whole block in memory."""
@@ -83,5 +81,5 @@ class WindowsOfDocuments:
         windows = np.lib.stride_tricks.sliding_window_view(flat, self.length + self.overlap)[:: self.length]
         return windows[:count].copy()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_encoder": None}

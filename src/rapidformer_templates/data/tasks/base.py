@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.column_names import MESSAGES
-from rapidformer_templates.data.finetuning.heads import in_order_of_head
+from rapidformer_templates.data.finetuning.labels import in_order_of_head
 from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, flags_of_sets, locate, locate_part
 from rapidformer_templates.data.finetuning.mixtures import mixed
 from rapidformer_templates.data.finetuning.tables import (
@@ -30,7 +30,7 @@ from rapidformer_templates.data.indexed.blend import whole_weights
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.data.types import Batch, Data, SampleSet
 from rapidformer_templates.errors import DataError, ModelError
 from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.models.loading import build_config, build_model, folder_of_model, seq_length_of
@@ -53,7 +53,7 @@ class Inputs:
         lengths: number of tokens of each row. Rows of similar length share a batch.
     """
 
-    rows: Sequence[Any]
+    rows: SampleSet
     lengths: np.ndarray
 
     @classmethod

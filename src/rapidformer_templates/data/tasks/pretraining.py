@@ -15,7 +15,7 @@ from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.indexed.cache import IndexCache, cache_root
 from rapidformer_templates.data.indexed.corpora import Corpus, check_corpora, load_corpora, recipe_of, streamed_corpus
-from rapidformer_templates.data.indexed.splits import split_sequences, split_shares
+from rapidformer_templates.data.indexed.tools import split_sequences, split_shares
 from rapidformer_templates.data.pretraining.by_documents import BY_DOCUMENTS
 from rapidformer_templates.data.pretraining.documents import Documents
 from rapidformer_templates.data.pretraining.objectives import OBJECTIVES, Objective, Pairs, Samples

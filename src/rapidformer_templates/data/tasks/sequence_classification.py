@@ -10,13 +10,13 @@ import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.column_names import PAIRS, TEXT_COLUMNS
-from rapidformer_templates.data.finetuning.heads import labels_of_model
 from rapidformer_templates.data.finetuning.labels import (
     encode_label_sets,
     encode_labels,
     label_names,
     label_reader,
     label_set_names,
+    labels_of_model,
     measures,
     problem_of,
 )

@@ -11,9 +11,10 @@ import numpy as np
 from rapidformer_templates.data.collate import TokenizedSamples
 from rapidformer_templates.data.finetuning.tables import LoadedDataset, UsableRows, part_of_stream
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
-from rapidformer_templates.data.streaming.samples import BlockResult, Samples, StreamedSamples, buffer_of
+from rapidformer_templates.data.streaming.samples import BlockResult, StreamedSamples, buffer_of
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.text.bad_lines import BadLines
+from rapidformer_templates.data.types import SampleSet
 
 Make = Callable[..., TokenizedSamples]
 """Makes samples from (name, part, block). ``block`` is None for a whole part, else a block of a stream."""
@@ -70,6 +71,6 @@ class _BlockOfRows:
         assert remainder is None
         block = Block(generator, BadLines(skip=self.skip))
         part = self.usable(part_of_stream(rows, block.bad), block.bad)
-        samples: Samples = self.make("train", part, block) if len(part) else ()
+        samples: SampleSet = self.make("train", part, block) if len(part) else ()
         block.bad.raise_all(is_part=True)
         return BlockResult(samples, skipped=block.bad.skipped)

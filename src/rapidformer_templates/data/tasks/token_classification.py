@@ -11,11 +11,11 @@ import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.column_names import WORD_COLUMNS
-from rapidformer_templates.data.finetuning.heads import labels_of_model
 from rapidformer_templates.data.finetuning.labels import (
     declared_names,
     is_missing_label,
     label_name,
+    labels_of_model,
     sorted_names,
     unknown_label,
 )

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -183,8 +182,15 @@ class Encoder:
         )
 
 
-_worker: dict[str, Any] = {}
-"""The recipe that this worker process was started with, and its encoder after the first job."""
+@dataclass
+class _Worker:
+    """The recipe that this worker process was started with, and its encoder after the first job."""
+
+    recipe: EncodingRecipe | None = None
+    encoder: Encoder | None = None
+
+
+_worker = _Worker()
 
 
 def start_worker(recipe: EncodingRecipe, alive: Connection) -> None:
@@ -193,20 +199,20 @@ def start_worker(recipe: EncodingRecipe, alive: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent also gets the signal, and ends the workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker["recipe"] = recipe
-    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+    _worker.recipe = recipe
 
+    def exit_with_parent() -> None:
+        try:
+            alive.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(1)
 
-def _end_with(alive: Connection) -> None:
-    try:
-        alive.recv_bytes()
-    except (EOFError, OSError):
-        os._exit(1)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
 def work(job: EncodingJob) -> Encoded:
     """Run a job in a worker process."""
-    if "encoder" not in _worker:
-        _worker["encoder"] = Encoder(_worker["recipe"])
-    result: Encoded = _worker["encoder"](job)
-    return result
+    if _worker.encoder is None:
+        assert _worker.recipe is not None
+        _worker.encoder = Encoder(_worker.recipe)
+    return _worker.encoder(job)

@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -130,7 +130,7 @@ class Gigatoken:
         return _joined([self.backend.encode(text.encode()) for text in texts])
 
 
-def _joined(parts: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+def _joined(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
     return np.concatenate(parts) if parts else np.empty(0, np.uint32), lengths
 

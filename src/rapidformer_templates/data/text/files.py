@@ -20,12 +20,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError, did_you_mean
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
+
+Row = dict[str, object]
+"""The values of a row by column: texts, numbers, lists and dicts of them, or None."""
 
 TextUnit = Literal["paragraph", "line", "file"]
 """The unit of text that is one document in a ``.txt`` file."""
@@ -238,7 +242,7 @@ def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
 
 
 @contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
+def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -276,17 +280,12 @@ def parquet_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[t
                 yield number, row
 
 
-def _parquet_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
-    del bad  # a binary file has no lines to leave out
-    yield from parquet_rows(path)
-
-
 ROW_READERS: dict[str, Callable[[Path, BadLines], Iterator[tuple[int, Row]]]] = {
     ".csv": partial(_delimited_rows, delimiter=","),
     ".tsv": partial(_delimited_rows, delimiter="\t"),
     ".json": _json_rows,
     ".jsonl": jsonl_rows,
-    ".parquet": _parquet_rows,
+    ".parquet": lambda path, bad: parquet_rows(path),  # a binary file has no lines to leave out
 }
 """Row readers by file extension. Rows come with their line (``.json``, ``.parquet``: their position from 1)."""
 

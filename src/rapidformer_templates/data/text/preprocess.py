@@ -16,7 +16,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Literal
 
@@ -114,8 +113,16 @@ def preprocess(
     """
     began = time.perf_counter()
     run = _Preprocessing(files, prefix, workers, chunk_size, check_all, overwrite)
+    # Try the tokenizers, fastest first.
+    installed = fast_tokenizers.is_installed()
+    if backend == "gigatoken" and not installed:
+        hint = "pip install 'rapidformer_templates[fast-bpe]'"
+        raise DataError("gigatoken is not installed", where="--tokenizer-backend gigatoken", hint=hint)
+    ways: tuple[EncodingMethod, ...] = ("pieces", "whole")
+    if installed and backend != "transformers":
+        ways = ("gigatoken", *ways)
     notes: list[str] = []
-    for way in _ways(backend):
+    for way in ways:
         try:
             result = run(replace(recipe, way=way))
         except NotEquivalent as difference:
@@ -132,16 +139,6 @@ TITLES: dict[EncodingMethod, str] = {
     "pieces": "transformers' tokenizer with a memory of pieces",
     "whole": "transformers' tokenizer",
 }
-
-
-def _ways(backend: Backend) -> tuple[EncodingMethod, ...]:
-    """Return the tokenizers to try, fastest first."""
-    installed = fast_tokenizers.is_installed()
-    if backend == "gigatoken" and not installed:
-        hint = "pip install 'rapidformer_templates[fast-bpe]'"
-        raise DataError("gigatoken is not installed", where="--tokenizer-backend gigatoken", hint=hint)
-    ways: tuple[EncodingMethod, ...] = ("pieces", "whole")
-    return ("gigatoken", *ways) if installed and backend != "transformers" else ways
 
 
 @dataclass(frozen=True)
@@ -162,6 +159,12 @@ class _Preprocessing:
         )
         result.empty = dict.fromkeys(recipe.keys, 0)
         size, began = sum(file.stat().st_size for file in self.files), time.perf_counter()
+
+        def speed() -> str:
+            seconds = time.perf_counter() - began
+            tokens, documents = sum(writer.tokens for writer in writers), sum(writer.documents for writer in writers)
+            return f"{tokens / seconds:,.0f} tokens/s  {documents / seconds:,.0f} documents/s"
+
         with ExitStack() as stack:
             writers = [
                 stack.enter_context(
@@ -182,28 +185,17 @@ class _Preprocessing:
                     result.empty[key] += column.empty
                 skipped.add(block.skipped)
                 result.compared += block.compared
-                progress.advance(job.bytes, partial(_speed, writers, began))
-            self._refuse_empty(result, writers, skipped)
+                progress.advance(job.bytes, speed)
+            for (key, prefix), writer in zip(result.prefix.items(), writers, strict=True):
+                if not writer.documents:
+                    hint = f"check the files; {result.empty[key]} were empty, {skipped.count} lines were bad"
+                    raise DataError(f"there is no document with text for the key '{key}'", where=prefix, hint=hint)
             for key, writer in zip(recipe.keys, writers, strict=True):
                 writer.seal()
                 result.documents[key], result.tokens[key] = writer.documents, writer.tokens
         result.skipped, result.examples = skipped.count, skipped.examples
         result.skipped_file = skipped.path if skipped.count else None
         return result
-
-    def _refuse_empty(self, result: PreprocessResult, writers: Sequence[IndexedWriter], skipped: _SkippedFile) -> None:
-        for (key, prefix), writer in zip(result.prefix.items(), writers, strict=True):
-            if not writer.documents:
-                reasons = f"{result.empty[key]} were empty, {skipped.count} lines were bad"
-                hint = f"check the files; {reasons}"
-                raise DataError(f"there is no document with text for the key '{key}'", where=prefix, hint=hint)
-
-
-def _speed(writers: Sequence[IndexedWriter], began: float) -> str:
-    """Return the tokens and documents per second since ``began``."""
-    seconds = time.perf_counter() - began
-    tokens, documents = sum(writer.tokens for writer in writers), sum(writer.documents for writer in writers)
-    return f"{tokens / seconds:,.0f} tokens/s  {documents / seconds:,.0f} documents/s"
 
 
 def split_files(

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
@@ -43,24 +43,31 @@ def train(
         min_frequency: minimum frequency of a pair of tokens to be merged.
         lower_case: remove case and accents (``wordpiece`` only).
     """
-    options: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "min_frequency": min_frequency,
-        "show_progress": sys.stderr.isatty(),
-    }
-    trainer: Any
+    show_progress = sys.stderr.isatty()
+    trainer: trainers.Trainer
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        trainer = trainers.BpeTrainer(special_tokens=[END], initial_alphabet=alphabet, **options)
+        trainer = trainers.BpeTrainer(
+            special_tokens=[END],
+            initial_alphabet=alphabet,
+            vocab_size=vocab_size,
+            min_frequency=min_frequency,
+            show_progress=show_progress,
+        )
     else:
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         alphabet, inner = _characters(tokenizer, texts, min(ALPHABET, (vocab_size - len(BERT_TOKENS)) // 2))
         trainer = trainers.WordPieceTrainer(
-            special_tokens=[*BERT_TOKENS, *inner], initial_alphabet=alphabet, limit_alphabet=len(alphabet), **options
+            special_tokens=[*BERT_TOKENS, *inner],
+            initial_alphabet=alphabet,
+            limit_alphabet=len(alphabet),
+            vocab_size=vocab_size,
+            min_frequency=min_frequency,
+            show_progress=show_progress,
         )
     tokenizer.train_from_iterator(iter(texts), trainer)
     return tokenizer
@@ -78,13 +85,9 @@ def _characters(tokenizer: Tokenizer, texts: Iterable[str], most: int) -> tuple[
     for space in [character for character in counts if character.isspace()]:
         del counts[space]
     alphabet = sorted(sorted(counts, key=lambda character: (-counts[character], character))[:most])
-    inner = [one for one in alphabet if len(tokenizer.pre_tokenizer.pre_tokenize_str(_normal(tokenizer, one))) == 1]
+    inside_words = {one: tokenizer.normalizer.normalize_str(f"a{one}a") for one in alphabet}
+    inner = [one for one, word in inside_words.items() if len(tokenizer.pre_tokenizer.pre_tokenize_str(word)) == 1]
     return alphabet, [f"##{one}" for one in inner]
-
-
-def _normal(tokenizer: Tokenizer, character: str) -> str:
-    """Return the character inside a word, as the tokenizer sees it."""
-    return str(tokenizer.normalizer.normalize_str(f"a{character}a"))
 
 
 def save(tokenizer: Tokenizer, kind: Kind, folder: Path, *, lower_case: bool = False) -> PreTrainedTokenizerFast:
