@@ -514,7 +514,7 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
         kind = Epochs
     try:
         value = _converted(kind, value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin) from None
     if choices and value not in choices and value != bare:
         hint = did_you_mean(str(value), choices, f"choose from {', '.join(choices)}")

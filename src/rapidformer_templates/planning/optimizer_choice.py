@@ -6,7 +6,7 @@ from typing import Any
 
 from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.deepspeed_file.recipe import decays_in_the_gradient
+from rapidformer_templates.planning.deepspeed_file.flags import decays_in_the_gradient
 from rapidformer_templates.planning.optimizers import (
     ADAMW,
     BETAS,

@@ -7,7 +7,7 @@ from typing import Any
 
 from rapidformer_templates.errors import Diagnostic, Refused
 from rapidformer_templates.planning.config import RunConfig, spelling
-from rapidformer_templates.planning.deepspeed_file.recipe import schedule
+from rapidformer_templates.planning.deepspeed_file.flags import file_schedule
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.optimizer_choice import implementation, optimizer_options
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Plan
@@ -65,7 +65,7 @@ def plan_of(request: Request, registry: Registry) -> Plan:
         optimizer=request.config.get("optimizer"),
         optimizer_implementation=implementation(request).path,
         optimizer_options=optimizer_options(request),
-        schedule=schedule(request),
+        schedule=file_schedule(request),
         notes=_notes(request, registry),
         values=_values(request),
         rules=tuple(rule.code for rule in registry.consulted(request)),

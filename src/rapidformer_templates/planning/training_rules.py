@@ -5,7 +5,7 @@ from __future__ import annotations
 from rapidformer_templates.errors import alike
 from rapidformer_templates.planning.changes import REPLACE, add, drop, replace
 from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.deepspeed_file import recipe as deepspeed_recipe
+from rapidformer_templates.planning.deepspeed_file.flags import file_schedule
 from rapidformer_templates.planning.metrics import direction_of
 from rapidformer_templates.planning.optimizer_choice import betas_reach_one, has_no_betas
 from rapidformer_templates.planning.schedules import SHAPING, STYLES, warmup_steps
@@ -110,7 +110,7 @@ def _shaping_nothing(request: Request) -> list[Finding]:
 
 
 def _schedule_fits(request: Request) -> list[Finding]:
-    if deepspeed_recipe.schedule(request) is not None:
+    if file_schedule(request) is not None:
         return []  # RF103 and RF105 check the file's schedule; DeepSpeed's warmups may be longer than a run
     training = request.config.training
     findings = []

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.deepspeed_file.buckets import by_width
+from rapidformer_templates.planning.deepspeed_file.settings import bucket_sizes
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
@@ -31,7 +31,7 @@ ENGINES: dict[str, tuple[tuple[str, ...], str, MemoryOptions]] = {
     "zero-3": (
         ("--zero-3-memory-optimization",),
         "zero-3",
-        MemoryOptions(how=StateOptions(kept_whole=by_width(32)[KEPT_WHOLE])),
+        MemoryOptions(how=StateOptions(kept_whole=bucket_sizes(32)[KEPT_WHOLE])),
     ),
 }
 """By name: flags, and the partitioning and setting that the planner derives from them."""

@@ -22,7 +22,7 @@ from rapidformer_templates.commands.bench.runs import WARMUP, run_together
 from rapidformer_templates.commands.bench.tables import TABLES, BenchScale, Solution, Table
 from rapidformer_templates.commands.bench.worker import BenchJob, RandomTokens, build_model
 from rapidformer_templates.errors import ConfigError, RapidformerError
-from rapidformer_templates.planning.deepspeed_file.buckets import by_width
+from rapidformer_templates.planning.deepspeed_file.settings import bucket_sizes
 from rapidformer_templates.planning.environment import detect_gpu, kind_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import ON_HOST, PLAIN, ParameterShape
 from rapidformer_templates.switches.zero import build_tools
@@ -114,7 +114,7 @@ def measure(request: MeasureRequest, advance: Advance = lambda text: None) -> Re
         if why:
             report.absent[name] = why
     able = [name for name in request.chosen if name not in report.absent]
-    kept_whole = by_width(sizes.hidden)["stage3_param_persistence_threshold"]
+    kept_whole = bucket_sizes(sizes.hidden)["stage3_param_persistence_threshold"]
     for name in able:
         formula = solutions[name].formula
         if formula:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from rapidformer_templates.planning.deepspeed_file.buckets import LEAST
+from rapidformer_templates.planning.deepspeed_file.settings import LEAST
 
 Key = TypeVar("Key", bound=Hashable)
 

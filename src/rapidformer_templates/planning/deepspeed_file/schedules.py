@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-AUTO = "auto"
+from rapidformer_templates.planning.deepspeed_file.file import AUTO
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"},
@@ -66,11 +66,11 @@ FLAGS = {
 }
 """Parameters that are also flags, so that one of them can be filled from the other."""
 
-Rate = Callable[[int], float]
-"""Returns the learning rate of an iteration."""
+Parameters = Mapping[str, Any]
+"""Numbers by name, checked by RF103, and the type of the warmup."""
 
 
-def rates(kind: str, parameters: Mapping[str, Any], *, lr: float, warmup: int, total: int) -> Rate:
+def rates(kind: str, parameters: Parameters, *, lr: float, warmup: int, total: int) -> Callable[[int], float]:
     """Return a function that maps an update, counted from 0, to its learning rate.
 
     Args:
@@ -80,90 +80,75 @@ def rates(kind: str, parameters: Mapping[str, Any], *, lr: float, warmup: int, t
         warmup, total: the numbers of steps that replace ``"auto"``.
     """
     automatic = {"warmup_max_lr": lr, "warmup_num_steps": max(1, warmup), "total_num_steps": total, "cycle_max_lr": lr}
-    p = dict(PARAMETERS[kind])
-    p |= {name: value for name, value in parameters.items() if value != AUTO}
-    p |= {name: automatic[name] for name, value in parameters.items() if value == AUTO and name in automatic}
+    p = {**PARAMETERS[kind], "lr": lr}
+    for name, value in parameters.items():
+        if value != AUTO or name in automatic:
+            p[name] = automatic[name] if value == AUTO else value
     if kind == "WarmupLR" and p["warmup_max_lr"] is None:
         p["warmup_max_lr"] = lr
-    at = {
-        "WarmupLR": lambda: _warmup(p),
-        "WarmupDecayLR": lambda: _warmup(p),
-        "WarmupCosineLR": lambda: _cosine(p, lr),
-        "OneCycle": lambda: _one_cycle(p),
-        "LRRangeTest": lambda: _range_test(p),
-    }[kind]()
-    return lambda update: at(update - 1)
+    formula = FORMULAS[kind]
+    return lambda update: formula(p, update - 1)
 
 
-def _risen(p: Mapping[str, Any], iteration: int, steps: int) -> float:
-    """Return the progress of a warmup as a fraction."""
+def _warmup_fraction(p: Parameters, iteration: int, steps: int) -> float:
     if p["warmup_type"] == "linear":
         return iteration / steps
     return math.log(iteration + 1) / math.log(steps)
 
 
-def _warmup(p: Mapping[str, Any]) -> Rate:
+def _warmup(p: Parameters, iteration: int) -> float:
     low, high, steps = p["warmup_min_lr"], p["warmup_max_lr"], max(2, int(p["warmup_num_steps"]))
     total = p.get("total_num_steps")
-
-    def rate(iteration: int) -> float:
-        if iteration < 0:
-            return float(low)
-        share = 1.0
-        if iteration < steps:
-            share = _risen(p, iteration, steps)
-        elif total is not None:
-            share = max(0.0, (total - iteration) / max(1.0, total - steps))
-        return float(low + (high - low) * share)
-
-    return rate
+    if iteration < 0:
+        return float(low)
+    fraction = 1.0
+    if iteration < steps:
+        fraction = _warmup_fraction(p, iteration, steps)
+    elif total is not None:
+        fraction = max(0.0, (total - iteration) / max(1.0, total - steps))
+    return float(low + (high - low) * fraction)
 
 
-def _cosine(p: Mapping[str, Any], lr: float) -> Rate:
-    steps, total = max(2, int(p["warmup_num_steps"])), p["total_num_steps"]
+def _cosine(p: Parameters, iteration: int) -> float:
+    lr, steps, total = p["lr"], max(2, int(p["warmup_num_steps"])), p["total_num_steps"]
     lowest, end = p["warmup_min_ratio"], p["cos_min_ratio"]
-
-    def rate(iteration: int) -> float:
-        if iteration < 0:
-            return 0.0
-        if iteration < steps:
-            return float(lr * (lowest + _risen(p, iteration, steps) * (1.0 - lowest)))
-        progress = min(1.0, (iteration - steps + 1) / max(1, total - steps))
-        return float(lr * max(0.0, end + (1.0 - end) * (1 + math.cos(math.pi * progress)) / 2))
-
-    return rate
+    if iteration < 0:
+        return 0.0
+    if iteration < steps:
+        return float(lr * (lowest + _warmup_fraction(p, iteration, steps) * (1.0 - lowest)))
+    progress = min(1.0, (iteration - steps + 1) / max(1, total - steps))
+    return float(lr * max(0.0, end + (1.0 - end) * (1 + math.cos(math.pi * progress)) / 2))
 
 
-def _one_cycle(p: Mapping[str, Any]) -> Rate:
+def _one_cycle(p: Parameters, iteration: int) -> float:
     low, high = p["cycle_min_lr"], p["cycle_max_lr"]
     up = float(p["cycle_first_step_size"])
     down = up if p["cycle_second_step_size"] is None else float(p["cycle_second_step_size"])
     stairs_up = p["cycle_first_stair_count"]
     stairs_down = stairs_up if p["cycle_second_stair_count"] is None else p["cycle_second_stair_count"]
     whole = up + down
-
-    def height(position: float) -> float:
-        """Return the height, from 0 to 1, at a position in the cycle, in updates from its start."""
+    if 0 <= iteration < whole:
+        position = (iteration + 1) % whole  # in updates from the start of the cycle
         rises = position <= up
-        done, of, stairs = (position, up, stairs_up) if rises else (whole - position, down, stairs_down)
-        return math.floor(done * stairs / of) / stairs if stairs > 0 else done / of
-
-    def rate(iteration: int) -> float:
-        if iteration < 0:
-            return float(low)
-        if iteration < whole:
-            return float(low + (high - low) * height((iteration + 1) % whole))
-        if p["decay_step_size"] == 0 or p["decay_lr_rate"] == 0:
-            return float(low)
-        return float(low / (1 + p["decay_lr_rate"] * (iteration - whole + 1) / p["decay_step_size"]))
-
-    return rate
+        done, steps, stairs = (position, up, stairs_up) if rises else (whole - position, down, stairs_down)
+        height = math.floor(done * stairs / steps) / stairs if stairs > 0 else done / steps
+        return float(low + (high - low) * height)
+    if iteration < 0 or p["decay_step_size"] == 0 or p["decay_lr_rate"] == 0:
+        return float(low)
+    return float(low / (1 + p["decay_lr_rate"] * (iteration - whole + 1) / p["decay_step_size"]))
 
 
-def _range_test(p: Mapping[str, Any]) -> Rate:
-    def rate(iteration: int) -> float:
-        done = (iteration + 1) / p["lr_range_test_step_size"]
-        done = math.floor(done) if p["lr_range_test_staircase"] else done
-        return float(p["lr_range_test_min_lr"] * (1 + p["lr_range_test_step_rate"] * done))
+def _range_test(p: Parameters, iteration: int) -> float:
+    steps = (iteration + 1) / p["lr_range_test_step_size"]
+    steps = math.floor(steps) if p["lr_range_test_staircase"] else steps
+    return float(p["lr_range_test_min_lr"] * (1 + p["lr_range_test_step_rate"] * steps))
 
-    return rate
+
+FORMULAS: Mapping[str, Callable[[Parameters, int], float]] = {
+    "WarmupLR": _warmup,
+    "WarmupDecayLR": _warmup,
+    "WarmupCosineLR": _cosine,
+    "OneCycle": _one_cycle,
+    "LRRangeTest": _range_test,
+}
+"""The rate of an iteration. DeepSpeed's own classes round the last digit of some rates otherwise."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -54,52 +54,39 @@ def known_keys() -> Mapping[str, SectionKeys]:
         return {}
     root = Path(spec.submodule_search_locations[0])
     try:
-        trees = {source: ast.parse((root / source).read_text(encoding="utf-8")) for source in SOURCES}
+        trees = [ast.parse((root / source).read_text(encoding="utf-8")) for source in SOURCES]
         aio = re.findall(r'^AIO_\w+ = "(\w+)"', (root / AIO).read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, SyntaxError):
         return {}
-    classes = {c.name: c for tree in trees.values() for c in tree.body if isinstance(c, ast.ClassDef)}
-    sections = {name: _keys(classes[kind], classes) for name, kind in SECTIONS.items() if kind in classes}
+    models = {
+        entry.name: entry
+        for tree in trees
+        for entry in tree.body
+        if isinstance(entry, ast.ClassDef) and "DeepSpeedConfigModel" in map(ast.unparse, entry.bases)
+    }
+    sections = {name: _keys(models[kind], models) for name, kind in SECTIONS.items() if kind in models}
     return {**sections, "aio": SectionKeys(dict.fromkeys(aio))}
 
 
-def _keys(model: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> SectionKeys:
-    """Return the keys of a model: the names and aliases of its fields."""
+def _keys(model: ast.ClassDef, models: Mapping[str, ast.ClassDef]) -> SectionKeys:
+    """Return the keys of a model: the names of its fields, and the aliases in ``Field(…, alias="…")``."""
     names: dict[str, SectionKeys | None] = {}
     replaced = {}
     for entry in model.body:
         if not isinstance(entry, ast.AnnAssign) or not isinstance(entry.target, ast.Name):
             continue
-        name, options = entry.target.id, _options(entry.value)
-        kinds = {word.id for word in ast.walk(entry.annotation) if isinstance(word, ast.Name)} & set(classes)
-        inner = next((_keys(classes[kind], classes) for kind in sorted(kinds) if _is_section(classes[kind])), None)
-        for key in (name, *_texts(options.get("alias"))):
-            names[key] = inner
-        if "deprecated" in (extra := _texts(options.get("json_schema_extra"))):
-            replaced[name] = extra[extra.index("new_param") + 1] if "new_param" in extra else ""
+        name = entry.target.id
+        types = [node.id for node in ast.walk(entry.annotation) if isinstance(node, ast.Name)]
+        names[name] = next((_keys(models[kind], models) for kind in types if kind in models), None)
+        options = {word.arg: word.value for word in entry.value.keywords} if isinstance(entry.value, ast.Call) else {}
+        match options.get("alias"):
+            case ast.Constant(value=str(alias)):
+                names[alias] = names[name]
+        match options.get("json_schema_extra"):
+            case ast.Dict(keys=keys, values=values):
+                pairs = zip(keys, values, strict=True)
+                extra = {key.value: value for key, value in pairs if isinstance(key, ast.Constant)}
+                if "deprecated" in extra:
+                    replacement = extra.get("new_param")
+                    replaced[name] = str(replacement.value) if isinstance(replacement, ast.Constant) else ""
     return SectionKeys(names, replaced)
-
-
-def _is_section(model: ast.ClassDef) -> bool:
-    return any(isinstance(base, ast.Name) and base.id == "DeepSpeedConfigModel" for base in model.bases)
-
-
-def _options(value: ast.expr | None) -> dict[str, ast.expr]:
-    """Return the keyword arguments of ``Field(…)``."""
-    return {word.arg: word.value for word in value.keywords if word.arg} if isinstance(value, ast.Call) else {}
-
-
-def _texts(value: ast.expr | None) -> list[str]:
-    """Return the strings in an expression, in order."""
-
-    def walk(node: ast.AST) -> Iterator[str]:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-        if isinstance(node, ast.Dict):  # each key, then its value
-            for key, entry in zip(node.keys, node.values, strict=True):
-                yield from [text for part in (key, entry) if part is not None for text in walk(part)]
-        else:
-            for child in ast.iter_child_nodes(node):
-                yield from walk(child)
-
-    return list(walk(value)) if value is not None else []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, filled
+from rapidformer_templates.planning.deepspeed_file.settings import LEAST, fill_bucket_sizes
 from rapidformer_templates.planning.optimizer_states import BF16, FP32
 from rapidformer_templates.planning.optimizers import CLASSES
 from rapidformer_templates.planning.plan import Plan
@@ -74,7 +74,9 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
     Args:
         width: width of the model, which determines ZeRO's buckets.
     """
-    zero: dict[str, Any] = filled(plan.engine_options.get("deepspeed", {}).get("zero_optimization", {}), width)
+    zero: dict[str, Any] = fill_bucket_sizes(
+        plan.engine_options.get("deepspeed", {}).get("zero_optimization", {}), width
+    )
     optimizer = CLASSES[plan.optimizer_implementation]
     rule = optimizer.state
     if spelling("ema_decay") in plan.values:

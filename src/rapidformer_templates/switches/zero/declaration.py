@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies, needs_template
-from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
-from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, MOST
-from rapidformer_templates.planning.deepspeed_file.schedules import AUTO
+from rapidformer_templates.planning.deepspeed_file.file import AUTO
+from rapidformer_templates.planning.deepspeed_file.settings import LEAST, MOST, deepspeed_settings
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.shard_checks import check_even_shards, divides_parameters, first_finding
@@ -103,7 +102,7 @@ KNOWN_DEVICE = Rule(
 
 
 def _engine_options(request: Request) -> Mapping[str, Any]:
-    return {"deepspeed": deepspeed_file.effective(request, precision(request.config, request.environment))}
+    return {"deepspeed": deepspeed_settings(request, precision(request.config, request.environment))}
 
 
 _IDLE_ALONE = idle_without_copies("ZeRO: one worker, so there is nothing to shard")
@@ -111,8 +110,10 @@ _IDLE_ALONE = idle_without_copies("ZeRO: one worker, so there is nothing to shar
 
 def _notes(request: Request) -> Sequence[str]:
     size = _engine_options(request)["deepspeed"]["zero_optimization"]["reduce_bucket_size"]
-    square = f"the square of the model's width, {LEAST:,} to {MOST:,}"
-    buckets = f"ZeRO: a bucket holds {square if size == AUTO else format(size, ',')} elements"
+    if size == AUTO:
+        size = f"the square of the model's width, {LEAST:,} to {MOST:,}"
+    # The file may have anything here. DeepSpeed's own model checks it before the workers start.
+    buckets = f"ZeRO: a bucket holds {format(size, ',') if isinstance(size, int | float) else size} elements"
     return _IDLE_ALONE(request) or (buckets,)
 
 

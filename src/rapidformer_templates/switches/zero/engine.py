@@ -25,8 +25,7 @@ from rapidformer_templates.engines.unused_parameters import GradientSequence, re
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, is_quantized
 from rapidformer_templates.models.width import width_of
-from rapidformer_templates.planning.deepspeed_file.buckets import filled
-from rapidformer_templates.planning.deepspeed_file.file import LOUD
+from rapidformer_templates.planning.deepspeed_file.settings import LOUD, fill_bucket_sizes
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import loss_scale as zero_loss_scale
 from rapidformer_templates.switches.zero import state as zero_state
@@ -60,7 +59,7 @@ class DeepSpeedEngine(SingleEngine):
 
     def _config_for(self, width: int) -> dict[str, Any]:
         """Return DeepSpeed's configuration for a model of this width."""
-        return {**self.config, "zero_optimization": filled(self.config["zero_optimization"], width)}
+        return {**self.config, "zero_optimization": fill_bucket_sizes(self.config["zero_optimization"], width)}
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         import deepspeed

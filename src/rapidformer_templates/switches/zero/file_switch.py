@@ -7,9 +7,15 @@ from dataclasses import dataclass
 
 from rapidformer_templates.planning.changes import add
 from rapidformer_templates.planning.checks import PARTITIONING, excludes, needs_template
-from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
-from rapidformer_templates.planning.deepspeed_file import keys as deepspeed_keys
-from rapidformer_templates.planning.deepspeed_file import recipe as deepspeed_recipe
+from rapidformer_templates.planning.deepspeed_file.file import file_of, read, section_at
+from rapidformer_templates.planning.deepspeed_file.flags import (
+    contradictions,
+    idle_schedule_flags,
+    keys_without_flag,
+    merge_file,
+)
+from rapidformer_templates.planning.deepspeed_file.keys import Problem, idle_keys, unknown_keys
+from rapidformer_templates.planning.deepspeed_file.settings import deepspeed_settings, file_notes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     FORECAST,
@@ -70,21 +76,21 @@ def _needs_a_zero_stage(request: Request) -> list[Finding]:
 def _agrees(request: Request) -> list[Finding]:
     return [
         Finding(message, request.asked_for("deepspeed-config"), switches=("deepspeed-config",))
-        for message, _ in deepspeed_file.contradictions(request)
+        for message in contradictions(request)
     ]
 
 
 def _are_known(request: Request) -> list[Finding]:
-    return _findings(request, deepspeed_keys.unknown(deepspeed_file.file_of(request)))
+    return _findings(request, unknown_keys(file_of(request)))
 
 
 def _act(request: Request) -> list[Finding]:
-    return _findings(request, deepspeed_keys.idle(deepspeed_file.file_of(request)))
+    return _findings(request, idle_keys(file_of(request)))
 
 
-def _findings(request: Request, problems: Iterable[deepspeed_keys.Problem]) -> list[Finding]:
+def _findings(request: Request, problems: Iterable[Problem]) -> list[Finding]:
     """Return one finding per problem, with the line of the file that it is about."""
-    file = deepspeed_file.file_of(request)
+    file = file_of(request)
     flags = request.asked_for("deepspeed-config")
     return [
         Finding(message, (*flags, f"{path} ({file.where(path)})"), switches=("deepspeed-config",))
@@ -94,7 +100,7 @@ def _findings(request: Request, problems: Iterable[deepspeed_keys.Problem]) -> l
 
 def _deepspeed_is_there(request: Request) -> list[Finding]:
     taken_over = any(name in request.active and not request.active[name].engine for name in ("zero-1", "zero-2"))
-    unsupported = deepspeed_recipe.for_deepspeed_alone(request)
+    unsupported = keys_without_flag(request)
     if not unsupported or (request.sizes.divides == 1 and not taken_over):
         return []
     dividing = ("tensor-parallel", "pipeline-parallel", "expert-parallel")
@@ -107,12 +113,12 @@ def _deepspeed_is_there(request: Request) -> list[Finding]:
 def _one_schedule(request: Request) -> list[Finding]:
     return [
         Finding(message, (*request.asked_for("deepspeed-config"), *request.asked(name)), switches=("deepspeed-config",))
-        for message, name in deepspeed_recipe.two_schedules(request)
+        for message, name in idle_schedule_flags(request)
     ]
 
 
 def _notes(request: Request) -> Sequence[str]:
-    return tuple(deepspeed_recipe.notes(request))
+    return tuple(file_notes(request))
 
 
 PLANNED = {
@@ -125,13 +131,13 @@ PLANNED = {
 
 
 def _what_no_flag_knows(request: Request) -> Reasons:
-    others = sorted(set(deepspeed_file.effective(request, "fp32")["zero_optimization"]) - PLANNED)
+    others = sorted(set(deepspeed_settings(request, "fp32")["zero_optimization"]) - PLANNED)
     return dict.fromkeys(FORECAST, f"what {', '.join(others)} of the file changes") if others else {}
 
 
 def _acted(measured: Measured) -> str | None:
     """Check that DeepSpeed runs with the ZeRO settings of the file, unless another engine replaces DeepSpeed."""
-    section = deepspeed_file.read(measured.config.get("deepspeed_config")).content.get("zero_optimization") or {}
+    section = section_at(read(measured.config.get("deepspeed_config")).content, "zero_optimization")
     runs_with = measured["zero_optimization"]
     if measured.plan.engine != ENGINE:
         return None
@@ -156,7 +162,7 @@ DEEPSPEED_CONFIG = Switch(
     on={"deepspeed_config": "ds.json"},
     predicts=Prediction({"activations": "a bucket of the file's size"}, _what_no_flag_knows),
     templates=("Trainer",),
-    adopt=deepspeed_file.merge_file,
+    adopt=merge_file,
     needs_package=DEEPSPEED["needs_package"],
     install=DEEPSPEED["install"],
     notes=_notes,

@@ -1,0 +1,121 @@
+"""Values of a wrong type or size in a DeepSpeed file: a plan, or an error that names the file's key."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer_templates.errors import ConfigError, Refused
+from rapidformer_templates.planning import resolve as resolve_module
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.deepspeed_file.flags import merge_file
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.zero.values import check_values
+from tests.support.requests import GPUS, config_of, on
+
+FILE = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "fp16": {"enabled": False},
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 10, "total_num_steps": 100},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 1_000_000,
+        "stage3_max_live_parameters": 1e6,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"},
+        "offload_param": {"device": "nvme", "nvme_path": "/fast"},
+    },
+    "aio": {"thread_count": 2},
+    "communication_data_type": "fp32",
+    "steps_per_print": 10,
+    "wandb": {"enabled": False},
+    "gradient_predivide_factor": 1.0,
+}
+WRONG = (
+    None,
+    True,
+    -1,
+    10**400,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "much",
+    "auto",
+    [],
+    [[1]],
+    {},
+    {"a": {"b": []}},
+)
+MACHINE = on(GPUS, world_size=2, local_world_size=2)
+
+
+def paths(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every value and every section."""
+    for key, value in section.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*above, key))
+
+
+def with_value(path: tuple[str, ...], value: object) -> dict[str, Any]:
+    content: dict[str, Any] = copy.deepcopy(FILE)
+    section = content
+    for key in path[:-1]:
+        section = section[key]
+    section[path[-1]] = value
+    return content
+
+
+@pytest.fixture(autouse=True)
+def _without_suggestions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the search for a request that works, which takes a second for each refusal."""
+    monkeypatch.setattr(resolve_module, "nearest", lambda request, registry: [])
+
+
+def outcomes(path: tuple[str, ...], file: Path) -> Iterator[tuple[RunConfig, Plan] | str]:
+    """Yield (configuration, plan) or the message of the error, for each wrong value at the path."""
+    for value in WRONG:
+        file.write_text(json.dumps(with_value(path, value)))
+        for flags in ("", "--zero-2-memory-optimization --hidden-size 64 --mixed-precision fp16"):
+            try:
+                config = merge_file(config_of(f"--deepspeed-config {file} {flags}"))
+                yield config, resolve(config, MACHINE)
+            except (ConfigError, Refused) as error:
+                yield error.render()
+
+
+@pytest.mark.parametrize("path", list(paths(FILE)), ids=".".join)
+def test_a_wrong_value_makes_a_plan_or_an_error(path: tuple[str, ...], tmp_path: Path) -> None:
+    results = list(outcomes(path, tmp_path / "ds.json"))
+    assert len(results) == 2 * len(WRONG)
+    assert [message for message in results if isinstance(message, str) and "ds.json" not in message] == []
+
+
+@pytest.mark.deepspeed
+def test_deepspeed_refuses_what_only_it_knows_in_words(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+    errors = []
+    for path in paths(FILE):
+        for outcome in outcomes(path, tmp_path / "ds.json"):
+            if isinstance(outcome, str):
+                continue
+            try:
+                check_values(*outcome)
+            except ConfigError as error:
+                errors.append(str(error))
+    assert any("ds.json: zero_optimization.reduce_bucket_size cannot be 'much'" in error for error in errors)
+    assert all("cannot be" in error for error in errors)
