@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.plan import Plan, Sizes
+from rapidformer_templates.planning.plan import EngineOptions, Plan, Sizes
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import DDP_ENGINE
@@ -53,7 +53,7 @@ def _own_options(name: str) -> set[str]:
     if found is None:
         return set()
     request = build_request(_config(found), combinations.place(found.world, found.template), REGISTRY.switches)
-    return set(request.active[name].engine_options(request))
+    return set(request.active[name].engine_options(request, EngineOptions()).to_json())
 
 
 def _config(found: Combination) -> Any:
@@ -76,7 +76,8 @@ def _broken(workers: Any, found: Combination, name: str, act: str) -> None:
     if act == "engine":
         trained.plan = dataclasses.replace(trained.plan, engine=DDP_ENGINE)
     if act == "engine_options":
-        options = {key: value for key, value in trained.plan.engine_options.items() if key not in _own_options(name)}
+        defaults = {option: getattr(EngineOptions(), option) for option in _own_options(name)}
+        options = dataclasses.replace(trained.plan.engine_options, **defaults)
         trained.plan = dataclasses.replace(trained.plan, engine_options=options)
     plain = {name: dataclasses.replace(REGISTRY[name], transform=None)} if act == "transform" else {}
 

@@ -16,6 +16,7 @@ import torch
 
 from rapidformer_templates.engines.host_optimizer import HostOptimizer
 from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.planning.plan import EngineOptions
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.dropout_runs import assert_same, run
@@ -138,7 +139,7 @@ def test_plan_tells_that_a_cpu_run_has_nothing_to_move() -> None:
     def notes(flags: str, place: Any) -> list[str]:
         return [note for note in resolve(config_of(flags), place, REGISTRY).notes if note.startswith("cpu-offload")]
 
-    assert resolve(config_of("--cpu-offload"), CPU).engine_options == {"offload": "cpu"}
+    assert resolve(config_of("--cpu-offload"), CPU).engine_options == EngineOptions(offload="cpu")
     (note,) = notes("--cpu-offload", CPU)
     assert "in host memory already" in note
     assert notes("--cpu-offload", GPUS) == []

@@ -64,7 +64,7 @@ class SingleEngine:
         self.clip_grad = clip_grad
         self.compute_type = COMPUTE_TYPES.get(plan.precision)
         self.loss_scale = DynamicLossScale() if plan.precision == "fp16" else None
-        self.offloads = plan.engine_options.get("offload") == "cpu"
+        self.offloads = plan.engine_options.offload == "cpu"
         self.micro_steps = 0
         self.receipts: dict[str, Any] = {}
         self.before_update: Callable[[], None] | None = None

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 PARALLEL_ENGINE = "rapidformer_templates.engines.parallel.engine:ParallelEngine"
 """The engine of 3D layouts."""
+
+AttentionKernel = Literal["flash", "flash_attn", "efficient"]
+"""Kernels of flash attention: torch's, that of the package, and torch's memory-efficient one."""
+ContextKind = Literal["all-to-all", "ring"]
+"""How attention sees the whole of a sequence that is divided over workers."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,66 @@ class WorkerGroup:
 
 
 @dataclass(frozen=True)
+class MasterTypes:
+    """The types of the gradients of 16-bit weights with fp32 masters.
+
+    Attributes:
+        accumulate: in which the gradients of micro batches are added up.
+        reduce: in which workers send them to one another.
+    """
+
+    accumulate: Literal["fp32", "bf16"]
+    reduce: Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class ParameterSharding:
+    """How an engine shards parameters over the workers.
+
+    Attributes:
+        shard_size: number of workers that share one copy of the states. None means all workers.
+        reshard_after_forward: whether a block's whole parameters are freed between forward and backward.
+        reduce_dtype: the type in which gradients are summed. None means fp32.
+    """
+
+    shard_size: int | None = None
+    reshard_after_forward: bool = True
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options that the active switches set for the engine and the transforms.
+
+    Attributes:
+        shard_over_data: what the engine of 3D layouts shards over the data-parallel workers.
+        narrow_weights: the gradients of 16-bit weights with fp32 masters. None if the weights keep their type.
+        offload: where the optimizer state is stored.
+        deepspeed: DeepSpeed's configuration. Empty if DeepSpeed does not train.
+        parameter_sharding: how parameters are sharded.
+        experts_over: number of workers that share the experts.
+        compile_shapes: highest number of shapes of a training batch. 0 means unknown.
+        attention_kernel: the kernel of flash attention.
+        context_kind: how attention sees whole sequences. None: the number of heads decides.
+    """
+
+    shard_over_data: Literal["optimizer", "gradients"] | None = None
+    narrow_weights: MasterTypes | None = None
+    offload: Literal["cpu", "nvme"] | None = None
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    parameter_sharding: ParameterSharding = ParameterSharding()
+    experts_over: int = 1
+    compile_shapes: int = 0
+    attention_kernel: AttentionKernel | None = None
+    context_kind: ContextKind | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options that differ from the defaults."""
+        defaults = asdict(EngineOptions())
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+
+
+@dataclass(frozen=True)
 class Plan:
     """A resolved run.
 
@@ -67,7 +132,7 @@ class Plan:
         switches: names of the active switches in the order in which they are applied.
         sizes: workers and batches.
         engine: ``module:Class`` of the engine that owns the optimizer step.
-        engine_options: plain values that the active switches pass to the engine.
+        engine_options: options that the active switches set for the engine and the transforms.
         device: ``cpu``, or torch's name of the accelerator.
         precision: the type of matrix products: ``fp32``, ``bf16`` or ``fp16``.
         optimizer: the optimizer that the user chose.
@@ -84,7 +149,7 @@ class Plan:
     switches: tuple[str, ...] = ()
     sizes: Sizes = Sizes()
     engine: str = "rapidformer_templates.engines.local:SingleEngine"
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    engine_options: EngineOptions = EngineOptions()
     device: str = "cpu"
     precision: str = "fp32"
     optimizer: str = "adamw"
@@ -97,4 +162,4 @@ class Plan:
     groups: tuple[WorkerGroup, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"engine_options": self.engine_options.to_json()}

@@ -10,7 +10,7 @@ from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.flags import file_schedule
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.optimizer_choice import implementation, optimizer_options
-from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Plan
+from rapidformer_templates.planning.plan import PARALLEL_ENGINE, EngineOptions, Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request, engine_owner, micro_follows, precision, wide_weights
 from rapidformer_templates.planning.sources import in_words
@@ -53,13 +53,15 @@ def resolve(
 
 def plan_of(request: Request, registry: Registry) -> Plan:
     """Return the plan of a request that breaks no rule."""
-    options = [switch.engine_options(request) for switch in request.active.values()]
+    options = EngineOptions()
+    for switch in request.active.values():
+        options = switch.engine_options(request, options)
     return Plan(
         template=request.environment.template or "none",
         switches=tuple(request.active),
         sizes=request.sizes,
         engine=_engine(request),
-        engine_options={name: value for values in options for name, value in values.items()},
+        engine_options=options,
         device=request.environment.device,
         precision=precision(request.config, request.environment),
         optimizer=request.config.get("optimizer"),

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from rapidformer_templates.planning.config import RunConfig, fields_of, spelling
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.plan import Plan, Sizes
+from rapidformer_templates.planning.plan import EngineOptions, Plan, Sizes
 from rapidformer_templates.planning.worker_groups import Dimension
 
 TEMPLATES = ("Trainer", "Pretrainer", "Finetuner")
@@ -273,7 +273,7 @@ class Switch:
             otherwise fail only later, in the workers.
         order: ``module:function`` that makes the order of the training samples from (template, samples).
         engine: ``module:Class`` of the engine that it needs. If several switches have one, the first applied wins.
-        engine_options: plain values for the engine, which the plan shows.
+        engine_options: returns the options of the engine with those of this switch. The plan shows them.
         transform: ``module:function`` that applies it to the built model.
         exported: module that marks and reads folders of changed models that ``from_pretrained`` cannot read.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
@@ -327,7 +327,7 @@ class Switch:
     prepare: str | None = None
     order: str | None = None
     engine: str | None = None
-    engine_options: Callable[[Request], Mapping[str, Any]] = lambda request: {}
+    engine_options: Callable[[Request, EngineOptions], EngineOptions] = lambda request, options: options
     transform: str | None = None
     exported: str | None = None
     receipt: tuple[str, ...] = ()

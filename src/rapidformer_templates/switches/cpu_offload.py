@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ SWITCHES = (
         freed_memory="given back",
         claims=frozenset({Resource.OFFLOAD}),
         notes=_notes,
-        engine_options=lambda request: {"offload": "cpu"},
+        engine_options=lambda request, options: dataclasses.replace(options, offload="cpu"),
         receipt=("optimizer_state_bytes", "optimizer_state_device", "optimizer_class"),
         acted=_acted,
         rules=(

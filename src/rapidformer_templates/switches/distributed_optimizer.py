@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies, needs_template
 from rapidformer_templates.planning.flags import flag
@@ -43,7 +43,7 @@ SWITCHES = (
         engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
         narrow_weights=True,
         divides_copies=True,
-        engine_options=lambda request: {"shard_over_data": "optimizer"},
+        engine_options=lambda request, options: replace(options, shard_over_data="optimizer"),
         receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),
         acted=check_even_shards(updated_elements="optimizer state"),
         rules=(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import needs_template
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizer_choice import implementation
+from rapidformer_templates.planning.plan import EngineOptions, MasterTypes
 from rapidformer_templates.planning.request import precision, wide_weights
 from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
@@ -65,11 +67,11 @@ def _notes(request: Request) -> Sequence[str]:
     return notes
 
 
-def _engine_options(request: Request) -> Mapping[str, Any]:
+def _engine_options(request: Request, options: EngineOptions) -> EngineOptions:
     if wide_weights(request):
-        return {}
-    config = request.config
-    return {"narrow_weights": {"accumulate": config.get("grad_accum_dtype"), "reduce": config.get("grad_reduce_dtype")}}
+        return options
+    types = MasterTypes(request.config.get("grad_accum_dtype"), request.config.get("grad_reduce_dtype"))
+    return dataclasses.replace(options, narrow_weights=types)
 
 
 OF_GRADIENTS = ("grad_accum_dtype", "grad_reduce_dtype")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rapidformer_templates.planning.changes import add, drop
 from rapidformer_templates.planning.flags import flag
@@ -87,7 +87,7 @@ SWITCHES = (
         family="offload",
         freed_memory="given back",
         claims=frozenset({Resource.OFFLOAD}),
-        engine_options=lambda request: {"offload": f"nvme:{request.config.get('nvme_path')}"},
+        engine_options=lambda request, options: replace(options, offload="nvme"),
         receipt=("optimizer_state_bytes", "optimizer_class", "swapped_bytes"),
         acted=_acted,
         rules=(

@@ -51,9 +51,7 @@ def file(tmp_path: Path) -> Any:
 
 
 def effective(flags: str) -> dict[str, Any]:
-    options = resolve(merge_file(config_of(flags)), TWO).engine_options
-    found: dict[str, Any] = options["deepspeed"]
-    return found
+    return dict(resolve(merge_file(config_of(flags)), TWO).engine_options.deepspeed)
 
 
 def refusals(flags: str) -> list[str]:

@@ -94,7 +94,7 @@ def test_the_flags_of_each_layout_resolve_to_it(monkeypatch: pytest.MonkeyPatch)
         assert ("checkpoint-activations" in plan.switches) is (layout.recompute != "none")
         assert (config.get("recompute_granularity") == "selective") is (layout.recompute == "selective")
         assert layout.partitioning == "none" or layout.partitioning in plan.switches
-        assert plan.engine_options.get("fsdp_shard_size") == layout.shard_size
+        assert plan.engine_options.parameter_sharding.shard_size == layout.shard_size
         assert config.get("virtual_pipeline_size") == layout.virtual
         assert layout.global_batch <= 8
 
@@ -247,7 +247,7 @@ def test_a_layout_has_masters_where_its_plan_has(
 ) -> None:
     search = search_of(BF16, monkeypatch, 4)
     config, place, _ = plan_request([*BF16.replace("--auto-strategy", "").split(), *layout.flags()])
-    assert ("narrow_weights" in resolve(config, place).engine_options) is has_masters
+    assert (resolve(config, place).engine_options.narrow_weights is not None) is has_masters
     setting = search._setting(layout)
     assert isinstance(setting, MemoryOptions)
     assert (setting.masters is not None) is has_masters

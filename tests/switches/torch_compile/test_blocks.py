@@ -185,7 +185,7 @@ def _apply(model: nn.Module, *switches: str) -> None:
         "checkpoint-activations": CheckpointActivationsFlags(True),
         "torch-compile": TorchCompileFlags(COMPILED[16:]),
     }
-    plan = Plan(template="Trainer", engine_options={"compile_shapes": 0})
+    plan = Plan(template="Trainer")
     blocks = find_blocks(model)
     for name in switches:
         transform = REGISTRY[name].transform

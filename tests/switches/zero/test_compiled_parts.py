@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.plan import EngineOptions, Plan
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as parts
 
@@ -121,14 +122,14 @@ def start(**environment: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("offload", "needed"),
-    [(None, ()), ("cpu", ("cpu_adam",)), ("nvme:/disk", ("cpu_adam", "async_io"))],
+    [(None, ()), ("cpu", ("cpu_adam",)), ("nvme", ("cpu_adam", "async_io"))],
 )
-def test_needed_parts(offload: str | None, needed: tuple[str, ...]) -> None:
+def test_needed_parts(offload: Literal["cpu", "nvme"] | None, needed: tuple[str, ...]) -> None:
     assert parts.needed_parts(offload) == needed
 
 
 def test_built_once_with_a_message(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    parts.prepare(Plan("Trainer", engine=parts.ENGINE, engine_options={"offload": "cpu"}))
+    parts.prepare(Plan("Trainer", engine=parts.ENGINE, engine_options=EngineOptions(offload="cpu")))
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "building DeepSpeed's cpu_adam (about a minute, once for this version) …"
     assert lines[1].startswith("built DeepSpeed's cpu_adam in ")
@@ -136,13 +137,13 @@ def test_built_once_with_a_message(root: Path, capfd: pytest.CaptureFixture[str]
     assert os.environ[parts.ACCELERATOR] == "cpu"
     assert root.name.startswith("deepspeed-9.9-torch-")
     assert parts.is_built("cpu_adam", root)
-    parts.prepare(Plan("Trainer", engine=parts.ENGINE, engine_options={"offload": "cpu"}))
+    parts.prepare(Plan("Trainer", engine=parts.ENGINE, engine_options=EngineOptions(offload="cpu")))
     assert capfd.readouterr().err == ""
     assert builds(root) == 1
 
 
 def test_other_engines_and_zero_alone_build_nothing(root: Path) -> None:
-    parts.prepare(Plan("Trainer", engine_options={"offload": "cpu"}))
+    parts.prepare(Plan("Trainer", engine_options=EngineOptions(offload="cpu")))
     assert parts.FOLDER not in os.environ
     parts.prepare(Plan("Trainer", engine=parts.ENGINE))
     assert os.environ[parts.FOLDER] == str(root)

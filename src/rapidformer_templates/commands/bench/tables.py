@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rapidformer_templates.switches.auto_strategy.state_bytes import (
     Formula,
@@ -61,7 +62,7 @@ class Solution:
         formula: formula for the bytes that each worker should hold, if it is known.
         peers: names in ``job_peers`` of peers that offer the same.
         published: samples/s and peak MB on 4 GPUs of 32 GB, or the reason why there are none.
-        offload: as in a plan's ``engine_options``. The folder of NVMe is added later.
+        offload: where the optimizer state is stored. The folder of NVMe is added later.
         precision: ``fp32``, ``mixed``, ``best`` or ``published``. ``mixed`` is a 16-bit type. ``best`` is a 16-bit type
             if the device is fast at it. ``published`` is mixed on a GPU, as in the published tables, and fp32 on a CPU.
         divides: number of workers that one copy of the model needs.
@@ -71,7 +72,7 @@ class Solution:
     formula: Formula | None = None
     peers: tuple[str, ...] = ()
     published: tuple[float, int] | str = "not published"
-    offload: str | None = None
+    offload: Literal["cpu", "nvme"] | None = None
     precision: str = "published"
     divides: int = 1
 
@@ -122,7 +123,7 @@ PARTITIONING = Table(
         "zero-3": Solution((ZERO.format(3),), each_divided, ("accelerate ZeRO-3",), "N/A"),
         "zero-2-offload": Solution((ZERO.format(2), "--cpu-offload"), divided_groups_on_host, offload="cpu"),
         "zero-3-offload": Solution((ZERO.format(3), "--cpu-offload"), each_divided_on_host, offload="cpu"),
-        "zero-3-nvme": Solution((ZERO.format(3), "--nvme-path"), each_divided_on_disk, offload="nvme:"),
+        "zero-3-nvme": Solution((ZERO.format(3), "--nvme-path"), each_divided_on_disk, offload="nvme"),
     },
     {
         "tiny": BenchScale(2, 32, 2, 128, 16, accumulation=2),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,7 +29,7 @@ from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.optimizers import updates_elementwise, updates_in_chunks
-from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.plan import MasterTypes, Plan
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
 
@@ -44,8 +44,8 @@ class ParallelEngine(SingleEngine):
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
-        self._sharding: str | None = plan.engine_options.get("shard_over_data")
-        self._gradient_types = _gradient_types(plan.engine_options.get("narrow_weights"))
+        self._sharding = plan.engine_options.shard_over_data
+        self._gradient_types = _gradient_types(plan.engine_options.narrow_weights)
         self._shards: ShardedGradients
         self._last = False  # whether gradients are complete after this micro batch
 
@@ -198,6 +198,6 @@ def _path_of(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else ""
 
 
-def _gradient_types(names: Mapping[str, str] | None) -> GradientTypes | None:
+def _gradient_types(types: MasterTypes | None) -> GradientTypes | None:
     """Return the gradient types of 16-bit parameters. None if parameters keep their type."""
-    return None if names is None else GradientTypes(TYPES[names["accumulate"]], TYPES[names["reduce"]])
+    return None if types is None else GradientTypes(TYPES[types.accumulate], TYPES[types.reduce])

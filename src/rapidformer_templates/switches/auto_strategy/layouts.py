@@ -163,9 +163,9 @@ def layout_of(plan: Plan) -> Layout:
         next((name for name in PARTITIONINGS if name in plan.switches), "none"),
         recompute=granularity if "checkpoint-activations" in plan.switches else "none",
         sequence_parallel="sequence-parallel" in plan.switches,
-        shard_size=plan.engine_options.get("fsdp_shard_size"),
+        shard_size=plan.engine_options.parameter_sharding.shard_size,
         context=sizes.context,
         offload="offload-activations" in plan.switches,
         virtual=values.get(spelling("virtual_pipeline_size"), {}).get("value") or 1,
-        experts=plan.engine_options.get("experts_over", 1),
+        experts=plan.engine_options.experts_over,
     )

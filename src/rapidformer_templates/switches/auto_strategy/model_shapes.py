@@ -17,6 +17,7 @@ from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_qua
 from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
+from rapidformer_templates.planning.plan import ContextKind
 from rapidformer_templates.switches.auto_strategy.answers import FakeDataReads
 from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
 from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
@@ -75,7 +76,7 @@ class Variant:
     sums: int = FP32
     offload: bool = False
     context: int = 1
-    context_kind: str | None = None
+    context_kind: ContextKind | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.settings import LEAST, fill_bucket_sizes
 from rapidformer_templates.planning.optimizer_states import BF16, FP32
 from rapidformer_templates.planning.optimizers import CLASSES
-from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.plan import ContextKind, Plan
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.state_bytes import KEPT_WHOLE, PLAIN, StateOptions
 
@@ -57,7 +57,7 @@ class MemoryOptions:
     offloads_activations: bool = False
     updates_in_chunks: bool = True
     updates_elementwise: bool = True
-    context_kind: str | None = None
+    context_kind: ContextKind | None = None
 
     def by_parallel_engine(self, layout: Layout) -> bool:
         """Whether the engine of 3D layouts trains it.
@@ -74,9 +74,8 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
     Args:
         width: width of the model, which determines ZeRO's buckets.
     """
-    zero: dict[str, Any] = fill_bucket_sizes(
-        plan.engine_options.get("deepspeed", {}).get("zero_optimization", {}), width
-    )
+    options = plan.engine_options
+    zero: dict[str, Any] = fill_bucket_sizes(options.deepspeed.get("zero_optimization", {}), width)
     optimizer = CLASSES[plan.optimizer_implementation]
     rule = optimizer.state
     if spelling("ema_decay") in plan.values:
@@ -88,18 +87,18 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
         kept_whole=zero.get("stage3_param_persistence_threshold", KEPT_WHOLE),
         sub_group=zero.get("sub_group_size"),
     )
-    types: dict[str, str] | None = plan.engine_options.get("narrow_weights")
-    masters = None if types is None else MasterWeights(WIDTHS[types["accumulate"]], WIDTHS[types["reduce"]])
+    types = options.narrow_weights
+    masters = None if types is None else MasterWeights(WIDTHS[types.accumulate], WIDTHS[types.reduce])
     return MemoryOptions(
         precision=plan.precision,
         gpu=plan.device != "cpu",
         how=how,
-        offload=str(plan.engine_options.get("offload", "")).partition(":")[0],
+        offload=options.offload or "",
         bucket=zero.get("reduce_bucket_size", LEAST),
-        reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
+        reshards=options.parameter_sharding.reshard_after_forward,
         masters=masters,
         offloads_activations="offload-activations" in plan.switches,
         updates_in_chunks=optimizer.per_parameter,
         updates_elementwise=optimizer.elementwise,
-        context_kind=plan.engine_options.get("context_kind"),
+        context_kind=options.context_kind,
     )

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.optimizer_states import ParameterShape, part_of
-from rapidformer_templates.planning.plan import Plan, Sizes
+from rapidformer_templates.planning.plan import ContextKind, EngineOptions, Plan, Sizes
 from rapidformer_templates.switches.context_parallel.transform import divide_context
 from rapidformer_templates.switches.pipeline_parallel.transform import PipelineCut
 from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
@@ -56,7 +56,7 @@ def divide(model: nn.Module, workers: Workers, *, sequence_parallel: bool) -> nn
     return tensor_parallel.apply(model, Building(find_blocks(model), None, plan, workers, no_loss))
 
 
-def divide_sequences(model: nn.Module, workers: Workers, kind: str | None) -> nn.Module:
+def divide_sequences(model: nn.Module, workers: Workers, kind: ContextKind | None) -> nn.Module:
     """Return the model as the first worker has it, which computes its shard of each sequence.
 
     Raises:
@@ -65,7 +65,7 @@ def divide_sequences(model: nn.Module, workers: Workers, kind: str | None) -> nn
     if workers.context == 1:
         return model
     sizes = Sizes(world=workers.world, tensor=workers.tensor, context=workers.context)
-    plan = Plan("Trainer", ("context-parallel",), sizes, engine_options={"context_kind": kind})
+    plan = Plan("Trainer", ("context-parallel",), sizes, engine_options=EngineOptions(context_kind=kind))
     return divide_context(model, Building(find_blocks(model), None, plan, workers, no_loss, has_values=False))
 
 

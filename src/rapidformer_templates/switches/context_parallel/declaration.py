@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -102,7 +103,7 @@ SWITCHES = (
         sizes={"context": CONTEXT},
         transform="rapidformer_templates.switches.context_parallel.transform:divide_context",
         receipt_hooks="rapidformer_templates.switches.context_parallel.receipt:ContextDivision",
-        engine_options=lambda request: {"context_kind": request.config.get(KIND)},
+        engine_options=lambda request, options: dataclasses.replace(options, context_kind=request.config.get(KIND)),
         receipt=("context_tokens", "context_attention", "context_kind"),
         acted=_acted,
         rules=(

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from rapidformer_templates.engines.auxiliary_losses import auxiliary_losses_of
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.planning.plan import ContextKind
 from rapidformer_templates.switches.context_parallel.attention import attend_over_context, check_attention
 from rapidformer_templates.switches.context_parallel.divided_rows import OnRows
 from rapidformer_templates.switches.context_parallel.sequence_shards import ContextSequenceShards
@@ -44,7 +45,7 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     trial = DivisionTrial(part, called, workers) if building.has_values and workers.pipeline == 1 else None
     peers = Peers(group_of(workers), workers.context, workers.context_rank)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
-    kind = building.plan.engine_options.get("context_kind") or _kind_for(part, workers)
+    kind = building.plan.engine_options.context_kind or _kind_for(part, workers)
     shards = ContextSequenceShards(peers, streams, kind, ends=workers.ends_pipeline)
     attend_over_context(part, shards)
     shards.install(model, blocks)
@@ -60,7 +61,7 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     return model
 
 
-def _kind_for(model: PreTrainedModel, workers: Workers) -> str:
+def _kind_for(model: PreTrainedModel, workers: Workers) -> ContextKind:
     """Return all-to-all if the heads of each worker divide, and otherwise ring."""
     heads: int | None = getattr(model.config.get_text_config(), "num_attention_heads", None)
     divides = heads is not None and heads % (workers.tensor * workers.context) == 0

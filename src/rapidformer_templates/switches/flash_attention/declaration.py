@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rapidformer_templates.planning.changes import REPLACE
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.plan import AttentionKernel
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
@@ -37,7 +38,7 @@ class FlashAttentionFlags:
     )
 
 
-def kernel(request: Request) -> str:
+def kernel(request: Request) -> AttentionKernel:
     """Return the kernel for unpadded batches: ``flash_attn`` (the package), ``flash`` or ``efficient`` (torch's)."""
     environment = request.environment
     if environment.device == "cpu":
@@ -84,17 +85,13 @@ def _no_dropout(request: Request) -> list[Finding]:
     ]
 
 
-def _engine_options(request: Request) -> Mapping[str, Any]:
-    return {"attention_kernel": kernel(request)}
-
-
 def _acted(measured: Measured) -> str | None:
     """Check that the model calls our functions, and that they call a kernel without the matrix of scores."""
     called = sorted({name for names in measured.all("attention_functions") for name in names})
     kernels = sorted({name for counts in measured.all("attention_kernels") for name in counts})
     if any(name.startswith("rapidformer_") for name in called) and any(FUSED.search(name) for name in kernels):
         return None
-    chosen = measured.plan.engine_options.get("attention_kernel")
+    chosen = measured.plan.engine_options.attention_kernel
     return f"the kernel {chosen} was expected; the attention {shown(called)} called {shown(kernels)}"
 
 
@@ -107,7 +104,7 @@ SWITCHES = (
         options=FlashAttentionFlags,
         predicts=Prediction({"activations": "no attention scores are kept; on a GPU that is assumed"}),
         notes=_notes,
-        engine_options=_engine_options,
+        engine_options=lambda request, options: dataclasses.replace(options, attention_kernel=kernel(request)),
         transform="rapidformer_templates.switches.flash_attention.kernels:use_flash_attention",
         receipt_hooks="rapidformer_templates.switches.flash_attention.receipt:AttentionKernels",
         receipt=("attention_kernels", "attention_functions"),

@@ -35,7 +35,8 @@ def use_flash_attention(model: nn.Module, building: Building) -> nn.Module:
     Raises:
         ModelError: its attention cannot be chosen, or needs something that the kernel lacks.
     """
-    kernel = building.plan.engine_options["attention_kernel"]
+    kernel = building.plan.engine_options.attention_kernel
+    assert kernel is not None
     check_attention(model, building.plan.device)
     assert isinstance(model, PreTrainedModel)
     model.set_attn_implementation(NAMES[kernel])

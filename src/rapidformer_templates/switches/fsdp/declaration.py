@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.plan import EngineOptions
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.shard_checks import check_even_shards, divides_parameters, first_finding, shown
 from rapidformer_templates.planning.switch import (
@@ -90,8 +90,13 @@ def _reduces_in_range(request: Request) -> list[Finding]:
     return [Finding(message, flags, changes=(mend, drop({"fsdp_reduce_dtype": None})))]
 
 
-def _options(request: Request) -> Mapping[str, Any]:
-    return {name: request.config.get(name) for name in _changed_options(request)}
+def _options(request: Request, options: EngineOptions) -> EngineOptions:
+    sharding = dataclasses.replace(
+        options.parameter_sharding,
+        reshard_after_forward=request.config.get("fsdp_reshard_after_forward"),
+        reduce_dtype=request.config.get("fsdp_reduce_dtype"),
+    )
+    return dataclasses.replace(options, parameter_sharding=sharding)
 
 
 _SHARES = first_finding(

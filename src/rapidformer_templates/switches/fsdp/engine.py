@@ -54,12 +54,13 @@ class FSDPEngine(SingleEngine):
         super().__init__(plan, workers, clip_grad=clip_grad)
         # Models of transformers return views, too. A view that is changed in place is an error in _check_views.
         warnings.filterwarnings("ignore", message=VIEW_WARNING, category=UserWarning)
-        self.group = int(plan.engine_options.get("fsdp_shard_size", workers.world))
-        self._experts_over = int(plan.engine_options.get("experts_over", 1))
-        self.reshards = plan.engine_options.get("fsdp_reshard_after_forward", True)
+        sharding = plan.engine_options.parameter_sharding
+        self.group = sharding.shard_size or workers.world
+        self._experts_over = plan.engine_options.experts_over
+        self.reshards = sharding.reshard_after_forward
         self._in_forward = False
         self._views: list[tuple[torch.Tensor, int, nn.Module]] = []
-        self.reduce_type = REDUCE_TYPES[plan.engine_options.get("fsdp_reduce_dtype") or "fp32"]
+        self.reduce_type = REDUCE_TYPES[sharding.reduce_dtype or "fp32"]
 
     def _shard(self, model: nn.Module) -> None:
         # None reshards everything except the root, whose parameters the backward needs first.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.plan import EngineOptions
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -79,15 +80,16 @@ def _notes(request: Request) -> Sequence[str]:
     return ()
 
 
-def _options(request: Request) -> Mapping[str, Any]:
-    return {SIZE: request.config.get(SIZE)}
+def _options(request: Request, options: EngineOptions) -> EngineOptions:
+    sharding = dataclasses.replace(options.parameter_sharding, shard_size=request.config.get(SIZE))
+    return dataclasses.replace(options, parameter_sharding=sharding)
 
 
 def _acted(measured: Measured) -> str | None:
     """Check that there are as many copies of each parameter as planned, and that they are equal bit for bit."""
     size, data = shares(measured), measured.plan.sizes.copies
     updated, whole = sum(measured.all("updated_elements")), sum(measured.all("trained_elements")) // data
-    over, experts = measured.plan.engine_options.get("experts_over", 1), measured["divided_over_experts"] or 0
+    over, experts = measured.plan.engine_options.experts_over, measured["divided_over_experts"] or 0
     of_experts = data // over // shards_of_experts(data, size, over)
     if not updated or updated != (whole - experts) * (data // size) + experts * of_experts:
         copies = f"the workers have {updated:,} elements together, {whole:,} of the model are trained"

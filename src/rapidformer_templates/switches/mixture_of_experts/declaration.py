@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rapidformer_templates.models.expert_architectures import CONVERTED, OWN_EXPERTS
 from rapidformer_templates.planning.changes import add, drop, replace
@@ -220,10 +219,6 @@ def _dimensions(request: Request) -> Sequence[Dimension]:
     return (experts, *(copies if workers > size else ()))
 
 
-def _engine_options(request: Request) -> Mapping[str, Any]:
-    return {"experts_over": _group(request)}
-
-
 def _mixture_notes(request: Request) -> Sequence[str]:
     if request.config.get("num_experts") is None or _has_experts(request.model):
         return ()
@@ -241,7 +236,7 @@ def _mixture_acted(measured: Measured) -> str | None:
 
 
 def _experts_divided(measured: Measured) -> str | None:
-    if measured.plan.engine_options["experts_over"] == 1 or any(measured.all("divided_over_experts")):
+    if measured.plan.engine_options.experts_over == 1 or any(measured.all("divided_over_experts")):
         return None
     return "experts divided over the workers were expected; every worker has all of them"
 
@@ -324,7 +319,7 @@ SWITCHES = (
         on={"expert_parallel": True, "num_experts": 8},
         off=UNDIVIDED,
         dimensions=_dimensions,
-        engine_options=_engine_options,
+        engine_options=lambda request, options: dataclasses.replace(options, experts_over=_group(request)),
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of the experts")
             | {"time": "tokens to the experts and back, each over the same distance"},

@@ -32,7 +32,7 @@ from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures imp
 
 def divide_experts(model: nn.Module, building: Building) -> nn.Module:
     """Keep this worker's share of the experts in every sparse layer."""
-    workers, over = building.workers, int(building.plan.engine_options["experts_over"])
+    workers, over = building.workers, building.plan.engine_options.experts_over
     if over == 1:
         return model
     stacks = [*(base_of(layer.experts) for _, layer in sparse_layers(model)), *own_experts(model)]

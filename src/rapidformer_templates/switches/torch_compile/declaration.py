@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rapidformer_templates.errors import alike
 from rapidformer_templates.planning.changes import replace
@@ -52,10 +52,6 @@ def _shapes(request: Request) -> int:
     """Highest number of shapes of a training batch. 0 means unknown."""
     active = "dynamic-shape" in request.active
     return max_shapes(request.config.switches["dynamic-shape"]) if active else 0
-
-
-def _engine_options(request: Request) -> Mapping[str, Any]:
-    return {"compile_shapes": _shapes(request)}
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -140,7 +136,7 @@ SWITCHES = (
         family="graph",
         claims=frozenset({Resource.GRAPH}),
         notes=_notes,
-        engine_options=_engine_options,
+        engine_options=lambda request, options: dataclasses.replace(options, compile_shapes=_shapes(request)),
         transform="rapidformer_templates.switches.torch_compile.transform:compile_blocks",
         receipt_hooks="rapidformer_templates.switches.torch_compile.receipt:Compilation",
         receipt=("compile",),

@@ -46,7 +46,7 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
         ModelError: products must be saved, and blocks do not become one graph.
     """
     plan = building.plan
-    shapes = plan.engine_options["compile_shapes"]
+    shapes = plan.engine_options.compile_shapes
     local_modules = set(model.modules())  # the other blocks are on other stages
     parts = [block for block in building.blocks.values() if block in local_modules] or [model]
     kinds = len({type(part) for part in parts})

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.plan import Plan
@@ -79,17 +79,17 @@ def prepare(plan: Plan) -> None:
     """
     if plan.engine == ENGINE:
         export(plan.device)
-        build(needed_parts(plan.engine_options.get("offload")), plan.device)
+        build(needed_parts(plan.engine_options.offload), plan.device)
 
 
-def needed_parts(offload: str | None) -> tuple[str, ...]:
-    """Return the parts that a run needs. ``offload`` is None, ``cpu`` or ``nvme:DIR``. CPU and GPU need the same parts.
+def needed_parts(offload: Literal["cpu", "nvme"] | None) -> tuple[str, ...]:
+    """Return the parts that a run needs. CPU and GPU need the same parts.
 
     ZeRO without offload needs no parts, because the optimizer is torch's.
     """
     if offload is None:
         return ()
-    return ("cpu_adam", "async_io") if offload.startswith("nvme:") else ("cpu_adam",)
+    return ("cpu_adam", "async_io") if offload == "nvme" else ("cpu_adam",)
 
 
 def leave_out_shm_comm() -> None:

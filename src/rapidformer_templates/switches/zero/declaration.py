@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies, needs_template
 from rapidformer_templates.planning.deepspeed_file.file import AUTO
@@ -101,15 +101,15 @@ KNOWN_DEVICE = Rule(
 )
 
 
-def _engine_options(request: Request) -> Mapping[str, Any]:
-    return {"deepspeed": deepspeed_settings(request, precision(request.config, request.environment))}
+def _deepspeed_config(request: Request) -> dict[str, Any]:
+    return deepspeed_settings(request, precision(request.config, request.environment))
 
 
 _IDLE_ALONE = idle_without_copies("ZeRO: one worker, so there is nothing to shard")
 
 
 def _notes(request: Request) -> Sequence[str]:
-    size = _engine_options(request)["deepspeed"]["zero_optimization"]["reduce_bucket_size"]
+    size = _deepspeed_config(request)["zero_optimization"]["reduce_bucket_size"]
     if size == AUTO:
         size = f"the square of the model's width, {LEAST:,} to {MOST:,}"
     # The file may have anything here. DeepSpeed's own model checks it before the workers start.
@@ -124,11 +124,11 @@ def _notes_under_3d(request: Request) -> Sequence[str]:
     return (f"ZeRO: {what}{idle}",)
 
 
-def _under_3d(shards: str) -> Mapping[str, Any]:
+def _under_3d(shards: Literal["optimizer", "gradients"]) -> Mapping[str, Any]:
     return {
         "needs_package": None,
         "engine": None,
-        "engine_options": lambda request: {"shard_over_data": shards},
+        "engine_options": lambda request, options: replace(options, shard_over_data=shards),
         "notes": _notes_under_3d,
         "rules": (ONLY_IN_TRAINER,),
     }
@@ -187,7 +187,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         notes=_notes,
         prepare="rapidformer_templates.switches.zero.values:prepare",
         engine=ENGINE,
-        engine_options=_engine_options,
+        engine_options=lambda request, options: replace(options, deepspeed=_deepspeed_config(request)),
         receipt=(
             "parameter_bytes",
             "parameter_bytes_whole",

@@ -43,7 +43,7 @@ class DeepSpeedEngine(SingleEngine):
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
         self.loss_scale = None  # DeepSpeed has its own, with the same rule
-        self.config: dict[str, Any] = dict(plan.engine_options["deepspeed"])
+        self.config: dict[str, Any] = dict(plan.engine_options.deepspeed)
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
         prepare(plan)
         _init_communication(workers, loud=any(self.config.get(name) for name in LOUD))

@@ -29,8 +29,8 @@ def check_values(config: RunConfig, plan: Plan) -> None:
     Raises:
         ConfigError: a value has the wrong type, or is out of range.
     """
-    text, settings = config.get("deepspeed_config"), plan.engine_options.get("deepspeed")
-    if text is None or settings is None:
+    text, settings = config.get("deepspeed_config"), plan.engine_options.deepspeed
+    if text is None or not settings:
         return
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # messages during the import do not matter to a run
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
