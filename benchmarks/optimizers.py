@@ -19,7 +19,8 @@ from benchmarks.contest import Answer, Contest, Flag, Row, table
 from benchmarks.models import gpt2
 from benchmarks.texts import docstrings
 from rapidformer_templates.commands.bench.output import Advance, progress
-from rapidformer_templates.engines.pieces import bytes_by_kind, state_tensors
+from rapidformer_templates.engines.optimizer_state import state_tensors
+from rapidformer_templates.engines.receipt import bytes_by_kind
 from rapidformer_templates.engines.recipe import default_optimizer, schedule, undecayed
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flags import TrainingFlags

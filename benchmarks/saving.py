@@ -29,7 +29,7 @@ from transformers import BertConfig, BertModel
 
 from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, table, verdict
 from rapidformer_templates.commands.bench.output import Advance, progress, spread
-from rapidformer_templates.engines.contract import Piece
+from rapidformer_templates.engines.shards import Shard, ShardKind, whole_shard
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
@@ -82,9 +82,9 @@ class State:
         self.flat, self.spare = (host_memory(self.bytes, pinned=False).zero_() for _ in range(2))
         self.flat[: self.bytes] = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in every])
 
-    def pieces(self, kind: str) -> Iterator[Piece]:
+    def shards(self, kind: ShardKind) -> Iterator[Shard]:
         for name, tensor in self.tensors[kind].items():
-            yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+            yield whole_shard(name, tensor)
 
     def state(self) -> dict[str, Any]:
         return {"optimizer": "AdamW"}

@@ -98,9 +98,9 @@ LINES = {
         ("tests/switches/mixture_of_experts/test_layouts.py",),
     ),
     "two workers write the same part of a weight": Line(
-        "engines/pieces.py",
-        "elif owner == workers.rank:",
-        "else:",
+        "engines/shards.py",
+        "if shard.counts and writer == shard.copies.rank:",
+        "if shard.counts:",
         ("tests/engines/test_local.py",),
     ),
 }

@@ -21,6 +21,7 @@ from filelock import FileLock
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.shards import shards_to_write
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.loop import Loop
 from rapidformer_templates.system.workers import Workers
@@ -119,7 +120,11 @@ def whole_weights(engine: Engine, workers: Workers) -> dict[str, torch.Tensor]:
     Raises:
         AssertionError: a part of a tensor is written twice or not at all.
     """
-    boxes = [(p.name, p.shape, p.offset, p.tensor.detach().cpu().double().clone()) for p in engine.pieces("weights")]
+    boxes = [
+        (shard.name, shard.shape, offset, values.detach().cpu().double().clone())
+        for shard in shards_to_write(engine.shards("weights"))
+        for offset, values in shard.parts()
+    ]
     weights: dict[str, torch.Tensor] = {}
     times: dict[str, torch.Tensor] = {}
     for name, shape, offset, values in chain.from_iterable(workers.gather(boxes)):

@@ -13,6 +13,7 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.shards import Shard, ShardKind, StateReader
 from rapidformer_templates.system.workers import Workers
 
 ComputeLoss = Callable[[Any, Batch], Any]
@@ -36,33 +37,6 @@ class StepResult:
     grad_norm: torch.Tensor
     skipped: bool | torch.Tensor = False
     measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of a parameter, or of its optimizer state, that this rank holds.
-
-    Attributes:
-        name: canonical parameter name, or ``parameter/key`` for optimizer state.
-        tensor: the values.
-        shape: shape of the whole tensor.
-        offset: position of the box in the whole tensor.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-
-class StateReader(Protocol):
-    """Reads boxes of the tensors in a checkpoint."""
-
-    def names(self, kind: str) -> Mapping[str, tuple[int, ...]]:
-        """Return names and full shapes of all tensors of a kind, ``weights`` or ``optimizer``."""
-
-    def read(self, kind: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Read the box of ``shape`` at ``offset`` from a tensor."""
 
 
 class Engine(Protocol):
@@ -137,8 +111,11 @@ class Engine(Protocol):
     def averaged(self) -> AbstractContextManager[None]:
         """Use the averaged weights, if they are kept, inside the context. Every rank must enter it."""
 
-    def pieces(self, kind: str) -> Iterator[Piece]:
-        """Yield the pieces of ``weights`` or ``optimizer`` that this rank writes. Each value is written once."""
+    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+        """Yield this worker's part of all ``weights``, of the ``optimizer`` state or of the ``gradients``.
+
+        A shard of weights or optimizer state may be valid only until the next one is taken.
+        """
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         """Load the weights and, if requested, the optimizer state from a checkpoint.

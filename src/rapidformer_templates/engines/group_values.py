@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from rapidformer_templates.engines.contract import StateReader
+from rapidformer_templates.engines.shards import StateReader
 from rapidformer_templates.errors import CheckpointError
 
 PREFIX = "group."

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -17,15 +21,27 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines import group_values, weight_average
-from rapidformer_templates.engines import pieces as engine_state
 from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses, auxiliary_losses_of
-from rapidformer_templates.engines.contract import ComputeLoss, Piece, StateReader, StepResult
+from rapidformer_templates.engines.contract import ComputeLoss, StepResult
 from rapidformer_templates.engines.embedding_noise import rows_of
 from rapidformer_templates.engines.host_optimizer import HostOptimizer, is_in_host_memory
 from rapidformer_templates.engines.loss import Recorder, loss_and_count, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
 from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
+from rapidformer_templates.engines.optimizer_state import load_optimizer, optimizer_shards, state_tensors
 from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule
+from rapidformer_templates.engines.shards import (
+    Shard,
+    ShardKind,
+    StateReader,
+    check_names,
+    gather_whole,
+    load_weights,
+    local_part,
+    model_shards,
+    named_tensors,
+    shard_of,
+)
 from rapidformer_templates.engines.side_effects import preserve_state, restored_buffers
 from rapidformer_templates.engines.step_monitor import StepMonitor
 from rapidformer_templates.engines.unused_parameters import reached_parameters, with_unused_parameters
@@ -189,7 +205,7 @@ class SingleEngine:
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {length}")
         for _ in self._iter_update_chunks() if finite else ():
             if self.loss_scale is not None:
-                for gradients in engine_state.by_mesh(self._gradients()):
+                for gradients in by_mesh(self._gradients()):
                     torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
             if 0 < self.clip_grad < length + 1e-6:  # otherwise torch would multiply every gradient by one
                 self._clip(norm)
@@ -217,7 +233,7 @@ class SingleEngine:
         return skipped
 
     def _clip(self, norm: torch.Tensor) -> None:
-        for parameters in engine_state.by_mesh(self._parameters):
+        for parameters in by_mesh(self._parameters):
             clip_grads_with_norm_(parameters, self.clip_grad, norm)
 
     def _iter_update_chunks(self) -> Iterator[None]:
@@ -232,7 +248,7 @@ class SingleEngine:
         return {
             "parameters": list(self.model.parameters()),
             "gradients": self._gradients(),
-            "optimizer": engine_state.state_tensors(self.optimizer),
+            "optimizer": state_tensors(self.optimizer),
         }
 
     def _drop_gradients(self) -> None:
@@ -398,11 +414,30 @@ class SingleEngine:
     def _weights_were_set(self) -> None:
         """Send updated values to all workers that hold copies of them, after the weights were replaced."""
 
-    def pieces(self, kind: str) -> Iterator[Piece]:
-        return engine_state.pieces(self.model, self.optimizer, kind, self.workers)
+    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+        if kind == "weights":
+            yield from model_shards(self.model, self.workers).values()
+        elif kind == "optimizer":
+            yield from optimizer_shards(self._updated_shards, self.optimizer)
+        else:
+            for parameter, shard in self._updated_shards.items():
+                if parameter.grad is not None:
+                    yield replace(shard, values=local_part(parameter.grad))
+
+    @cached_property
+    def _updated_shards(self) -> Mapping[torch.Tensor, Shard]:
+        """The shard of each tensor that the optimizer updates."""
+        return {
+            tensor: shard_of(tensor, name, self.model, self.workers)
+            for name, tensor in named_tensors(self.model).items()
+            if tensor.requires_grad
+        }
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
-        engine_state.load(self.model, self.optimizer, reader, optimizer_state=optimizer)
+        check_names(self.model, reader, self.workers, optimizer=optimizer)
+        if optimizer:
+            load_optimizer(self._updated_shards, self.optimizer, reader)
+        load_weights(self.shards("weights"), reader)
 
     def state(self) -> dict[str, Any]:
         scale = {"loss_scale": self.loss_scale.state()} if self.loss_scale else {}
@@ -413,7 +448,7 @@ class SingleEngine:
             self.loss_scale.load_state(state["loss_scale"])
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
-        return engine_state.full_weights(self.model, self.workers)
+        return gather_whole(self.shards("weights"), self.workers)
 
 
 class DDPEngine(SingleEngine):
@@ -478,6 +513,14 @@ class DDPEngine(SingleEngine):
 
     def _unused_here(self) -> Sequence[int]:
         return self._unused
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors that one operation may process together: by device mesh, or without a mesh."""
+    together: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        together.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(together.values())
 
 
 def _trained(model: nn.Module) -> Named:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.shards import local_part
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,22 @@ class Receipt:
     def hides_parts(self, module: nn.Module) -> bool:
         """Whether a module runs as a graph, so that its submodules are not called."""
         return False
+
+
+def storage_elements(tensors: Sequence[torch.Tensor]) -> int:
+    """Count the elements in the storages of these tensors on this rank. A shared storage counts once."""
+    storages = {part.untyped_storage().data_ptr(): part for part in map(local_part, tensors)}
+    return sum(part.untyped_storage().nbytes() // part.element_size() for part in storages.values())
+
+
+def bytes_by_kind(tensors_by_kind: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
+    """Return bytes of the storages on this rank, by kind. A shared storage counts once, for its first kind."""
+    pointers: set[int] = set()
+    sizes = dict.fromkeys(tensors_by_kind, 0)
+    for kind, tensors in tensors_by_kind.items():
+        for tensor in tensors:
+            storage = local_part(tensor).untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in pointers:
+                pointers.add(storage.data_ptr())
+                sizes[kind] += storage.nbytes()
+    return sizes

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from rapidformer_templates.engines.contract import StateReader
 from rapidformer_templates.engines.host_optimizer import HostOptimizer
-from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.engines.shards import StateReader, local_part
 
 KEY = "weight_average"
 """Key of the average in the optimizer state of a parameter."""

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.auxiliary_losses import receipts_of
+from rapidformer_templates.engines.boxes import divided_over
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.parallel.boxes import divided_over
-from rapidformer_templates.engines.pieces import bytes_by_kind, local_part, storage_elements
-from rapidformer_templates.engines.receipt import Probe, Receipt
+from rapidformer_templates.engines.receipt import Probe, Receipt, bytes_by_kind, storage_elements
+from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import SwitchDidNothing
 from rapidformer_templates.models.blocks import bytes_of, find_blocks, is_quantized, shape_of
 from rapidformer_templates.planning.config import spelling

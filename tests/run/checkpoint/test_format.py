@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rapidformer_templates.engines.contract import Piece
+from rapidformer_templates.engines.boxes import Index
+from rapidformer_templates.engines.shards import Shard, whole_shard
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
@@ -40,21 +41,21 @@ pytestmark = pytest.mark.durable
 class Shelf:
     """A stand-in for an engine that holds some boxes."""
 
-    def __init__(self, boxes: list[Piece]) -> None:
+    def __init__(self, boxes: list[Shard]) -> None:
         self.boxes = boxes
 
-    def pieces(self, kind: str) -> Iterator[Piece]:
+    def shards(self, kind: str) -> Iterator[Shard]:
         return iter(self.boxes if kind == "weights" else [])
 
     def state(self) -> dict[str, Any]:
         return {"optimizer": "None"}
 
 
-def cut(tensor: torch.Tensor, cuts: list[int]) -> list[Piece]:
-    """Split the rows of a tensor into pieces."""
+def cut(tensor: torch.Tensor, cuts: list[int]) -> list[Shard]:
+    """Split the rows of a tensor into shards."""
     edges = [0, *sorted(set(cuts)), len(tensor)]
     return [
-        Piece("w", tensor[a:b], tuple(tensor.shape), (a, *[0] * (tensor.ndim - 1)))
+        Shard("w", tuple(tensor.shape), Index.whole(tensor.shape).run(a * tensor[0].numel()), tensor[a:b])
         for a, b in itertools.pairwise(edges)
         if b > a
     ]
@@ -66,16 +67,17 @@ def cut(tensor: torch.Tensor, cuts: list[int]) -> list[Piece]:
     box=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_box_can_be_read_from_any_pieces(
+def test_any_box_can_be_read_from_any_shards(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], cuts: list[int], box: st.DataObject
 ) -> None:
-    """Each piece is written as if by a separate rank."""
+    """Each shard is written as if by a separate rank."""
     folder = tmp_path_factory.mktemp("boxes")
     tensor = torch.from_numpy(np.random.default_rng(0).normal(size=shape))
     boxes: list[list[Any]] = []
-    for rank, piece in enumerate(cut(tensor, [c for c in cuts if c < shape[0]])):
-        save_file({"w": piece.tensor.contiguous()}, folder / f"{rank}.safetensors")
-        boxes.append([f"{rank}.safetensors", "w", list(piece.offset)])
+    for rank, shard in enumerate(cut(tensor, [c for c in cuts if c < shape[0]])):
+        ((begin, values),) = shard.parts()
+        save_file({"w": values.contiguous()}, folder / f"{rank}.safetensors")
+        boxes.append([f"{rank}.safetensors", "w", list(begin)])
     reader = object.__new__(checkpoint.Reader)
     reader.folder, reader._open = folder, {}
     reader.index = {"weights": {"w": {"shape": shape, "boxes": boxes}}}
@@ -86,7 +88,7 @@ def test_any_box_can_be_read_from_any_pieces(
 
 
 def saved(folder: Path, step: int = 3) -> Path:
-    return checkpoint.save(folder, step, Shelf([Piece("w", torch.arange(6.0), (6,), (0,))]), {"samples": 4}, alone())
+    return checkpoint.save(folder, step, Shelf([whole_shard("w", torch.arange(6.0))]), {"samples": 4}, alone())
 
 
 def test_what_is_written_is_whole_and_named(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_what_is_written_is_whole_and_named(tmp_path: Path) -> None:
 def test_files_are_bounded_and_read_as_one(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "PART_BYTES", limit)
     tensor = torch.arange(60.0).reshape(20, 3)
-    boxes = [Piece("alone", torch.arange(5), (5,), (0,)), *cut(tensor, [3, 4, 11])]
+    boxes = [whole_shard("alone", torch.arange(5)), *cut(tensor, [3, 4, 11])]
     path = checkpoint.save(tmp_path, 1, Shelf(boxes), {}, alone())
     parts = sorted(path.glob("weights-*"))
     assert len(parts) == {1: 5, 100: 3, 10**9: 1}[limit]
@@ -115,19 +117,19 @@ def test_files_are_bounded_and_read_as_one(limit: int, tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_a_part_goes_from_memory_before_the_next_is_brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An engine may load its pieces from elsewhere, and more of them than fit into memory."""
+    """An engine may load its shards from elsewhere, and more of them than fit into memory."""
     monkeypatch.setattr(checkpoint, "PART_BYTES", 8000)
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
 
     class Lazy(Shelf):
-        def pieces(self, kind: str) -> Iterator[Piece]:
+        def shards(self, kind: str) -> Iterator[Shard]:
             nonlocal most
             for number in range(40):
                 tensor = torch.zeros(500)
                 alive.add(tensor)
                 most = max(most, len(alive))
-                yield Piece(f"w{number}", tensor, (500,), (0,))
+                yield whole_shard(f"w{number}", tensor)
                 del tensor
 
     checkpoint.save(tmp_path, 1, Lazy([]), {}, alone())
@@ -135,14 +137,14 @@ def test_a_part_goes_from_memory_before_the_next_is_brought(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_an_engine_brings_all_its_pieces_although_the_disk_is_full(
+def test_an_engine_brings_all_its_shards_although_the_disk_is_full(
     background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may gather them from other ranks, which wait for this one."""
     brought: list[str] = []
 
     class Gathering(Shelf):
-        def pieces(self, kind: str) -> Iterator[Piece]:
+        def shards(self, kind: str) -> Iterator[Shard]:
             for piece in cut(torch.arange(6.0), [2, 4]):
                 yield piece
                 brought.append(kind)
@@ -178,7 +180,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_type_that_safetensors_does_not_know_is_an_error(tmp_path: Path) -> None:
-    strange = Shelf([Piece("w", torch.zeros(2, dtype=torch.complex128), (2,), (0,))])
+    strange = Shelf([whole_shard("w", torch.zeros(2, dtype=torch.complex128))])
     with pytest.raises(ValueError, match=r"w is torch\.complex128, which safetensors cannot hold"):
         checkpoint.save(tmp_path, 1, strange, {}, alone())
     assert list(tmp_path.iterdir()) == []
@@ -188,7 +190,7 @@ def test_a_mistake_of_an_engine_is_shown_as_one(tmp_path: Path) -> None:
     """It is not reported as a full disk."""
 
     class Mistaken(Shelf):
-        def pieces(self, kind: str) -> Iterator[Piece]:
+        def shards(self, kind: str) -> Iterator[Shard]:
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -246,7 +248,7 @@ def test_a_save_in_the_background_keeps_the_moment_of_its_start(tmp_path: Path) 
     """The next save reuses its memory."""
     weight = torch.arange(6.0)
     saver = AsyncSaver(tmp_path, alone(), keep=1)
-    shelf = Shelf([Piece("w", weight, (6,), (0,))])
+    shelf = Shelf([whole_shard("w", weight)])
     for step in (1, 2):
         saver.start(step, shelf, {"samples": step}, None)
         memory = {name: copy.data_ptr() for name, copy in saver._memory.items()}
@@ -270,14 +272,14 @@ def test_a_background_save_without_memory_is_an_error(tmp_path: Path, monkeypatc
     monkeypatch.setattr(tensor_file, "host_memory", none_left)
     saver = AsyncSaver(tmp_path, alone(), keep=1)
     with pytest.raises(CheckpointError, match=r"step 1 could not be written: .*Cannot allocate memory"):
-        saver.start(1, Shelf([Piece("w", torch.zeros(2), (2,), (0,))]), {}, None)
+        saver.start(1, Shelf([whole_shard("w", torch.zeros(2))]), {}, None)
     assert not saver.pending
     assert list(tmp_path.iterdir()) == []
     saver.close()
 
 
 def test_a_part_that_nobody_wrote_is_an_error(tmp_path: Path) -> None:
-    half = Shelf([Piece("w", torch.arange(3.0), (6,), (0,))])
+    half = Shelf([Shard("w", (6,), Index.whole((6,)).run(0), torch.arange(3.0))])
     path = checkpoint.save(tmp_path, 1, half, {}, alone())
     with pytest.raises(CheckpointError, match="parts of w are missing"):
         checkpoint.Reader(path).read("weights", "w", (0,), (6,))

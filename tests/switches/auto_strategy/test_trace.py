@@ -16,7 +16,7 @@ from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.parallel.buckets import bucket_size_for
 from rapidformer_templates.engines.parallel.compute_dtype import GradientTypes, parameters_with_masters
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
-from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.config import RunConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from rapidformer_templates.engines.pieces import state_tensors
+from rapidformer_templates.engines.optimizer_state import state_tensors
 from rapidformer_templates.engines.recipe import GroupOptions, default_optimizer, name_of_rule, undecayed
 from rapidformer_templates.planning.config import field_types, value_kind
 from rapidformer_templates.planning.environment import installed_packages

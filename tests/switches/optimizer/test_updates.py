@@ -13,7 +13,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.engines.host_optimizer import HostOptimizer
-from rapidformer_templates.engines.pieces import plain_tensors, state_tensors
+from rapidformer_templates.engines.optimizer_state import plain_tensors, state_tensors
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.switches.optimizer.anyprecision import AnyPrecisionAdamW

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.parallel import state as parallel_state
 from rapidformer_templates.engines.parallel.buckets import bucket_size_for
 from rapidformer_templates.engines.parallel.compute_dtype import (
     IN_FP32,
@@ -21,10 +21,17 @@ from rapidformer_templates.engines.parallel.compute_dtype import (
     parameters_with_masters,
     sum_rows_in_fp32,
 )
-from rapidformer_templates.engines.parallel.copies import copies_of
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter, UpdateShard
-from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.shards import (
+    NO_COPIES,
+    Shard,
+    ShardKind,
+    StateReader,
+    copies_of,
+    local_part,
+    model_shards,
+)
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.models.width import width_of
@@ -79,8 +86,7 @@ class ParallelEngine(SingleEngine):
 
     def _units_in_norm(self) -> list[UpdateShard]:
         """Units that this worker adds to the global norm. Over all workers, each value counts once."""
-        tensors = self._model_tensors()
-        return [u for u in self._shards.units if tensors[u.of.name].counts and (u.is_run or u.of.copies.rank == 0)]
+        return [unit for unit in self._shards.units if self._updated_shards[unit.values].counts_once]
 
     def _trained_parameters(self) -> list[TrainedParameter]:
         placement, trained = placement_of(self.model), []
@@ -173,24 +179,39 @@ class ParallelEngine(SingleEngine):
         masters = [unit.values for unit in self._shards.units] if self._gradient_types else []
         return {**tensors, "gradients": self._shards.gradients(), "optimizer": [*tensors["optimizer"], *masters]}
 
-    def _model_tensors(self) -> dict[str, parallel_state.LocalTensor]:
-        return parallel_state.model_tensors(self.model, self.workers)
+    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+        self._shards.sync_masters()
+        if kind == "gradients":
+            for unit, gradient in self._shards.reduced_gradients():
+                yield replace(self._updated_shards[unit.values], values=gradient)
+        elif kind == "optimizer":
+            yield from super().shards(kind)
+        else:
+            with_masters = self._shards.with_masters
+            updated = self._updated_shards.values()
+            shards = model_shards(self.model, self.workers)
+            yield from (shard for name, shard in shards.items() if name not in with_masters)
+            yield from (shard for shard in updated if shard.name in with_masters)
 
-    def pieces(self, kind: str) -> Iterator[Piece]:
-        shards = self._shards
-        shards.sync_masters()
-        return parallel_state.pieces(
-            self._model_tensors(), shards.units, self.optimizer, kind, with_masters=shards.with_masters
-        )
+    @cached_property
+    def _updated_shards(self) -> Mapping[torch.Tensor, Shard]:
+        shards = model_shards(self.model, self.workers)
+        return {unit.values: _shard_of_unit(unit, shards[unit.of.name]) for unit in self._shards.units}
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
-        parallel_state.load(
-            self._model_tensors(), self._shards.units, self.optimizer, reader, self.workers, optimizer_state=optimizer
-        )
+        super().load(reader, optimizer=optimizer)
+        self._shards.all_gather_parameters()  # 16-bit parameters follow their masters
 
-    def full_weights(self) -> dict[str, torch.Tensor] | None:
-        self._shards.sync_masters()
-        return parallel_state.full_weights(self._model_tensors(), self._shards.masters(), self.workers)
+
+def _shard_of_unit(unit: UpdateShard, parameter: Shard) -> Shard:
+    """Return what a worker updates of its shard of a parameter."""
+    is_whole = unit.values.shape == parameter.values.shape
+    return replace(
+        parameter,
+        index=parameter.index if is_whole else parameter.index.run(unit.start),
+        values=unit.values.detach(),
+        copies=NO_COPIES if unit.is_run else parameter.copies,
+    )
 
 
 def _path_of(kind: Any) -> str:

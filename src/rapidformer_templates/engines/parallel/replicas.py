@@ -22,8 +22,7 @@ from torch import nn
 
 from rapidformer_templates.engines.parallel.buckets import Bucket, buckets_by_key, update_chunks
 from rapidformer_templates.engines.parallel.compute_dtype import IN_FP32, GradientTypes, cast_to_compute_dtype
-from rapidformer_templates.engines.parallel.copies import NO_COPIES, Copies
-from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.engines.shards import NO_COPIES, Copies, local_part
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers, all_gather, reduce_scatter
 
@@ -358,6 +357,10 @@ class ShardedGradients:
 
     # Update.
 
+    def reduced_gradients(self) -> Iterable[tuple[UpdateShard, torch.Tensor]]:
+        """Return the summed gradient of each unit that has one, between :meth:`reduce` and the update."""
+        return self._reduced_gradients.items()
+
     def norms(self, units: Iterable[UpdateShard]) -> list[torch.Tensor]:
         """Return the gradient norm of each unit that has a gradient, in the unit's type."""
         by_types: dict[tuple[torch.dtype, torch.dtype], list[torch.Tensor]] = defaultdict(list)
@@ -436,19 +439,6 @@ class ShardedGradients:
         flat = share.new_empty(bucket.packed)
         all_gather(flat, share, group=group)
         return flat
-
-    @torch.no_grad()
-    def masters(self) -> dict[str, torch.Tensor]:
-        """Return the local part of each 16-bit parameter in fp32 on its first copy. Call it on every worker."""
-        whole = {unit.of.name: unit.values.detach() for unit in self._unsharded.values() if unit.of.compute_dtype}
-        for bucket in (bucket for bucket in self._runs if self._keys[bucket].compute_dtype):
-            flat = self._gather_bucket(bucket, torch.float32)
-            is_first = self._keys[bucket].copies.rank == 0
-            for (index, start, count), offset in bucket.with_offsets() if is_first else ():
-                entry = self.trained[index]
-                values = whole.setdefault(entry.name, torch.empty(entry.local.shape))  # on the host
-                values.view(-1)[start : start + count] = flat[offset : offset + count]
-        return whole
 
     def drop(self) -> None:
         """Free the gradients, including those that an error has left pending."""

@@ -18,7 +18,7 @@ import torch
 
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import tensor_file
-from rapidformer_templates.run.checkpoint.format import Attempt, PieceSource, TensorFile, Written, for_each_file
+from rapidformer_templates.run.checkpoint.format import Attempt, ShardSource, TensorFile, Written, for_each_file
 from rapidformer_templates.run.checkpoint.tensor_file import Copy
 from rapidformer_templates.run.console import say
 from rapidformer_templates.system import accelerator
@@ -57,7 +57,7 @@ class AsyncSaver:
         """Whether this rank's thread is working."""
         return self._part is not None and not self._part.done()
 
-    def start(self, step: int, engine: PieceSource, progress: Mapping[str, Any], protected: int | None) -> None:
+    def start(self, step: int, engine: ShardSource, progress: Mapping[str, Any], protected: int | None) -> None:
         """Copy the state and start to write it. No save may be pending.
 
         Args:
@@ -76,7 +76,7 @@ class AsyncSaver:
         alone = self._workers.world == 1
         self._part = self._thread.submit(partial(_run_parts, self._parts) if alone else next(self._parts))
 
-    def _copy(self, engine: PieceSource) -> tuple[dict[str, Copy], Written]:
+    def _copy(self, engine: ShardSource) -> tuple[dict[str, Copy], Written]:
         copies: dict[str, Copy] = {}
         written: Written = {"index": [], "files": {}}
 

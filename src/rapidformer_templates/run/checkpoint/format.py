@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rapidformer_templates.engines.contract import Piece
+from rapidformer_templates.engines.shards import Shard, ShardKind, shards_to_write
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.system.files import Seal, explain, sync, to_json, write_synced, write_text
@@ -32,7 +32,7 @@ from rapidformer_templates.system.workers import Workers
 
 FORMAT = 2
 T = TypeVar("T")
-KINDS = ("weights", "optimizer")
+KINDS: tuple[ShardKind, ...] = ("weights", "optimizer")
 PART_BYTES = 10**9
 """Maximum bytes per file. An engine that fetches state from elsewhere also needs this much memory at a time."""
 
@@ -59,11 +59,11 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "manifest.json").is_file()
 
 
-class PieceSource(Protocol):
+class ShardSource(Protocol):
     """The part of an engine that a checkpoint needs."""
 
-    def pieces(self, kind: str) -> Iterator[Piece]:
-        """Yield the pieces of ``weights`` or ``optimizer`` that this rank writes."""
+    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+        """Yield this worker's part of all ``weights`` or of the ``optimizer`` state."""
 
     def state(self) -> dict[str, Any]:
         """Return the remaining state as plain values for JSON."""
@@ -91,7 +91,7 @@ class TensorFile:
     metadata: dict[str, str] | None = None
 
 
-def save(root: Path, step: int, engine: PieceSource, progress: Mapping[str, Any], workers: Workers) -> Path:
+def save(root: Path, step: int, engine: ShardSource, progress: Mapping[str, Any], workers: Workers) -> Path:
     """Write a checkpoint. Call it on every rank: all return or all raise.
 
     Args:
@@ -136,7 +136,7 @@ class Attempt:
             shutil.rmtree(stale, ignore_errors=stale != self.folder)
         self.folder.mkdir(parents=True)
 
-    def write_share(self, engine: PieceSource) -> Written:
+    def write_share(self, engine: ShardSource) -> Written:
         """Write the tensors of this rank."""
         written: Written = {"index": [], "files": {}}
 
@@ -218,11 +218,11 @@ def _describe_failure(failure: Exception | None) -> tuple[str, str | None] | Non
     return "".join(traceback.format_exception(failure)).rstrip(), None
 
 
-def for_each_file(engine: PieceSource, rank: int, body: Callable[[TensorFile], None]) -> None:
+def for_each_file(engine: ShardSource, rank: int, body: Callable[[TensorFile], None]) -> None:
     """Call ``body`` with each file that a rank must write.
 
     An error in ``body`` is raised at the end. An engine may exchange tensors with other ranks while it yields its
-    pieces, and they would wait forever for a rank that stops.
+    shards, and they would wait forever for a rank that stops.
     """
     failure: Exception | None = None
     for file in _files(engine, rank):
@@ -235,43 +235,62 @@ def for_each_file(engine: PieceSource, rank: int, body: Callable[[TensorFile], N
         raise failure
 
 
-def _files(engine: PieceSource, rank: int) -> Iterator[TensorFile]:
+def _files(engine: ShardSource, rank: int) -> Iterator[TensorFile]:
     """Yield each file as soon as it is full. Earlier files do not stay in memory."""
     for kind in KINDS:
-        for number, pieces in enumerate(_parts(_keyed(engine.pieces(kind)))):
+        for number, boxes in enumerate(_files_of_boxes(_boxes(engine.shards(kind)))):
             name = f"{kind}-{rank:05d}-{number:05d}.safetensors"
-            index = [
-                (kind, piece.name, list(piece.shape), [name, key, list(piece.offset)]) for key, piece in pieces.items()
+            index: list[tuple[str, str, list[int], list[Any]]] = [
+                (kind, box.name, list(box.shape), [name, key, list(box.offset)]) for key, box in boxes.items()
             ]
-            file = TensorFile(name, {key: piece.tensor for key, piece in pieces.items()}, index)
-            pieces.clear()
+            file = TensorFile(name, {key: box.values for key, box in boxes.items()}, index)
+            boxes.clear()
             yield file
             file.tensors.clear()  # free memory before the engine yields more
     tensors, metadata = capture()
     yield TensorFile(f"random-{rank:05d}.safetensors", tensors, [], metadata)
 
 
-def _parts(pieces: Iterable[tuple[str, Piece]]) -> Iterator[dict[str, Piece]]:
-    """Group pieces into files. Without pieces there is one empty file."""
-    part: dict[str, Piece] = {}
-    size, number = 0, 0
-    for key, piece in pieces:
-        length = piece.tensor.numel() * piece.tensor.itemsize
-        if part and size + length > PART_BYTES:
-            yield part
-            part, size, number = {}, 0, number + 1
-        part[key] = piece
-        size += length
-    if part or not number:
-        yield part
+class SavedBox(NamedTuple):
+    """A box of a tensor in a file.
+
+    Attributes:
+        name: name of the tensor.
+        shape: shape of the whole tensor.
+        offset: position of the box in the whole tensor.
+        values: the values of the box.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: torch.Tensor
 
 
-def _keyed(pieces: Iterable[Piece]) -> Iterator[tuple[str, Piece]]:
-    """Yield pieces with their keys: the name, plus a number if this rank holds several boxes of the tensor."""
+def _boxes(shards: Iterable[Shard]) -> Iterator[tuple[str, SavedBox]]:
+    """Yield the boxes that this rank writes with their keys: the name, plus a number from the second box on."""
     counts: Counter[str] = Counter()
-    for piece in pieces:
-        yield (f"{piece.name}#{counts[piece.name]}" if counts[piece.name] else piece.name), piece
-        counts[piece.name] += 1
+    for shard in shards_to_write(shards):
+        for offset, values in shard.parts():
+            number = counts[shard.name]
+            counts[shard.name] += 1
+            key = f"{shard.name}#{number}" if number else shard.name
+            yield key, SavedBox(shard.name, shard.shape, offset, values.contiguous())
+
+
+def _files_of_boxes(boxes: Iterable[tuple[str, SavedBox]]) -> Iterator[dict[str, SavedBox]]:
+    """Group boxes into files. Without boxes there is one empty file."""
+    file: dict[str, SavedBox] = {}
+    size, number = 0, 0
+    for key, box in boxes:
+        length = box.values.numel() * box.values.itemsize
+        if file and size + length > PART_BYTES:
+            yield file
+            file, size, number = {}, 0, number + 1
+        file[key] = box
+        size += length
+    if file or not number:
+        yield file
 
 
 class Reader:

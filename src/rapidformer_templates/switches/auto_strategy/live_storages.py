@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.engines.shards import local_part
 
 
 class LiveStorages(TorchDispatchMode):

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.answers import DATA_DEPENDENT_OPS, answer
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages

@@ -11,8 +11,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.engines.receipt import Probe, Receipt
+from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.checkpoint_activations.transform import PRODUCTS, Checkpointed, checkpointed_forward

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.contract import Piece, StateReader
-from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.pieces import by_mesh, bytes_by_kind, local_part
+from rapidformer_templates.engines.local import SingleEngine, by_mesh
+from rapidformer_templates.engines.receipt import bytes_by_kind
+from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, local_part
 from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
@@ -31,7 +32,7 @@ from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts,
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, open_group_alone
 
-COPIES, SHARDS, EXPERTS = "copies", "shards", "experts"
+SHARDS, EXPERTS = "shards", "experts"
 VIEW_WARNING = r"FSDP2-wrapped module \(.*\) returned a view tensor"
 REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -96,7 +97,7 @@ class FSDPEngine(SingleEngine):
             share = DTensor.from_local(
                 local_part(parameter).detach(),
                 mesh[EXPERTS],
-                [Shard(0)],
+                [ShardPlacement(0)],
                 run_check=False,
                 shape=parameter.shape,
                 stride=parameter.stride(),
@@ -108,7 +109,7 @@ class FSDPEngine(SingleEngine):
             mesh=shard_mesh,
             mp_policy=policy,
             reshard_after_forward=reshard,
-            shard_placement_fn=lambda parameter: Shard(widthwise(parameter.shape, shards)),
+            shard_placement_fn=lambda parameter: ShardPlacement(widthwise(parameter.shape, shards)),
         )
 
     @cached_property
@@ -259,17 +260,14 @@ class FSDPEngine(SingleEngine):
         self._reshard()
         return super().local_tensors()
 
-    def pieces(self, kind: str) -> Iterator[Piece]:
-        self._reshard()
-        return super().pieces(kind)
+    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+        if kind == "weights":
+            self._reshard()
+        return super().shards(kind)
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         self._reshard()
         super().load(reader, optimizer=optimizer)
-
-    def full_weights(self) -> dict[str, torch.Tensor] | None:
-        self._reshard()
-        return super().full_weights()
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

@@ -20,8 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rapidformer_templates.engines.local import DDPEngine
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.parallel.copies import COPIES, NO_COPIES, copies_of
-from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.engines.shards import COPIES, NO_COPIES, copies_of, local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import base_of
 from rapidformer_templates.switches.mixture_of_experts.convert import sparse_layers

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.adapters import ReadStack, reader_of, stack_factors
 
 GROUPED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.switches.optimizer.adam_like import AdamLike
 
 TURN = 40503

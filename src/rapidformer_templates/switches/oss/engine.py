@@ -5,9 +5,9 @@ Each parameter has one owner, which stores its optimizer state, updates it and s
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,9 @@ from fairscale.optim import OSS
 from torch import nn
 from torch.autograd import Variable
 
-from rapidformer_templates.engines import pieces as engine_state
-from rapidformer_templates.engines.contract import Piece
 from rapidformer_templates.engines.local import DDPEngine, Named, SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.shards import NO_COPIES, Shard, ShardKind
 from rapidformer_templates.engines.unused_parameters import GradientSequence
 from rapidformer_templates.errors import RapidformerError
 
@@ -33,6 +32,8 @@ class _ShardedState(SingleEngine):
     """
 
     _oss: OSS
+    _divided: Sequence[ShardKind] = ("optimizer",)
+    """The kinds of shards that only one worker has of each parameter."""
 
     @property
     def _shards(self) -> bool:
@@ -50,7 +51,7 @@ class _ShardedState(SingleEngine):
                 where="build_model()",
                 hint="convert the model to one type, or shard it with --fsdp-memory-optimization",
             )
-        self._oss = dataclasses.replace(recipe, cls=partial(OSS, optim=recipe.cls)).build(trainable, differing)
+        self._oss = replace(recipe, cls=partial(OSS, optim=recipe.cls)).build(trainable, differing)
         return self._oss.optim
 
     def _update(self) -> None:
@@ -68,10 +69,10 @@ class _ShardedState(SingleEngine):
                 for parameter in (p for group in groups for p in group["params"]):
                     torch.distributed.broadcast(parameter.data, src=owner)
 
-    def pieces(self, kind: str) -> Iterator[Piece]:
-        # No other rank has this rank's optimizer state, so write it like a single worker.
-        alone = dataclasses.replace(self.workers, rank=0, world=1)
-        return engine_state.pieces(self.model, self.optimizer, kind, alone if kind == "optimizer" else self.workers)
+    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+        divided = kind in self._divided and self._shards
+        for shard in super().shards(kind):
+            yield replace(shard, copies=NO_COPIES) if divided else shard
 
 
 class OSSEngine(_ShardedState, DDPEngine):
@@ -88,6 +89,7 @@ class SDPEngine(_ShardedState):
     """Shards optimizer state and gradients over the workers. Each gradient is summed on its owner."""
 
     _sdp: SequencedSDP
+    _divided = ("optimizer", "gradients")
 
     def _distribute(self) -> nn.Module:
         if not self._shards:

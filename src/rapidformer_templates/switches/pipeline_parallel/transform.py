@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.pieces import named_tensors
+from rapidformer_templates.engines.shards import named_tensors
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placeholders import AbsentModule, OutputShape, SkippedBlock, put

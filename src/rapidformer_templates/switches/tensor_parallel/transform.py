@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers.pytorch_utils import Conv1D
 
+from rapidformer_templates.engines.boxes import local_values
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.parallel.boxes import local_values
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.switches.tensor_parallel import styles as tensor_styles

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.shards import Shard, ShardKind, StateReader
 from rapidformer_templates.engines.unused_parameters import GradientSequence, reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, is_quantized
@@ -202,8 +202,8 @@ class DeepSpeedEngine(SingleEngine):
         files = [Path(path) for info in infos for path in info.get_swap_paths()]
         return sum(file.stat().st_size for file in files if file.is_file())
 
-    def pieces(self, kind: str) -> Iterator[Piece]:
-        return self._state.pieces(kind)
+    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+        return self._state.shards(kind)
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         self._state.load(reader, optimizer_state=optimizer)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,17 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines import group_values, weight_average
-from rapidformer_templates.engines import pieces as engine_state
-from rapidformer_templates.engines.contract import Piece, StateReader
-from rapidformer_templates.engines.flat_runs import pieces_of, read_into
+from rapidformer_templates.engines.boxes import Index
+from rapidformer_templates.engines.shards import (
+    Copies,
+    Shard,
+    ShardKind,
+    StateReader,
+    check_names,
+    load_weights,
+    named_tensors,
+    whole_shard,
+)
 from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
@@ -42,6 +51,11 @@ class Fragment:
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.detach()[self.offset : self.offset + self.count]
+
+    def shard(self, flat: torch.Tensor, key: str | None = None) -> Shard:
+        """Return the shard of the parameter, or of an entry of its optimizer state, whose values are in ``flat``."""
+        name = self.name if key is None else f"{self.name}/{key}"
+        return Shard(name, self.shape, Index.whole(self.shape).run(self.start), self.of(flat))
 
 
 def with_built_shape(parameter: nn.Parameter) -> nn.Parameter:
@@ -122,42 +136,45 @@ class ZeroState(ABC):
         buffers = [bucket.buffer for bucket in self.optimizer.ipg_buckets.values()]
         return [t for t in tree_leaves(buffers) if isinstance(t, torch.Tensor)]
 
-    def pieces(self, kind: str) -> Iterator[Piece]:
-        """Yield what this rank writes of ``weights`` or ``optimizer``."""
+    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+        """Yield this rank's part of all ``weights`` or of the ``optimizer`` state.
+
+        Raises:
+            NotImplementedError: for gradients, which DeepSpeed keeps in buffers that differ by stage and offload.
+        """
+        if kind == "gradients":
+            raise NotImplementedError("shards of gradients under DeepSpeed")
         for index, fragments in enumerate(self.fragments):
             with self.partition(index, write=False) as flat:
                 state = self._optimizer_state(flat)
                 state |= group_values.group_entries(self.optimizer.optimizer, self._group(index), state)
                 for fragment in fragments:
                     if kind == "weights":
-                        yield from pieces_of(fragment.name, fragment.shape, fragment.start, fragment.of(flat))
+                        yield fragment.shard(flat)
                     else:
-                        yield from self._state_pieces(fragment, flat, state)
+                        yield from self._state_shards(fragment, flat, state)
         if kind == "weights":
-            for number, (name, tensor) in enumerate(self._unpartitioned_tensors()):
+            copies = Copies(self.workers.world, self.workers.rank)
+            for name, tensor in self._unpartitioned_tensors():
                 with self._gather_unpartitioned(tensor) as whole:
-                    if number % self.workers.world == self.workers.rank:
-                        yield Piece(name, whole.detach().clone(), tuple(whole.shape), (0,) * whole.ndim)
+                    yield whole_shard(name, whole.detach().clone(), copies)
 
-    def _state_pieces(self, fragment: Fragment, flat: torch.Tensor, state: Mapping[str, Any]) -> Iterator[Piece]:
+    def _state_shards(self, fragment: Fragment, flat: torch.Tensor, state: Mapping[str, Any]) -> Iterator[Shard]:
         for key, value in sorted(state.items()):
-            entry = f"{fragment.name}/{key}"
             if isinstance(value, torch.Tensor) and value.shape == flat.shape:
-                yield from pieces_of(entry, fragment.shape, fragment.start, fragment.of(value))
+                yield fragment.shard(value, key)
             elif fragment.start == 0 and value is not None:  # a step count, written by the rank with the first element
                 # Store float32, as torch's optimizers do. DeepSpeed's count in plain integers.
                 exact = key.startswith(group_values.PREFIX)
-                yield Piece(entry, torch.as_tensor(value).to(None if exact else torch.float32, copy=True), (), ())
+                count = torch.as_tensor(value).to(None if exact else torch.float32, copy=True)
+                yield whole_shard(f"{fragment.name}/{key}", count)
 
     def _optimizer_state(self, flat: torch.Tensor) -> dict[str, Any]:
         return dict(self.optimizer.optimizer.state.get(flat, {}))
 
     def _unpartitioned_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the frozen parameters and persistent buffers."""
-        return [(n, t) for n, t in engine_state.named_tensors(self.model).items() if not t.requires_grad]
-
-    def _trained(self) -> set[str]:
-        return {self.names[id(p)] for p in self.model.parameters() if p.requires_grad}
+        return [(n, t) for n, t in named_tensors(self.model).items() if not t.requires_grad]
 
     def load(self, reader: StateReader, *, optimizer_state: bool) -> None:
         """Load masters, model and optionally the optimizer from a checkpoint. Each rank reads only its part.
@@ -165,20 +182,16 @@ class ZeroState(ABC):
         Raises:
             CheckpointError: the checkpoint does not fit. Nothing was changed.
         """
-        shapes = {name: shape_of(t) for name, t in engine_state.named_tensors(self.model).items()}
-        engine_state.check_weights(shapes, reader.names("weights"))
-        if optimizer_state:
-            engine_state.check_optimizer(self._trained(), reader.names("optimizer"))
+        check_names(self.model, reader, self.workers, optimizer=optimizer_state)
         for index, fragments in enumerate(self.fragments):
             with self.partition(index, write=True) as flat:
                 if optimizer_state:
                     self.optimizer.optimizer.state[flat] = self._read_state(flat, fragments, reader)
                     self._read_group(self._group(index), [f.name for f in fragments], reader)
-                for fragment in fragments:
-                    read_into(fragment.of(flat), reader, "weights", fragment.name, fragment.shape, fragment.start)
+                load_weights((fragment.shard(flat) for fragment in fragments), reader)
         for name, tensor in self._unpartitioned_tensors():
             with self._gather_unpartitioned(tensor, write=True) as whole:
-                whole.detach().copy_(reader.read("weights", name, (0,) * whole.ndim, tuple(whole.shape)))
+                load_weights([whole_shard(name, whole.detach())], reader)
         self._copy_to_model()
 
     def exchange_averages(self) -> None:
@@ -207,10 +220,9 @@ class ZeroState(ABC):
             if key not in state:
                 state[key] = torch.zeros_like(flat, requires_grad=False)
             for f in saved_fragments:
-                read_into(f.of(state[key]), reader, "optimizer", f"{f.name}/{key}", f.shape, f.start)
+                f.shard(state[key]).fill(partial(reader.read, "optimizer", f"{f.name}/{key}"))
             if key == weight_average.KEY:  # a parameter that no step has updated equals its average
-                for f in (f for f in fragments if f not in saved_fragments):
-                    read_into(f.of(state[key]), reader, "weights", f.name, f.shape, f.start)
+                load_weights((f.shard(state[key]) for f in fragments if f not in saved_fragments), reader)
         return state
 
     def _read_count(self, reader: StateReader, fragments: list[Fragment], key: str) -> Any:
@@ -230,7 +242,7 @@ class ZeroState(ABC):
     def full_weights(self) -> dict[str, torch.Tensor] | None:
         """Gather whole weights on the host of rank 0, one tensor at a time. Return None on the other ranks."""
         weights = {}
-        for name, tensor in engine_state.named_tensors(self.model).items():
+        for name, tensor in named_tensors(self.model).items():
             if tensor.requires_grad:
                 whole = self._gather_trained(tensor)
                 if self.workers.is_main:
@@ -340,12 +352,12 @@ class PartitionedParameters(ZeroState):
         if coordinator.is_record_trace():
             coordinator._invalidate_trace()
 
-    def pieces(self, kind: str) -> Iterator[Piece]:
+    def shards(self, kind: ShardKind) -> Iterator[Shard]:
         if not self.optimizer.swap_optimizer:
-            yield from super().pieces(kind)
+            yield from super().shards(kind)
             return
-        for piece in super().pieces(kind):  # the next partition from the disk reuses this memory
-            yield Piece(piece.name, piece.tensor.clone(), piece.shape, piece.offset)
+        for shard in super().shards(kind):  # the next partition from the disk reuses this memory
+            yield replace(shard, values=shard.values.clone())
 
     def local_tensors(self) -> dict[str, list[torch.Tensor]]:
         masters = self.optimizer.fp32_partitioned_groups_flat

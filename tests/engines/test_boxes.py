@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rapidformer_templates.engines.parallel.boxes import boxes_of, local_boxes, local_shape, local_values, whole_shape
+from rapidformer_templates.engines.boxes import boxes_of, local_boxes, local_shape, local_values
 
 WHOLE = torch.arange(7 * 12 * 5.0).view(7, 12, 5)
 
@@ -57,7 +57,7 @@ def test_the_boxes_of_all_ranks_fill_the_whole_once(placements: list) -> None:
 
 def test_a_plain_tensor_is_one_box_and_a_scalar_too() -> None:
     (box,) = local_boxes(WHOLE)
-    assert (box.offset, box.shape) == ((0, 0, 0), whole_shape(WHOLE))
+    assert (box.offset, box.shape) == ((0, 0, 0), tuple(WHOLE.shape))
     (box,) = local_boxes(torch.tensor(3.0))
     assert box.shape == ()
 

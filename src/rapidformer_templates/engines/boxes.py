@@ -1,8 +1,8 @@
-"""Positions of the values of a sharded tensor in the whole tensor.
+"""Positions of the values of a shard in the whole tensor.
 
-A shard is not always a single box. For a fused query-key-value matrix, a rank holds a block of each of the three
-parts. The placement records this (torch's ``_StridedShard``, whose split factor is the number of parts). Everything in
-this module is computed from the placements, without other state.
+The local part of a tensor is not always a single box. For a fused query-key-value matrix, a rank holds a block of each
+of the three parts. The placement records this (torch's ``_StridedShard``, whose split factor is the number of parts).
+A shard has the whole local part of a rank, or a run of it if several ranks share its update.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-
-from rapidformer_templates.models.blocks import shape_of
 
 Segments = list[tuple[int, int]]
 """(start, length) of the ranges of a dimension that a rank holds, in their local order."""
@@ -42,9 +40,68 @@ class Box:
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
 
 
-def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole tensor that ``tensor`` is a part of."""
-    return shape_of(tensor)
+@dataclass(frozen=True)
+class Index:
+    """The values of a whole tensor that a shard has.
+
+    Attributes:
+        boxes: the boxes of the local part of this rank. None if it is empty.
+        local: shape of the local part.
+        start: first element of a run of the flattened local part. None if the shard is the whole local part.
+    """
+
+    boxes: Sequence[Box]
+    local: tuple[int, ...]
+    start: int | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Index:
+        """Return the index of this rank's part of a tensor."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return cls(local_boxes(tensor), tuple(local.shape))
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Index:
+        """Return the index of a whole tensor."""
+        return cls(boxes_of(tuple(shape), (), (), ()), tuple(shape))
+
+    def run(self, start: int) -> Index:
+        """Return the index of a run that begins at an element of the flattened local part."""
+        return replace(self, start=start)
+
+    @property
+    def has_first_element(self) -> bool:
+        """Whether the first element of the whole tensor is in it."""
+        return not self.start and bool(self.boxes) and not any(self.boxes[0].offset)
+
+    def parts(self, values: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yield (offset in the whole tensor, values) of each box. The values are views.
+
+        Args:
+            values: the values of the shard: the local part in its shape, or a run of any shape.
+        """
+        if self.start is None:
+            yield from ((box.offset, values[box.local]) for box in self.boxes)
+            return
+        flat, done = values.view(-1), 0
+        for offset, shape in boxes_of_run(self.local, self.start, flat.numel()):
+            count = math.prod(shape)
+            part = flat[done : done + count].view(shape)
+            for whole_offset, inside in self._in_whole(offset, shape):
+                yield whole_offset, part[inside]
+            done += count
+
+    def _in_whole(
+        self, offset: Sequence[int], shape: Sequence[int]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+        """Yield (offset in the whole tensor, slices of the box) for each part of a box of the local part."""
+        for box in self.boxes:
+            lows = [max(o, b.start) for o, b in zip(offset, box.local, strict=True)]
+            highs = [min(o + s, b.stop) for o, s, b in zip(offset, shape, box.local, strict=True)]
+            if all(low < high for low, high in zip(lows, highs, strict=True)):
+                whole = tuple(w + low - b.start for w, low, b in zip(box.offset, lows, box.local, strict=True))
+                inside = tuple(slice(low - o, high - o) for low, high, o in zip(lows, highs, offset, strict=True))
+                yield whole, inside
 
 
 def local_boxes(tensor: torch.Tensor) -> list[Box]:
@@ -147,3 +204,38 @@ def _with_offsets(segments: Segments) -> list[tuple[int, int, int]]:
     """Return (start in the whole tensor, length, start in the local tensor) of each segment."""
     at = itertools.accumulate((length for _, length in segments), initial=0)
     return [(start, length, begin) for (start, length), begin in zip(segments, at, strict=False)]
+
+
+def boxes_of_run(shape: Sequence[int], start: int, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offset, shape) of the boxes of a run of a flattened row-major tensor, in its order.
+
+    A run may begin and end anywhere. So it consists of at most a part of a first row, whole rows and a part of a last
+    row, and the same again inside those parts: ``2 n - 1`` boxes for ``n`` dimensions.
+
+    Args:
+        shape: shape of the tensor.
+        start: first element of the run in the flattened tensor.
+        count: elements of the run.
+    """
+    if count == 0:
+        return
+    if len(shape) < 2:
+        yield ((start,), (count,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    index, inside = divmod(start, row)
+    if inside:
+        head = min(row - inside, count)
+        yield from _in_row(shape, index, inside, head)
+        index, count = index + 1, count - head
+    rows, tail = divmod(count, row)
+    if rows:
+        yield (index, *[0] * (len(shape) - 1)), (rows, *shape[1:])
+    yield from _in_row(shape, index + rows, 0, tail)
+
+
+def _in_row(
+    shape: Sequence[int], index: int, start: int, count: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, size in boxes_of_run(shape[1:], start, count):
+        yield (index, *offset), (1, *size)

@@ -1,0 +1,266 @@
+"""A worker's part of a weight, of its gradient or of its optimizer state, in one form for all engines.
+
+A :class:`Shard` knows its place in the whole tensor. So every layout can read the checkpoints of every other one, and a
+worker reads only its own part. The place and the copies of a shard also decide which worker writes a value to a
+checkpoint, which one counts it in a norm, and which one sends it to a worker that gathers whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rapidformer_templates.engines.boxes import Index, divided_over
+from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.models.adapters import frozen_base_of
+from rapidformer_templates.models.blocks import canonical_name, shape_of
+from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.system.workers import Workers
+
+ShardKind = Literal["weights", "optimizer", "gradients"]
+
+ReadBox = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
+"""Reads the box at an offset (first argument) with a shape (second argument) from a whole tensor."""
+
+COPIES = "copies"
+"""The mesh dimension along which a tensor is replicated."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The workers that hold the same part of a parameter, from the view of one of them.
+
+    The copies of an expert are a subset of the copies of other parameters. The size distinguishes the sets of a worker.
+
+    Attributes:
+        size: number of workers.
+        rank: index of this worker among them.
+        group: their process group. None is the group of all workers.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = field(default=None, compare=False)
+
+
+NO_COPIES = Copies()
+"""For tensors that only one worker has."""
+
+
+def copies_of(tensor: torch.Tensor, workers: Workers) -> Copies:
+    """Return the workers with the same values as this one, from the tensor's mesh or else the workers' mesh."""
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    if mesh is None or COPIES not in (mesh.mesh_dim_names or ()):
+        if mesh is not None and mesh.size() == workers.world:
+            return NO_COPIES  # every worker has another part
+        mesh = workers.mesh
+    if mesh is None:
+        return Copies(workers.copies, workers.copy_rank)
+    group = mesh.get_group(COPIES)
+    return Copies(group.size(), group.rank(), group)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This worker's part of a tensor.
+
+    Attributes:
+        name: canonical name of the parameter or buffer in the whole model, or ``parameter/key`` for optimizer state.
+        shape: shape of the whole tensor.
+        index: which values of the whole tensor these are.
+        values: the values on this worker. Changes to those of a weight change the weight.
+        copies: the workers of all replicas that have the same values.
+        counts: whether this worker stands for the workers of its replica that have the same values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: Index
+    values: torch.Tensor
+    copies: Copies = NO_COPIES
+    counts: bool = True
+
+    @property
+    def counts_once(self) -> bool:
+        """Whether this worker stands for all workers with the same values. It is true on one of them."""
+        return self.counts and self.copies.rank == 0
+
+    def parts(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yield (offset in the whole tensor, values) of each box. The values are views."""
+        return self.index.parts(self.values)
+
+    def fill(self, read: ReadBox) -> None:
+        """Set the values to those of a whole tensor, of which only the boxes of this shard are read."""
+        for offset, part in self.parts():
+            if part.numel():
+                part.copy_(read(offset, part.shape))
+
+    def read_like(self, read: ReadBox) -> torch.Tensor:
+        """Read the same part of another tensor of this shape, in the type that it is stored in."""
+        place = torch.empty(self.values.shape, device="meta")
+        boxes = [(offset, part.shape) for offset, part in self.index.parts(place) if part.numel()]
+        stored = [read(offset, shape) for offset, shape in boxes]
+        target = torch.empty(self.values.shape, dtype=stored[0].dtype if stored else self.values.dtype)
+        for (_, part), values in zip(self.index.parts(target), stored, strict=False):
+            part.copy_(values)
+        return target
+
+
+def whole_shard(name: str, tensor: torch.Tensor, copies: Copies = NO_COPIES, *, counts: bool = True) -> Shard:
+    """Return the shard of a tensor that this worker has whole."""
+    return Shard(name, tuple(tensor.shape), Index.whole(tensor.shape), tensor, copies, counts)
+
+
+class StateReader(Protocol):
+    """Reads boxes of the tensors in a checkpoint."""
+
+    def names(self, kind: str) -> Mapping[str, tuple[int, ...]]:
+        """Return names and full shapes of all tensors of a kind, ``weights`` or ``optimizer``."""
+
+    def read(self, kind: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Read the box of ``shape`` at ``offset`` from a tensor."""
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers by canonical name. Tied ones appear once, under their first name.
+
+    For a model with adapters, the frozen base is left out.
+    """
+    base = frozen_base_of(model)
+    left_out = base.names if base else frozenset()
+    named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
+    tensors: dict[str, torch.Tensor] = {name: parameter for name, parameter in named if name not in left_out}
+    persistent = model.state_dict(keep_vars=True).keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            tensors[canonical_name(name)] = buffer
+    return tensors
+
+
+def shard_of(tensor: torch.Tensor, name: str, model: nn.Module, workers: Workers) -> Shard:
+    """Return this worker's shard of a tensor of a model.
+
+    Args:
+        name: canonical name in this worker's part of the model.
+    """
+    placement = placement_of(model)
+    whole = placement.whole_name(name)
+    first_stage = placement.stages.get(whole, (workers.pipeline_rank,))[0]
+    counts = first_stage == workers.pipeline_rank and (divided_over(tensor, "tensor") > 1 or workers.tensor_rank == 0)
+    local = local_part(tensor).detach()
+    return Shard(whole, shape_of(tensor), Index.of(tensor), local, copies_of(tensor, workers), counts)
+
+
+def model_shards(model: nn.Module, workers: Workers) -> dict[str, Shard]:
+    """Return this worker's shards of all parameters and persistent buffers, by their names in the whole model."""
+    shards = (shard_of(tensor, name, model, workers) for name, tensor in named_tensors(model).items())
+    return {shard.name: shard for shard in shards}
+
+
+def shards_to_write(shards: Iterable[Shard]) -> Iterator[Shard]:
+    """Yield the shards that this worker writes to a checkpoint. Exactly one worker writes each value.
+
+    Values with copies are distributed by size among the workers that have them, so that all workers write at once.
+    """
+    loads: dict[Copies, list[int]] = {}
+    for shard in shards:
+        so_far = loads.setdefault(shard.copies, [0] * shard.copies.size)
+        writer = so_far.index(min(so_far))
+        so_far[writer] += shard.values.numel()
+        if shard.counts and writer == shard.copies.rank:
+            yield shard
+
+
+def check_names(model: nn.Module, reader: StateReader, workers: Workers, *, optimizer: bool) -> None:
+    """Compare the tensors of the whole model with those of a checkpoint. Call it on every rank.
+
+    Args:
+        optimizer: whether the optimizer state will be loaded, too.
+
+    Raises:
+        CheckpointError: names or shapes differ, or there is optimizer state of parameters that are not trained.
+    """
+    whole_name = placement_of(model).whole_name
+    tensors = {whole_name(name): tensor for name, tensor in named_tensors(model).items()}
+    shapes_here = {name: shape_of(tensor) for name, tensor in tensors.items()}
+    trained_here = {name for name, tensor in tensors.items() if tensor.requires_grad}
+    shapes: dict[str, tuple[int, ...]] = {}
+    trained: set[str] = set()
+    for shapes_of_rank, trained_of_rank in workers.gather((shapes_here, trained_here)):
+        shapes |= shapes_of_rank
+        trained |= trained_of_rank
+    _check_weights(shapes, reader.names("weights"))
+    if optimizer:
+        _check_optimizer(trained, reader.names("optimizer"))
+
+
+def _check_weights(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
+    problems = [f"missing in the checkpoint: {name}" for name in shapes if name not in saved]
+    problems += [f"not in the model: {name}" for name in saved if name not in shapes]
+    problems += [
+        f"{name} is {shape} in the model and {saved[name]} in the checkpoint"
+        for name, shape in shapes.items()
+        if name in saved and shape != saved[name]
+    ]
+    if problems:
+        shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: {shown}", hint="start from the model that was saved"
+        )
+
+
+def _check_optimizer(trained: set[str], saved: Mapping[str, tuple[int, ...]]) -> None:
+    unknown = {entry.rpartition("/")[0] for entry in saved} - trained
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint has optimizer state of parameters that are not trained here: "
+            f"{', '.join(sorted(unknown)[:6])}",
+            hint="train the same parameters, or take only the weights with --weights-only",
+        )
+
+
+@torch.no_grad()
+def load_weights(shards: Iterable[Shard], reader: StateReader) -> None:
+    """Set the weights to those of a checkpoint. Each worker reads only its own part."""
+    for shard in shards:
+        shard.fill(partial(reader.read, "weights", shard.name))
+
+
+def gather_whole(shards: Iterable[Shard], workers: Workers) -> dict[str, torch.Tensor] | None:
+    """Return whole tensors on the host of rank 0, None on other ranks. Call it on every rank.
+
+    Each worker sends the values that no worker before it has to rank 0, one shard at a time.
+    """
+    own = [shard for shard in shards if shard.counts_once]
+    described = workers.gather([(s.name, s.shape, s.index, tuple(s.values.shape), s.values.dtype) for s in own])
+    if not workers.is_main:
+        for shard in own:
+            dist.send(shard.values.to(workers.device).contiguous(), dst=0)
+        return None
+    whole: dict[str, torch.Tensor] = {}
+    for rank, shards_of_rank in enumerate(described):
+        for number, (name, shape, index, local, dtype) in enumerate(shards_of_rank):
+            if rank == 0:
+                values = own[number].values
+            else:
+                values = torch.empty(local, dtype=dtype, device=workers.device)
+                dist.recv(values, src=rank)
+            if local == shape:
+                whole[name] = values.cpu()
+                continue
+            target = whole.setdefault(name, torch.empty(shape, dtype=dtype))
+            for offset, part in index.parts(values):
+                target[tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))] = part.cpu()
+    return whole
