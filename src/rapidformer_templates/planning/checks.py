@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.planning.changes import move
-from rapidformer_templates.planning.switch import TEMPLATES, Finding, Request, Resource, Switch
+from rapidformer_templates.planning.switch import TEMPLATES, Change, Example, Finding, Request, Resource, Rule, Switch
 
 PARTITIONING = "partitioning"  # the family of switches that divide the model's states over the workers
 
@@ -32,8 +33,24 @@ def needs_template(*names: str) -> Callable[[Request], list[Finding]]:
     return check
 
 
-Side = str | Resource | Callable[[Switch], bool] | tuple[Any, ...] | Mapping[str, str]
-"""One side of an exclusion: the name of a switch or family, a claimed resource, a predicate, or a tuple of sides.
+@dataclass(frozen=True)
+class FlagValues:
+    """Values of a switch's flag, as one side of an exclusion.
+
+    Attributes:
+        field: the field of the flag.
+        values: the excluded values.
+        instead: the change that chooses another value.
+    """
+
+    field: str
+    values: tuple[str, ...]
+    instead: Change
+
+
+Side = str | Resource | FlagValues | Callable[[Switch], bool] | tuple[Any, ...] | Mapping[str, str]
+"""One side of an exclusion: the name of a switch or family, a claimed resource, values of a flag, a predicate, or a
+tuple of sides.
 
 A mapping of names adds to each the reason why the other side excludes it.
 """
@@ -42,33 +59,92 @@ A mapping of names adds to each the reason why the other side excludes it.
 TOGETHER, TOGETHER_REVERSED = "{0} does not work together with {1}", "{1} does not work together with {0}"
 
 
-def excludes(one: Side, other: Side, message: str = TOGETHER) -> Callable[[Request], list[Finding]]:
-    """Build a check that refuses any active switch of one side with any of the other.
+def excludes(
+    one: Side,
+    other: Side,
+    *,
+    code: str,
+    title: str,
+    why: str,
+    source: str,
+    example: Example,
+    refusal: str,
+    message: str = TOGETHER,
+    when: Callable[[Request], bool] | None = None,
+    concerns: str = "",
+) -> Rule:
+    """Declare that two sides exclude each other.
 
-    The message has a place for each.
+    The switch that came later declares it. So no switch names a newer one, and a switch takes all of its exclusions
+    along if its folder is removed.
+
+    Args:
+        code, title, why, source, example, refusal, concerns: see :class:`Rule`.
+        message: what is wrong, with a place for each side.
+        when: a further condition.
     """
+    check = refuse_pair(one, other, message, when)
+    return Rule(code, title, why, source, check, example, refusal=refusal, concerns=concerns)
+
+
+def refuse_pair(
+    one: Side, other: Side, message: str = TOGETHER, when: Callable[[Request], bool] | None = None
+) -> Callable[[Request], list[Finding]]:
+    """Build a check that refuses any active switch of one side with any of the other. See :func:`excludes`."""
 
     def check(request: Request) -> list[Finding]:
+        if when is not None and not when(request):
+            return []
         return [
-            Finding(message.format(a, b) + why, request.asked_for(a, b), switches=(a, b))
-            for a, _ in _of_side(request, one)
-            for b, why in _of_side(request, other)
+            Finding(
+                message.format(a.name, b.name) + b.reason,
+                a.flags + b.flags,
+                switches=a.switches + b.switches,
+                changes=a.changes + b.changes,
+            )
+            for a in _parties(request, one)
+            for b in _parties(request, other)
         ]
 
     return check
 
 
-def _of_side(request: Request, side: Side) -> list[tuple[str, str]]:
-    """Return the names of the active switches of a side, each with the words that explain why."""
-    if isinstance(side, str):
-        return [(name, "") for name, switch in request.active.items() if side in (name, switch.family)]
-    if isinstance(side, Resource):
-        return [(name, "") for name, switch in request.active.items() if side in switch.claims]
+@dataclass(frozen=True)
+class _Party:
+    """An active switch, or a value of its flag, on one side of an exclusion.
+
+    Attributes:
+        name: how a message names it.
+        flags: how the user turned it on.
+        reason: words at the end of the message.
+        switches, changes: see :class:`Finding`.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    reason: str = ""
+    switches: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+
+def _parties(request: Request, side: Side) -> list[_Party]:
+    if isinstance(side, tuple):
+        return [party for part in side for party in _parties(request, part)]
+    if isinstance(side, FlagValues):
+        is_active, value = request.config.section_of(side.field) in request.active, request.config.get(side.field)
+        chosen = is_active and value in side.values
+        return [_Party(str(value), request.asked(side.field), changes=(side.instead,))] if chosen else []
     if isinstance(side, Mapping):
-        return [(name, f", which {why}") for name, why in side.items() if name in request.active]
-    if callable(side):
-        return [(name, "") for name, switch in request.active.items() if side(switch)]
-    return [finding for part in side for finding in _of_side(request, part)]
+        reasons = {name: f", which {why}" for name, why in side.items() if name in request.active}
+    else:
+        reasons = {name: "" for name, switch in request.active.items() if _is_on_side(switch, side)}
+    return [_Party(name, request.asked_for(name), reason, (name,)) for name, reason in reasons.items()]
+
+
+def _is_on_side(switch: Switch, side: str | Resource | Callable[[Switch], bool]) -> bool:
+    if isinstance(side, str):
+        return side in (switch.name, switch.family)
+    return side in switch.claims if isinstance(side, Resource) else side(switch)
 
 
 def idle_without_copies(note: str) -> Callable[[Request], tuple[str, ...]]:

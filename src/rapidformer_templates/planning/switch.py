@@ -168,6 +168,7 @@ class Rule:
         example: a command that breaks it.
         refuses: whether a finding refuses the request. If False, the plan only contains a note.
         refusal: what it refuses, in one sentence. ``rapidformer explain`` begins with it.
+        concerns: the switch to which it belongs in plans and docs, if a newer switch declares it.
     """
 
     code: str
@@ -178,6 +179,7 @@ class Rule:
     example: Example
     refuses: bool = True
     refusal: str = ""
+    concerns: str = ""
 
 
 FORECAST = ("parameters", "gradients", "optimizer", "activations", "time")

@@ -102,13 +102,14 @@ SWITCHES = (
         receipt=("optimizer_state_bytes", "optimizer_state_device", "optimizer_class"),
         acted=_acted,
         rules=(
-            Rule(
-                "RF005",
-                "CPU offload can be combined with one kind of partitioning: ZeRO.",
-                "OSS, SDP, FSDP and the distributed optimizer keep their shards where the parameters are",
-                "[R]",
-                excludes("cpu-offload", partitions_without_zero),
-                Example("--cpu-offload --fsdp-memory-optimization --world-size 2"),
+            excludes(
+                "cpu-offload",
+                partitions_without_zero,
+                code="RF005",
+                title="CPU offload can be combined with one kind of partitioning: ZeRO.",
+                why="OSS, SDP, FSDP and the distributed optimizer keep their shards where the parameters are",
+                source="[R]",
+                example=Example("--cpu-offload --fsdp-memory-optimization --world-size 2"),
                 refusal="CPU offload together with OSS, SDP, FSDP or the distributed optimizer.",
             ),
             OPTIMIZER_HAS_CPU_FORM,

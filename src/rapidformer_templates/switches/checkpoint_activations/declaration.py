@@ -6,18 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    Example,
-    Finding,
     Measured,
     Precedence,
     Prediction,
     Reasons,
     Request,
-    Rule,
     Switch,
 )
 
@@ -67,15 +63,6 @@ def _notes(request: Request) -> Sequence[str]:
     return (f"checkpoint-activations: {which} recomputes {what}",)
 
 
-def _one_piece(request: Request) -> list[Finding]:
-    graph = "onnx-runtime"
-    if graph not in request.active or request.config.get("recompute_granularity") != "selective":
-        return []
-    message = "ONNX Runtime runs a block as one piece, so nothing inside it can be kept"
-    flags = (*request.asked("recompute_granularity"), *request.asked_for(graph))
-    return [Finding(message, flags, switches=(graph,), changes=(replace({"recompute_granularity": "full"}),))]
-
-
 def _acted(measured: Measured) -> str | None:
     saved, without = sum(measured.all("saved_tensor_bytes")), sum(measured.all("saved_tensor_bytes_without"))
     if saved < without:
@@ -100,16 +87,5 @@ SWITCHES = (
         receipt_hooks="rapidformer_templates.switches.checkpoint_activations.receipt:SavedTensors",
         receipt=("saved_tensor_bytes", "saved_tensor_bytes_without"),
         acted=_acted,
-        rules=(
-            Rule(
-                "RF200",
-                "Selective recomputation needs blocks that run operation by operation, or that torch compiles.",
-                "it keeps results inside a block, but a captured graph returns only its outputs",
-                "[M]",
-                _one_piece,
-                Example("--checkpoint-activations --recompute-granularity selective --onnx-runtime-training"),
-                refusal="Selective recomputation of blocks that ONNX Runtime captures.",
-            ),
-        ),
     ),
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rapidformer_templates.planning.changes import add, drop, replace
+from rapidformer_templates.planning.checks import FlagValues, excludes, refuse_pair
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
@@ -21,10 +22,9 @@ from rapidformer_templates.planning.switch import (
     Switch,
 )
 
-OWN_TYPES = ("fsdp", "zero-1", "zero-2", "zero-3", "deepspeed-config")
-WHOLE_WEIGHTS = ("zero-3", "tensor-parallel")
 CODES = ("int8", "nf4", "int4")
 DIVIDING = ("fsdp", "zero-3", "deepspeed-config", "tensor-parallel")
+WHOLE_BASE = drop({"quantize_base": None})
 BITSANDBYTES = (0, 50)
 """The first version that also quantizes on a CPU."""
 
@@ -96,36 +96,14 @@ def _beside_matrices(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("lora_target_modules", *flags), changes=changes)]
 
 
-def _not_beside(
-    message: str, names: tuple[str, ...], option: str, values: tuple[str, ...], default: str | None
-) -> Callable[[Request], list[Finding]]:
-    """Build a check that refuses these values of an option together with any of the named switches."""
-
-    def check(request: Request) -> list[Finding]:
-        if request.config.get(option) not in values:
-            return []
-        return [
-            Finding(
-                message.format(name),
-                (*request.asked(option), *request.asked_for(name)),
-                switches=(name,),
-                changes=(drop({option: default}),),
-            )
-            for name in names
-            if name in request.active
-        ]
-
-    return check
-
-
 def _codes_whole(request: Request) -> list[Finding]:
     """Refuse quantized weights if a switch divides them.
 
     Experts are quantized only if they have adapters themselves.
     """
     dividing = (*DIVIDING, *(("expert-parallel",) if _matrices(request) else ()))
-    message = "{} divides the weights, but codes of 8 or 4 bits are read together"
-    return _not_beside(message, dividing, "quantize_base", CODES, None)(request)
+    message = "{1} divides the weights, but codes of 8 or 4 bits are read together"
+    return refuse_pair(FlagValues("quantize_base", CODES, WHOLE_BASE), dividing, message)(request)
 
 
 def _half_of_what(request: Request) -> list[Finding]:
@@ -234,17 +212,15 @@ SWITCHES = (
                 Example("--lora-rank 8 --lora-target-modules all-linear,experts --lora-dropout 0.1"),
                 refusal="DoRA or dropout of adapters, if experts have adapters.",
             ),
-            Rule(
-                "RF122",
-                "DoRA needs whole weights.",
-                "it divides by the length of each output's weights, in each forward",
-                "[peft]",
-                _not_beside(
-                    "dora reads the whole weights of a layer outside its forward, but {} divides them",
-                    WHOLE_WEIGHTS,
-                    *("lora_variant", ("dora",), "lora"),
-                ),
-                Example("--lora-rank 8 --lora-variant dora --zero-3-memory-optimization"),
+            excludes(
+                FlagValues("lora_variant", ("dora",), instead=drop({"lora_variant": "lora"})),
+                ("zero-3", "tensor-parallel"),
+                message="dora reads the whole weights of a layer outside its forward, but {1} divides them",
+                code="RF122",
+                title="DoRA needs whole weights.",
+                why="it divides by the length of each output's weights, in each forward",
+                source="[peft]",
+                example=Example("--lora-rank 8 --lora-variant dora --zero-3-memory-optimization"),
                 refusal="DoRA together with a switch that divides the weights.",
             ),
             Rule(
@@ -256,17 +232,15 @@ SWITCHES = (
                 Example("--lora-rank 8 --quantize-base half", {"packages": {"peft": "0.17"}}),
                 refusal="A 16-bit base of adapters without mixed precision.",
             ),
-            Rule(
-                "RF127",
-                "A base in fewer bits needs an engine that leaves weights unchanged.",
-                "FSDP gathers parameters of one type, and DeepSpeed converts the whole model",
-                "[rapidformer_templates]",
-                _not_beside(
-                    "{} chooses the type of the weights itself",
-                    OWN_TYPES,
-                    *("quantize_base", ("half",), None),
-                ),
-                Example(
+            excludes(
+                FlagValues("quantize_base", ("half",), WHOLE_BASE),
+                ("fsdp", "zero-1", "zero-2", "zero-3", "deepspeed-config"),
+                message="{1} chooses the type of the weights itself",
+                code="RF127",
+                title="A base in fewer bits needs an engine that leaves weights unchanged.",
+                why="FSDP gathers parameters of one type, and DeepSpeed converts the whole model",
+                source="[rapidformer_templates]",
+                example=Example(
                     "--lora-rank 8 --quantize-base half --mixed-precision bf16 --fsdp-memory-optimization",
                     {"packages": {"peft": "0.17"}},
                 ),
@@ -282,39 +256,6 @@ SWITCHES = (
                     "--lora-rank 8 --quantize-base int8 --fsdp-memory-optimization", {"packages": {"peft": "0.17"}}
                 ),
                 refusal="A base in 8 or 4 bits under an engine that divides its weights.",
-            ),
-            Rule(
-                "RF143",
-                "A base in 8 or 4 bits cannot run in ONNX Runtime.",
-                "codes and scales are in one tensor of bytes, and torch's exporter has no operator that reads bytes as "
-                "numbers (aten.view.dtype)",
-                "[torch]",
-                _not_beside(
-                    "{} computes in graphs that torch exports, which cannot read codes",
-                    ("onnx-runtime",),
-                    *("quantize_base", CODES, None),
-                ),
-                Example(
-                    "--lora-rank 8 --quantize-base int8 --onnx-runtime-training",
-                    {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
-                ),
-                refusal="A base in 8 or 4 bits in ONNX Runtime.",
-            ),
-            Rule(
-                "RF144",
-                "DoRA cannot run in ONNX Runtime.",
-                "a block must be one graph, but torch's compiler breaks it where peft measures the weights",
-                "[peft, torch]",
-                _not_beside(
-                    "dora's layers are not one graph, which {} needs",
-                    ("onnx-runtime",),
-                    *("lora_variant", ("dora",), "lora"),
-                ),
-                Example(
-                    "--lora-rank 8 --lora-variant dora --onnx-runtime-training",
-                    {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
-                ),
-                refusal="DoRA in ONNX Runtime.",
             ),
             Rule(
                 "RF141",

@@ -353,15 +353,18 @@ SWITCHES = (
                 Example("--num-experts 6 --expert-model-parallel-size 3 --world-size 4"),
                 refusal="A size of expert groups that does not divide the workers that have copies of everything else.",
             ),
-            Rule(
-                "RF074",
-                "Divided experts can be combined only with partitioning of a parameter's states among the workers "
-                "that have copies of it: FSDP, ZeRO-1, ZeRO-2 and the distributed optimizer, also with CPU offload.",
-                "an expert is on fewer workers than everything else, but fairscale has one process group for all "
+            excludes(
+                "expert-parallel",
+                _partitions_all_alike,
+                code="RF074",
+                title="Divided experts can be combined only with partitioning of a parameter's states among the "
+                "workers that have copies of it: FSDP, ZeRO-1, ZeRO-2 and the distributed optimizer, also with CPU "
+                "offload.",
+                why="an expert is on fewer workers than everything else, but fairscale has one process group for all "
                 "parameters, and DeepSpeed refuses its own experts under ZeRO-3",
-                "[fairscale, deepspeed]",
-                excludes("expert-parallel", _partitions_all_alike, TOGETHER_REVERSED),
-                Example("--num-experts 4 --expert-parallel --zero-3-memory-optimization --world-size 2"),
+                source="[fairscale, deepspeed]",
+                message=TOGETHER_REVERSED,
+                example=Example("--num-experts 4 --expert-parallel --zero-3-memory-optimization --world-size 2"),
                 refusal="Experts that are divided over workers, together with OSS, SDP, ZeRO-3 or NVMe offload.",
             ),
         ),

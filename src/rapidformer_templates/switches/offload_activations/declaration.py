@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     Example,
@@ -48,14 +49,6 @@ def _has_no_memory_of_its_own(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for("offload-activations"), switches=("offload-activations",))]
 
 
-def _static_memory(request: Request) -> list[Finding]:
-    if "torch-compile" not in request.active or request.config.get("torch_compile") != "cudagraphs":
-        return []
-    names = ("offload-activations", "torch-compile")
-    message = "CUDA graphs hold what they keep in their own memory"
-    return [Finding(message, request.asked_for(*names), switches=names)]
-
-
 def _acted(measured: Measured) -> str | None:
     if sum(measured.all("offloaded_bytes")) > 0:
         return None
@@ -93,13 +86,16 @@ SWITCHES = (
                 Example("--offload-activations"),
                 refusal="Activation offload on a CPU.",
             ),
-            Rule(
-                "RF216",
-                "Activations are not offloaded from CUDA graphs.",
-                "a captured graph owns its memory for the whole run, so nothing would be freed",
-                "[torch]",
-                _static_memory,
-                Example("--offload-activations --torch-compile cudagraphs", machine={"device": "cuda"}),
+            excludes(
+                "offload-activations",
+                "torch-compile",
+                when=lambda request: request.config.get("torch_compile") == "cudagraphs",
+                message="CUDA graphs hold what they keep in their own memory",
+                code="RF216",
+                title="Activations are not offloaded from CUDA graphs.",
+                why="a captured graph owns its memory for the whole run, so nothing would be freed",
+                source="[torch]",
+                example=Example("--offload-activations --torch-compile cudagraphs", machine={"device": "cuda"}),
                 refusal="Activation offload from CUDA graphs.",
             ),
         ),

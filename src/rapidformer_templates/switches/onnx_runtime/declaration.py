@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import excludes
+from rapidformer_templates.planning.changes import drop, replace
+from rapidformer_templates.planning.checks import FlagValues, excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
@@ -122,22 +123,24 @@ SWITCHES = (
         acted=_acted,
         notes=_notes,
         rules=(
-            Rule(
-                "RF017",
-                "ONNX Runtime needs whole parameters: no FSDP, no ZeRO-3.",
-                "the exported graphs take whole parameters, which these gather and free outside the graph",
-                "[onnxruntime, torch]",
-                excludes("onnx-runtime", Resource.PARAMETERS),
-                Example("--onnx-runtime-training --fsdp-memory-optimization --world-size 2"),
+            excludes(
+                "onnx-runtime",
+                Resource.PARAMETERS,
+                code="RF017",
+                title="ONNX Runtime needs whole parameters: no FSDP, no ZeRO-3.",
+                why="the exported graphs take whole parameters, which these gather and free outside the graph",
+                source="[onnxruntime, torch]",
+                example=Example("--onnx-runtime-training --fsdp-memory-optimization --world-size 2"),
                 refusal="ONNX Runtime together with FSDP or ZeRO-3.",
             ),
-            Rule(
-                "RF085",
-                "ONNX Runtime captures plain blocks: none that are divided, no flash attention, no experts.",
-                "a graph is made of the operators of a block as it was built",
-                "[onnxruntime, torch]",
-                excludes("onnx-runtime", OTHERS_BLOCKS),
-                Example("--onnx-runtime-training --tensor-model-parallel-size 2 --world-size 2"),
+            excludes(
+                "onnx-runtime",
+                OTHERS_BLOCKS,
+                code="RF085",
+                title="ONNX Runtime captures plain blocks: none that are divided, no flash attention, no experts.",
+                why="a graph is made of the operators of a block as it was built",
+                source="[onnxruntime, torch]",
+                example=Example("--onnx-runtime-training --tensor-model-parallel-size 2 --world-size 2"),
                 refusal="ONNX Runtime for blocks that are divided, use flash attention or have experts.",
             ),
             Rule(
@@ -166,6 +169,49 @@ SWITCHES = (
                 _generates,
                 Example("--onnx-runtime-training --task seq2seq_lm"),
                 refusal="ONNX Runtime in a task that generates texts.",
+            ),
+            excludes(
+                FlagValues("quantize_base", ("int8", "nf4", "int4"), instead=drop({"quantize_base": None})),
+                "onnx-runtime",
+                message="{1} computes in graphs that torch exports, which cannot read codes",
+                code="RF143",
+                title="A base in 8 or 4 bits cannot run in ONNX Runtime.",
+                why="codes and scales are in one tensor of bytes, and torch's exporter has no operator that reads "
+                "bytes as numbers (aten.view.dtype)",
+                source="[torch]",
+                example=Example(
+                    "--lora-rank 8 --quantize-base int8 --onnx-runtime-training",
+                    {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
+                ),
+                refusal="A base in 8 or 4 bits in ONNX Runtime.",
+                concerns="lora",
+            ),
+            excludes(
+                FlagValues("lora_variant", ("dora",), instead=drop({"lora_variant": "lora"})),
+                "onnx-runtime",
+                message="dora's layers are not one graph, which {1} needs",
+                code="RF144",
+                title="DoRA cannot run in ONNX Runtime.",
+                why="a block must be one graph, but torch's compiler breaks it where peft measures the weights",
+                source="[peft, torch]",
+                example=Example(
+                    "--lora-rank 8 --lora-variant dora --onnx-runtime-training",
+                    {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
+                ),
+                refusal="DoRA in ONNX Runtime.",
+                concerns="lora",
+            ),
+            excludes(
+                FlagValues("recompute_granularity", ("selective",), instead=replace({"recompute_granularity": "full"})),
+                "onnx-runtime",
+                message="ONNX Runtime runs a block as one piece, so nothing inside it can be kept",
+                code="RF200",
+                title="Selective recomputation needs blocks that run operation by operation, or that torch compiles.",
+                why="it keeps results inside a block, but a captured graph returns only its outputs",
+                source="[M]",
+                example=Example("--checkpoint-activations --recompute-granularity selective --onnx-runtime-training"),
+                refusal="Selective recomputation of blocks that ONNX Runtime captures.",
+                concerns="checkpoint-activations",
             ),
         ),
     ),

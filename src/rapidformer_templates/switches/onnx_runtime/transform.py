@@ -11,8 +11,8 @@ from torch import nn
 
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError, RapidformerError
+from rapidformer_templates.models.vocabulary_loss import LossHead
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
-from rapidformer_templates.switches.fused_loss.logits import FusedHead
 
 if TYPE_CHECKING:
     from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend
@@ -87,7 +87,7 @@ def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
     """
     if module in blocks:
         yield module
-    elif not any(part in blocks or isinstance(part, (nn.Embedding, FusedHead)) for part in module.modules()):
+    elif not any(part in blocks or isinstance(part, (nn.Embedding, LossHead)) for part in module.modules()):
         if any(parameter.ndim > 1 for parameter in module.parameters()):
             yield module
     else:

@@ -22,7 +22,6 @@ from rapidformer_templates.planning.switch import (
     Switch,
     always,
 )
-from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes
 
 DEFAULT = "inductor"
 WHOLE = ("mixture-of-experts", "checkpoint-activations")
@@ -50,8 +49,11 @@ class TorchCompileFlags:
 
 def _shapes(request: Request) -> int:
     """Highest number of shapes of a training batch. 0 means unknown."""
-    active = "dynamic-shape" in request.active
-    return max_shapes(request.config.switches["dynamic-shape"]) if active else 0
+    if "dynamic-shape" not in request.active:
+        return 0
+    from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes
+
+    return max_shapes(request.config.switches["dynamic-shape"])
 
 
 def _notes(request: Request) -> Sequence[str]:

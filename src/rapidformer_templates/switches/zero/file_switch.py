@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.changes import add
-from rapidformer_templates.planning.checks import PARTITIONING, excludes, needs_template
+from rapidformer_templates.planning.checks import PARTITIONING, needs_template, refuse_pair
 from rapidformer_templates.planning.deepspeed_file.file import file_of, read, section_at
 from rapidformer_templates.planning.deepspeed_file.flags import (
     contradictions,
@@ -57,7 +57,7 @@ def partitions_without_zero(switch: Switch) -> bool:
 
 
 _NEEDS_TRAINER = needs_template("deepspeed-config")
-_OTHER_ENGINES = excludes("deepspeed-config", partitions_without_zero)
+_OTHER_ENGINES = refuse_pair("deepspeed-config", partitions_without_zero)
 
 
 def _needs_deepspeed_engine(request: Request) -> list[Finding]:
