@@ -10,7 +10,6 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 
 class RapidformerError(Exception):
@@ -242,7 +241,7 @@ class Diagnostic:
         lines.append(f"  more   rapidformer explain {self.rule}")
         return "\n".join(lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "rule": self.rule,
             "message": self.message,

@@ -37,8 +37,7 @@ from rapidformer_templates.engines.recipe import (
     undecayed,
 )
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
-from rapidformer_templates.models.label_smoothing import smoothed_labels
-from rapidformer_templates.models.label_use import LabelUse
+from rapidformer_templates.models.label_use import LabelUse, smoothed_labels
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
+from rapidformer_templates.models.divided_tensor import flattens_rows, rows_of_view, selects_rows
 
 SHAPE, WIDTH = (4, 6, 5), 7
 """Logits of 5 words, whose rows are computed from 7 hidden features. No size is a multiple of another one."""

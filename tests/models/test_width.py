@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from rapidformer_templates.models.width import width_of
+from rapidformer_templates.models.blocks import width_of
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 2, "vocab_size": 99},

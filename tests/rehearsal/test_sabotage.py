@@ -16,7 +16,7 @@ import torch
 
 from rapidformer_templates.data.loader import on_device
 from rapidformer_templates.system import random_state
-from rapidformer_templates.system.host_copy import HostCopy
+from rapidformer_templates.system.accelerator import HostCopy
 from tests.support import stand_in
 from tests.support.parity import Trained, weights_apart
 from tests.support.sabotage import without
@@ -169,7 +169,7 @@ SUMS = [2000.0 * i for i in range(4)]
 DIRECT = {
     "batches are waited for": (_sums, SUMS, Line("data.loader", "computes.wait_event(copy_event)", side=0.1)),
     "memory of batches is kept": (_sums, SUMS, Line("data.loader", RECORD, main=0.05)),
-    "values on the host are waited for": (_read, [4.0] * 3, Line("system.host_copy", HEARD, main=0.1)),
+    "values on the host are waited for": (_read, [4.0] * 3, Line("system.accelerator", HEARD, main=0.1)),
     "the device's random numbers are put back": (_drawn_again, True, Line("system.random_state", RESTORED)),
 }
 """In runs as small as these, the values that such a line waits for have always arrived already."""

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from rapidformer_templates.system import progress_bar
-from rapidformer_templates.system.progress_bar import ProgressBar
+from rapidformer_templates.system.terminal import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -39,7 +38,7 @@ def test_all_that_was_done_is_shown(monkeypatch: pytest.MonkeyPatch, counted: bo
 
 def test_text_is_asked_for_when_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_of(monkeypatch)
-    monkeypatch.setattr(progress_bar, "REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("rapidformer_templates.system.terminal.REFRESH_SECONDS", 0.0)
     with ProgressBar("training", 2) as bar:
         bar.advance(1, lambda: "loss 0.5")
     assert "loss 0.5" in terminal.getvalue()

@@ -182,7 +182,7 @@ def read_rows(config: RunConfig, text_column: str) -> DataPart:
 def _predict(config: RunConfig, task: Task, part: DataPart, inputs: Inputs) -> int:
     from rapidformer_templates.run.predictions import predict_inputs
     from rapidformer_templates.system.files import finite
-    from rapidformer_templates.system.progress_bar import ProgressBar
+    from rapidformer_templates.system.terminal import ProgressBar
 
     output = Path(config.user.output)
     with model_on_device(task, config) as (model, workers):

@@ -15,7 +15,7 @@ import torch
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.loss import HookCount, wrong_count_error
 from rapidformer_templates.errors import NonFiniteLoss
-from rapidformer_templates.system.host_copy import HostCopy
+from rapidformer_templates.system.accelerator import HostCopy
 
 MAX_STEPS_IN_FLIGHT = 1
 """Number of unread steps when a new one starts. This keeps the device busy."""

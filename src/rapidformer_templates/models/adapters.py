@@ -10,10 +10,12 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _NEW_MODULES = "new_modules"
 _ATTRIBUTE = "frozen_base"
@@ -170,12 +172,12 @@ def set_new_modules(model: nn.Module, weights: Collection[str]) -> None:
 
 
 @contextmanager
-def without_adapters(model: Any) -> Iterator[Any]:
+def without_adapters(model: ModelT) -> Iterator[ModelT]:
     """Use the model without adapters, trained head copies and dropout inside the context.
 
     peft's own switch also changes ``requires_grad``, which engines have already recorded.
     """
-    adapted = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     training = model.training
     for module in adapted:
         module._disable_adapters = True

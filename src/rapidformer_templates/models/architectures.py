@@ -211,7 +211,9 @@ def _positions(default: PreTrainedConfig, config: RunConfig, tokenizer: PreTrain
     return max(default.max_position_embeddings, (config.model.seq_length or 0) + offset)
 
 
-def _special_tokens(default: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, auto_class: str) -> dict[str, Any]:
+def _special_tokens(
+    default: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, auto_class: str
+) -> dict[str, int | None]:
     tokens = {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id,

@@ -1,8 +1,9 @@
-"""Finds the blocks of a model. Sharding, checkpointing and receipts all use the same answer."""
+"""The blocks of a model, its width and the sizes of its parameters. All engines, switches and receipts use these."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import torch
 from torch import nn
@@ -69,3 +70,24 @@ def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
         if same_kind and has_parameters and len(children) > max(1, len(best)):
             best = children
     return best
+
+
+def width_of(model: nn.Module) -> int:
+    """Return the width of ``model`` from its configuration, or else from its matrices.
+
+    A transformers configuration has it as ``hidden_size``, as the largest of ``hidden_sizes``, or in its
+    ``text_config`` [D]. For another model each matrix adds its number of elements to the counts of both of its
+    dimensions. The size with the highest count is the width. A tie goes to the smaller size. This works because each
+    matrix of a transformer maps from or to the width. A model without a matrix has the width 1.
+    """
+    config = getattr(model, "config", None)
+    for one in (config, getattr(config, "text_config", None)):
+        sizes = [getattr(one, "hidden_size", None), *(getattr(one, "hidden_sizes", None) or ())]
+        widths = [size for size in sizes if isinstance(size, int) and size > 0]
+        if widths:
+            return max(widths)
+    elements: Counter[int] = Counter()
+    for rows, columns in (shape for shape in map(shape_of, model.parameters()) if len(shape) == 2):
+        for size in {rows, columns}:
+            elements[size] += rows * columns
+    return max(elements, key=lambda size: (elements[size], -size), default=1)

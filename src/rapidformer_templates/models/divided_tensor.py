@@ -2,16 +2,26 @@
 
 :class:`DividedTensor` has the shape of the whole tensor. Functions that need only the local part are applied to that
 part. For all other functions the whole tensor is gathered first, so that the result is always right.
+
+Logits whose last dimension, the words, is missing or divided on this worker are replaced by two kinds of objects.
+Logits that are never computed are a tuple, because ZeRO-3 replaces tensors that a module returns. Divided logits are a
+tensor, because any code may ask for the whole. :func:`rows_of_view`, :func:`flattens_rows` and :func:`selects_rows`
+decide which operations on their rows are allowed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Self
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 
-Handler = Callable[..., Any]
+TorchFunction = Callable[..., Any]
+"""A function or method of torch."""
+
+Handler = Callable[..., object]
+"""Takes a function of torch and its arguments. Returns ``NotImplemented`` if it needs the whole tensor."""
 
 
 class DividedTensor(torch.Tensor):
@@ -19,12 +29,11 @@ class DividedTensor(torch.Tensor):
 
     Attributes:
         local: the part of this worker, with its autograd graph.
-        handlers: replacements for torch functions that work on the part. Each gets the function and its arguments, and
-            returns ``NotImplemented`` if it needs the whole tensor.
+        handlers: replacements for torch functions that work on the part.
     """
 
     local: torch.Tensor
-    handlers: ClassVar[dict[Any, Handler]] = {}
+    handlers: ClassVar[dict[TorchFunction, Handler]] = {}
 
     def whole(self) -> torch.Tensor:
         """Gather a plain tensor with all values. Every worker of the group must call it."""
@@ -43,7 +52,7 @@ class DividedTensor(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def handles(cls, *functions: Any) -> Callable[[Handler], Handler]:
+    def handles(cls, *functions: TorchFunction) -> Callable[[Handler], Handler]:
         """Register a handler for torch functions."""
 
         def register(handler: Handler) -> Handler:
@@ -54,8 +63,12 @@ class DividedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        function: TorchFunction,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if function in _OF_THE_WHOLE:
             with torch._C.DisableTorchFunctionSubclass():
@@ -68,7 +81,7 @@ class DividedTensor(torch.Tensor):
         return function(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, function: object, *arguments: object) -> NoReturn:
         raise TypeError(f"{function} was called on a divided tensor below torch's Python functions; call whole()")
 
 
@@ -83,12 +96,12 @@ _OF_THE_WHOLE = {
 """Queries about the whole tensor that do not need its values."""
 
 
-def call_on_local(function: Any, divided: DividedTensor, *args: Any) -> Any:
+def call_on_local(function: TorchFunction, divided: DividedTensor, *args: object) -> object:
     """Apply a function to the local part, to query its autograd state or register a hook."""
     return function(divided.local, *args)
 
 
-def elementwise(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
+def elementwise(function: TorchFunction, divided: object, *args: object, **kwargs: object) -> object:
     """Apply a function to each value independently of the others."""
     if not isinstance(divided, DividedTensor) or any(isinstance(a, DividedTensor) for a in args):
         return NotImplemented
@@ -96,7 +109,7 @@ def elementwise(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
     return divided.with_local(result) if isinstance(result, torch.Tensor) else result
 
 
-def with_scalar(function: Any, divided: Any, other: Any) -> Any:
+def with_scalar(function: TorchFunction, divided: object, other: object) -> object:
     """Apply a function of each value and one number."""
     if not isinstance(divided, DividedTensor) or isinstance(other, DividedTensor):
         return NotImplemented
@@ -105,14 +118,14 @@ def with_scalar(function: Any, divided: Any, other: Any) -> Any:
     return divided.with_local(function(divided.local, other))
 
 
-def has_class_indices(logits: Any, target: Any, size_average: Any, reduce: Any) -> bool:
+def has_class_indices(logits: torch.Tensor, target: object, size_average: object, reduce: object) -> bool:
     """Return whether a cross-entropy has logits (rows, words) or (words,), target indices, and no deprecated flags."""
     if size_average is not None or reduce is not None or not isinstance(target, torch.Tensor):
         return False
     return not target.is_floating_point() and target.ndim == logits.ndim - 1 < 2
 
 
-_HANDLERS: dict[Any, Handler] = {
+_HANDLERS: dict[TorchFunction, Handler] = {
     **dict.fromkeys(
         (_T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__, _T.register_hook), call_on_local
     ),
@@ -129,3 +142,38 @@ _HANDLERS: dict[Any, Handler] = {
     ),
 }  # fmt: skip
 """Handlers for every kind of divided tensor."""
+
+
+def rows_of_view(sizes: Sequence[int], shape: Sequence[int]) -> list[int] | None:
+    """Return the leading dimensions of a view, with a last -1 resolved. None if the view does not keep the words.
+
+    Args:
+        sizes: the arguments of ``view`` or ``reshape``.
+        shape: shape of the logits.
+    """
+    *rows, words = sizes or (0,)
+    if words == -1:
+        others = math.prod(rows)
+        words = math.prod(shape) // others if others > 0 else 0
+    return rows if sizes and words == shape[-1] else None
+
+
+def flattens_rows(dimensions: int, start: int, end: int) -> bool:
+    """Return whether ``flatten`` keeps the last dimension."""
+    last = dimensions - 1
+    return end % dimensions != last or start % dimensions == last
+
+
+def selects_rows(index: object, dimensions: int) -> bool:
+    """Return whether an index takes all of the last dimension."""
+    entries = index if isinstance(index, tuple) else (index,)
+    # An index of bools consumes its own dimensions, any other entry one.
+    named = sum(
+        entry.ndim if isinstance(entry, torch.Tensor) and entry.dtype == torch.bool else 1
+        for entry in entries
+        if entry is not None and entry is not Ellipsis
+    )
+    dots = [place for place, entry in enumerate(entries) if entry is Ellipsis]
+    if isinstance(entries[-1], slice) and entries[-1] == slice(None) and len(dots) < 2:
+        return True
+    return named < dimensions and dots in ([], [len(entries) - 1])

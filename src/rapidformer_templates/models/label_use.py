@@ -1,4 +1,4 @@
-"""Finds out how a model uses its labels by running it on a few tokens.
+"""How a model uses its labels, which is found by running it on a few tokens, and the smoothing of its labels.
 
 Most causal language models of transformers compare the logits at token ``t`` with label ``t + 1``. The decoders of
 BART's family (and of whisper, trocr …) compare them with label ``t``. If the labels equal the inputs, they learn the
@@ -11,13 +11,15 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from rapidformer_templates.errors import ModelError
@@ -72,7 +74,9 @@ def can_be_tried(model: nn.Module) -> bool:
 def label_use(model: nn.Module) -> LabelUse:
     """Try a model without changing it. All workers that share its weights must call it."""
     reader = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
-    if reader is None or not _takes_tokens(model):
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if reader is None or "input_ids" not in parameters or not ("labels" in parameters or takes_any):
         return LabelUse(type(model).__name__)
     with in_evaluation(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about labels that do not fit the head do not matter here
@@ -83,12 +87,6 @@ def label_use(model: nn.Module) -> LabelUse:
             named = name.endswith(("ForCausalLM", "LMHeadModel", "DoubleHeadsModel"))
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             return LabelUse(type(model).__name__, shifts=named, untried=reason if named else "")
-
-
-def _takes_tokens(model: nn.Module) -> bool:
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return "input_ids" in parameters and ("labels" in parameters or takes_any)
 
 
 def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:
@@ -120,25 +118,17 @@ def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:
     if hasattr(output, "logits"):
         ends = torch.cat([ids[:, :-1], other_rows[0][:, -1:]], dim=1)
         sees_ahead = _differ(output.logits[:, :-1], model(input_ids=ends, labels=ids).logits[:, :-1])
-    return LabelUse(
-        type(model).__name__,
-        shifts=shifts,
-        sees_ahead=sees_ahead,
-        takes_shifted=_takes_shifted(model, ids, other_rows[0], loss),
-    )
-
-
-def _loss_in(output: Any) -> torch.Tensor:
-    """Return the loss from a model's output."""
-    loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output["loss"]
-    return loss
-
-
-def _takes_shifted(model: nn.Module, ids: torch.Tensor, other_rows: torch.Tensor, without: torch.Tensor) -> bool:
     try:
-        return _differ(without, _loss_in(model(input_ids=ids, labels=ids, shift_labels=other_rows)))
+        shifted_loss = _loss_in(model(input_ids=ids, labels=ids, shift_labels=other_rows[0]))
+        takes_shifted = _differ(loss, shifted_loss)
     except TypeError:  # its forward has no such argument
-        return False
+        takes_shifted = False
+    return LabelUse(type(model).__name__, shifts=shifts, sees_ahead=sees_ahead, takes_shifted=takes_shifted)
+
+
+def _loss_in(output: torch.Tensor | Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the loss from a model's output."""
+    return output if isinstance(output, torch.Tensor) else output["loss"]
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -157,3 +147,48 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+
+class _Smoothing(TorchFunctionMode):
+    """Sets ``label_smoothing`` in every call of ``torch.nn.functional.cross_entropy``."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+        self.acted = False
+
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        arguments = dict(kwargs or {})
+        if function is functional.cross_entropy:
+            arguments["label_smoothing"] = self.share
+            self.acted = True
+        return function(*args, **arguments)
+
+
+@contextmanager
+def smoothed_labels(share: float) -> Iterator[None]:
+    """Spread ``share`` of each target evenly over all classes in every cross-entropy inside the context, as torch does.
+
+    This also smooths logits that are sharded over workers or never computed, because their loss uses the same function.
+    Without gradients nothing is smoothed. An evaluation reports the loss of the original targets.
+
+    Raises:
+        ModelError: no cross-entropy was computed inside the context.
+    """
+    if not share or not torch.is_grad_enabled():
+        yield
+        return
+    with _Smoothing(share) as smoothing:
+        yield
+    if not smoothing.acted:
+        raise ModelError(
+            "the model's loss is not torch's cross-entropy, the only one that can be smoothed",
+            where="--label-smoothing",
+            hint="leave it out, or smooth the labels in compute_loss() of your own script",
+        )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from rapidformer_templates.errors import ModelError, is_out_of_memory
 from rapidformer_templates.models.adapters import SETTINGS, set_new_modules
@@ -28,7 +32,6 @@ from rapidformer_templates.models.model_files import (
     check_weight_files,
     no_model_error,
 )
-from rapidformer_templates.models.quiet import quiet_transformers
 from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import ModelFlags
@@ -66,7 +69,7 @@ def seq_length_of(config: RunConfig, model_config: PreTrainedConfig) -> int:
 
 
 def build_config(
-    config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast | None = None, **overrides: Any
+    config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast | None = None, **overrides: object
 ) -> PreTrainedConfig:
     """Return the configuration of the model that :func:`build_model` makes, for training (without a cache).
 
@@ -111,7 +114,7 @@ def _check_base(config: RunConfig) -> None:
 
 
 def build_model(
-    config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast | None = None, **overrides: Any
+    config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast | None = None, **overrides: object
 ) -> PreTrainedModel:
     """Build the model that the flags ask for, in float32 on the CPU.
 
@@ -210,6 +213,13 @@ def read_config_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     return config
 
 
+class LoadingInfo(TypedDict):
+    """The report of transformers on loaded weights: missing names, and (name, shape in the file, shape) of others."""
+
+    missing_keys: set[str]
+    mismatched_keys: set[tuple[str, torch.Size, torch.Size]]
+
+
 class _Reader(Protocol):
     """A module that reads the folders of models that a switch has changed."""
 
@@ -217,7 +227,7 @@ class _Reader(Protocol):
     def read_config(self, folder: Path) -> PreTrainedConfig: ...
     def read_model(
         self, factory: Any, folder: Path, config: PreTrainedConfig, *, base_folder: str | None = None
-    ) -> tuple[PreTrainedModel, dict[str, Any]]: ...
+    ) -> tuple[PreTrainedModel, LoadingInfo]: ...
 
 
 def own_reader(folder: Path) -> _Reader | None:
@@ -317,7 +327,7 @@ def _load_weights(
     return model
 
 
-def _draw(names: set[str], model: Any, random_state: torch.Tensor) -> None:
+def _draw(names: set[str], model: PreTrainedModel, random_state: torch.Tensor) -> None:
     """Initialize new parameters of a pretrained model with the same values under every engine.
 
     With ZeRO-3 the construction of the model draws random numbers, too. Without it, it does not.
@@ -336,6 +346,23 @@ def _draw(names: set[str], model: Any, random_state: torch.Tensor) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(random_state)
         model.initialize_weights()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide progress bars, load reports and log messages while transformers reads or writes a model.
+
+    Every worker would print them. When a model is saved, accelerate imports DeepSpeed, which logs a message, too.
+    """
+    disabled, bars = logging.root.manager.disable, transformers_logging.is_progress_bar_enabled()
+    logging.disable(max(disabled, logging.WARNING))
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ class OutputShape:
     dtype: torch.dtype | None = None
 
     @classmethod
-    def like(cls, args: Any, output: Any) -> OutputShape:
+    def like(cls, args: Sequence[object], output: object) -> OutputShape:
         """Derive the rule from an observed call."""
         if not (args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor)):
             return cls()
@@ -56,7 +55,7 @@ class AbsentAttribute(ModelError, AttributeError):
 class Placeholder(nn.Module):
     """Base of the modules that replace one of another pipeline stage."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         """Look up a parameter, buffer or submodule.
 
         Raises:
@@ -78,7 +77,7 @@ class AbsentModule(Placeholder):
         super().__init__()
         self._absent = absent
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         assert self._absent is not None, "a module after the blocks runs on the last stage alone"
         return self._absent.output(x)
 
@@ -96,12 +95,12 @@ class SkippedBlock(Placeholder):
         self.__dict__.update(facts_of(block))
         self._form = form
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         hidden = args[0] if args else kwargs["hidden_states"]
         return hidden if self._form is None else (hidden, *[None] * (self._form - 1))
 
 
-def facts_of(block: nn.Module) -> dict[str, Any]:
+def facts_of(block: nn.Module) -> dict[str, str | int | float | None]:
     """Return the plain attributes of a module and of its class, such as the attention type of a block."""
     classes = [kind for kind in reversed(type(block).__mro__) if kind not in nn.Module.__mro__]
     attributes = {name: value for place in (*classes, block) for name, value in vars(place).items()}

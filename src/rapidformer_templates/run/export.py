@@ -22,8 +22,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import average_of
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.loading import class_of, read_config_of
-from rapidformer_templates.models.quiet import quiet_transformers
+from rapidformer_templates.models.loading import class_of, quiet_transformers, read_config_of
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.checkpoint.format import Reader
 from rapidformer_templates.run.saved_model import DESCRIPTION

@@ -54,8 +54,8 @@ from rapidformer_templates.run.tracking import Trackers
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.process_state import kept_process_state
-from rapidformer_templates.system.progress_bar import ProgressBar
 from rapidformer_templates.system.signals import StopRequest, stop_request
+from rapidformer_templates.system.terminal import ProgressBar
 from rapidformer_templates.system.workers import Workers, join
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from rapidformer_templates.run.console import print_lines
-from rapidformer_templates.system.host_copy import HostCopy
-from rapidformer_templates.system.progress_bar import ProgressBar
+from rapidformer_templates.system.accelerator import HostCopy
+from rapidformer_templates.system.terminal import ProgressBar
 
 
 class Progress:

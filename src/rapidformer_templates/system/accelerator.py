@@ -7,9 +7,9 @@ If an engine of another library or a kernel needs one kind of device, that is a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,32 @@ def recorded_event(device: torch.device, stream: torch.Stream | None = None) -> 
     return event
 
 
+class HostCopy:
+    """An asynchronous copy of a tensor in host memory. The device makes it after its queued work.
+
+    Creating it does not wait. On a CPU it is available at once.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        has_to_arrive = is_asynchronous(tensor.device)
+        # Without page-locked memory the copy would wait.
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=has_to_arrive)
+        self._copy.copy_(tensor.detach(), non_blocking=True)
+        self._event = recorded_event(tensor.device) if has_to_arrive else None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the copy can be read without waiting."""
+        return self._event is None or self._event.query()
+
+    def values(self) -> list[float]:
+        """Return the values of a one-dimensional tensor. Waits until they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._copy.tolist()
+        return values
+
+
 def peak_bytes(device: torch.device) -> int | None:
     """Return the peak memory allocated on an accelerator so far, or None if torch does not report it."""
     ask = getattr(torch.get_device_module(device), "max_memory_allocated", None)
@@ -89,11 +115,13 @@ def current() -> torch.device | None:
 def in_use() -> torch.device | None:
     """Return the same as :func:`current`, or None if this process has not used it yet. This never initializes it."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    is_open: Any = getattr(torch.get_device_module(device), "is_initialized", None) if device else None
-    return None if device is None or (is_open is not None and not is_open()) else current()
+    if device is None:
+        return None
+    is_open: Callable[[], bool] | None = getattr(torch.get_device_module(device), "is_initialized", None)
+    return current() if is_open is None or is_open() else None
 
 
-def without_random_trace(tensors: Iterable[torch.Tensor]) -> Any:
+def without_random_trace(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Restore the random states of the host and of the accelerators of ``tensors`` after the context."""
     devices = sorted({tensor.device for tensor in tensors if is_asynchronous(tensor.device)}, key=str)
     kind = devices[0].type if devices else "cuda"

@@ -138,11 +138,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     write_text(path, to_json(value))
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -155,7 +155,7 @@ def finite(value: Any) -> Any:
     return [finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def hash_of(facts: Any) -> str:
+def hash_of(facts: object) -> str:
     """Return a short hash that changes if a fact changes."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
 from rapidformer_templates.system.ports import port_problem, reserved_port
@@ -169,7 +169,7 @@ def report_errors(body: Callable[[], T]) -> T:
             text, status = traceback.format_exc().rstrip(), 1
         path = os.environ.get(ERROR_FILE)
         if path and Path(path).parent.exists():  # if the launcher was killed, nobody reads the file
-            record: dict[str, Any] = {"message": text, "timestamp": int(time.time()), REPORTED_AT: time.time()}
+            record: dict[str, object] = {"message": text, "timestamp": int(time.time()), REPORTED_AT: time.time()}
             if isinstance(error, Interrupted):
                 record[INTERRUPTED] = {"message": error.message, "hint": error.hint, "saved": error.saved}
             Path(path).write_text(json.dumps(record), encoding="utf-8")

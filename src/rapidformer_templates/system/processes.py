@@ -6,6 +6,7 @@ model takes longer. It does not support a second Ctrl-C. It handles signals that
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import json
 import math
@@ -37,6 +38,14 @@ POLL = 0.05
 """Seconds between two checks of the workers."""
 
 
+GLOO_THREADS = "pt_gloo_runloop"
+LOOKS, BETWEEN, PATIENCE = 3, 0.002, 10.0
+"""Number of checks in a row that find all of gloo's threads asleep, seconds between checks, and maximum seconds."""
+
+Report = dict[str, Any]
+"""The contents of a worker's error file, as JSON."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """A worker that ended with a status other than 0.
@@ -51,7 +60,7 @@ class Failure:
     rank: int
     status: int
     noticed: float
-    report: Mapping[str, Any] = field(default_factory=dict)
+    report: Report = field(default_factory=dict)
 
     @property
     def describe_end(self) -> str:
@@ -183,9 +192,9 @@ class WorkerOutput:
             file.close()
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> Report:
     try:
-        report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        report: Report = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # it wrote nothing, or was killed while writing
         return {}
     return report
@@ -213,3 +222,35 @@ def _follow(launcher: int, grace: float) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@cache
+def wait_at_exit() -> None:
+    """Wait before the interpreter exits until gloo's threads have released what they have exchanged.
+
+    A thread releases a tensor some time after the collective has completed, and needs the interpreter's lock for that.
+    Before 3.14, CPython unwinds the stacks of threads that ask for the lock during finalization. C++ then calls abort,
+    so SIGABRT would kill a worker whose run was successful. This happened when processes shared few cores, and a core
+    dump showed the cause.
+    """
+
+    def wait_until_asleep() -> None:
+        checks_asleep, end = 0, time.monotonic() + PATIENCE
+        while checks_asleep < LOOKS and time.monotonic() < end:
+            time.sleep(BETWEEN)  # release the lock, which a sleeping thread may be waiting for
+            checks_asleep = 0 if any(state != "S" for state in _gloo_thread_states()) else checks_asleep + 1
+
+    atexit.register(wait_until_asleep)
+
+
+def _gloo_thread_states() -> list[str]:
+    """Return the state of each of gloo's threads as the kernel reports it. Empty without such a file system."""
+    states = []
+    for task in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended in the meantime
+            continue
+        if name == GLOO_THREADS:
+            states.append(rest.split()[0])
+    return states

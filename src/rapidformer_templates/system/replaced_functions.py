@@ -14,14 +14,14 @@ Answer = Callable[..., Any]
 """Takes the original function and the arguments of the call."""
 
 
-def patch_function(owner: Any, name: str, answer: Answer) -> None:
+def patch_function(owner: object, name: str, answer: Answer) -> None:
     """Patch ``owner.name`` to call ``answer``. A name that this version does not have is skipped."""
     original = getattr(owner, name, None)
     if not callable(original) or hasattr(original, "_rapidformer_replacement"):
         return
 
     @wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: object, **kwargs: object) -> object:
         return answer(original, *args, **kwargs)
 
     replacement._rapidformer_replacement = answer  # type: ignore[attr-defined]

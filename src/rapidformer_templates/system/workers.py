@@ -17,13 +17,12 @@ from torch.distributed.rendezvous import rendezvous
 from rapidformer_templates.errors import WorkerFailed
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.system import accelerator
-from rapidformer_templates.system.gloo_threads import wait_at_exit
-from rapidformer_templates.system.processes import end_with_launcher
+from rapidformer_templates.system.processes import end_with_launcher, wait_at_exit
 
 # Newer names first: the older ones warn if both exist.
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Takes (whole, share) and fills the whole tensor with the shards of all workers of a group."""
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Takes (share, partial) and fills this worker's shard with the sum of all workers' partial tensors."""
 
 

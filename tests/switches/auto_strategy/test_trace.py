@@ -17,8 +17,7 @@ from rapidformer_templates.engines.parallel.buckets import bucket_size_for
 from rapidformer_templates.engines.parallel.compute_dtype import GradientTypes, parameters_with_masters
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
 from rapidformer_templates.engines.shards import local_part
-from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.models.width import width_of
+from rapidformer_templates.models.blocks import find_blocks, width_of
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY, load_object

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates import Data
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from rapidformer_templates.models.width import width_of
+from rapidformer_templates.models.blocks import width_of
 from tests.support.jobs import CausalJob
 from tests.support.machine import why_no_nvme
 from tests.support.parity import reference, train, weights_apart

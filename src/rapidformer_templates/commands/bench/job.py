@@ -27,7 +27,7 @@ from rapidformer_templates.commands.bench.worker import (
 )
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system import launch, program
-from rapidformer_templates.system.gloo_threads import wait_at_exit
+from rapidformer_templates.system.processes import wait_at_exit
 
 if TYPE_CHECKING:
     from torch import nn

@@ -35,7 +35,7 @@ from rapidformer_templates.data.text.files import (
     utf8_lines,
 )
 from rapidformer_templates.errors import DataError, WorkerFailed
-from rapidformer_templates.system.progress_bar import ProgressBar
+from rapidformer_templates.system.terminal import ProgressBar
 
 JOB_BYTES = 1 << 20
 """A part of a file ends with the line that reaches this size."""

@@ -32,9 +32,8 @@ from rapidformer_templates.engines.shards import (
     local_part,
     model_shards,
 )
-from rapidformer_templates.models.blocks import canonical_name
+from rapidformer_templates.models.blocks import canonical_name, width_of
 from rapidformer_templates.models.placement import placement_of
-from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.optimizers import updates_elementwise, updates_in_chunks
 from rapidformer_templates.planning.plan import MasterTypes, Plan
 from rapidformer_templates.system import accelerator

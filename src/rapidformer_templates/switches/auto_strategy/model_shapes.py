@@ -13,8 +13,7 @@ from torch import nn
 from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
 from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, buckets_by_key
 from rapidformer_templates.engines.parallel.compute_dtype import cast_to_compute_dtype, parameters_with_masters
-from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of
-from rapidformer_templates.models.width import width_of
+from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of, width_of
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.planning.plan import ContextKind

@@ -16,8 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from rapidformer_templates.models.divided_tensor import DividedTensor, Handler, has_class_indices
-from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
+from rapidformer_templates.models.divided_tensor import (
+    DividedTensor,
+    Handler,
+    flattens_rows,
+    has_class_indices,
+    rows_of_view,
+    selects_rows,
+)
 from rapidformer_templates.switches.context_parallel.collectives import all_reduce_both_ways
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 

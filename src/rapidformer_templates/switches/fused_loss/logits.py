@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.divided_tensor import DividedTensor
-from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
+from rapidformer_templates.models.divided_tensor import DividedTensor, flattens_rows, rows_of_view, selects_rows
 from rapidformer_templates.models.vocabulary_loss import LossHead, VocabularyShard
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import LossRecipe, linear_cross_entropy
 from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise, Scale, Shift, Tanh

@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.quiet import quiet_transformers
+from rapidformer_templates.models.loading import quiet_transformers
 from rapidformer_templates.switches.lora.exported import base_of, read_config, read_model
 from rapidformer_templates.switches.mixture_of_experts.exported import mark
 from rapidformer_templates.system.files import new_folder

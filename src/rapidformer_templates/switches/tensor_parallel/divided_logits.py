@@ -14,8 +14,14 @@ import torch
 from torch.nn import functional
 
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.models.divided_tensor import DividedTensor, Handler, has_class_indices
-from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
+from rapidformer_templates.models.divided_tensor import (
+    DividedTensor,
+    Handler,
+    flattens_rows,
+    has_class_indices,
+    rows_of_view,
+    selects_rows,
+)
 from rapidformer_templates.models.vocabulary_loss import VocabularyShard, losses_and_slope
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers, all_reduce, gather
 

@@ -23,8 +23,7 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.shards import Shard, ShardKind, StateReader
 from rapidformer_templates.engines.unused_parameters import GradientSequence, reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from rapidformer_templates.models.blocks import canonical_name, is_quantized
-from rapidformer_templates.models.width import width_of
+from rapidformer_templates.models.blocks import canonical_name, is_quantized, width_of
 from rapidformer_templates.planning.deepspeed_file.settings import LOUD, fill_bucket_sizes
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import loss_scale as zero_loss_scale
