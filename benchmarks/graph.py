@@ -117,10 +117,6 @@ class Job(Trainer):
         samples = [{"input_ids": row, "labels": int(row[0]) % 2} for row in ids]
         return Data(train=samples, collate=_collate)
 
-    def model_was_built(self, model: nn.Module) -> None:
-        super().model_was_built(model)
-        self.model = model
-
     def on_step_end(self, step: int, result: Any) -> None:
         if self.step_done.is_last:
             self.loss = float(result.loss)  # waits for the device

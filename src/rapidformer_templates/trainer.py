@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from types import FrameType, MappingProxyType
-from typing import Any, ClassVar, NoReturn
+from types import FrameType
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -26,10 +26,8 @@ from rapidformer_templates.data.targets import count_targets, samples_in
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult
-from rapidformer_templates.engines.layerwise_rates import layerwise
 from rapidformer_templates.engines.optimizer_instances import TAKES_OPTIONS, as_recipe, as_schedule
 from rapidformer_templates.engines.recipe import (
-    GroupOptions,
     OptimizerSpec,
     Schedule,
     default_optimizer,
@@ -37,23 +35,50 @@ from rapidformer_templates.engines.recipe import (
     undecayed,
 )
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
-from rapidformer_templates.models.label_use import LabelUse, smoothed_labels
+from rapidformer_templates.models.label_use import smoothed_labels
 from rapidformer_templates.planning.config import RunConfig, spelling
-from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
-from rapidformer_templates.planning.task_choice import metrics_of
 from rapidformer_templates.run import configure, inference, launch_from_python
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.callbacks import Callback, checked_callbacks
 from rapidformer_templates.run.index_limits import IndexLimits
 from rapidformer_templates.run.planning_of_script import intercept_for_planning, is_planning
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.script_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook, hooks_of
 from rapidformer_templates.run.session import Session, broadcast_weights, open_session
 from rapidformer_templates.system import program
 from rapidformer_templates.system.launch import is_worker
-from rapidformer_templates.system.workers import Workers
+
+T = TypeVar("T")
+
+
+class OfRun(Generic[T]):
+    """An attribute that a template shares with its run. Until the run has it, it is the template's own attribute."""
+
+    def __init__(self, *default: T) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, template: None, owner: type) -> OfRun[T]: ...
+    @overload
+    def __get__(self, template: Trainer, owner: type) -> T: ...
+    def __get__(self, template: Trainer | None, owner: type) -> OfRun[T] | T:
+        if template is None:
+            return self
+        for holder in (template._run, template):
+            if holder is not None and self._name in vars(holder):
+                value: T = vars(holder)[self._name]
+                return value
+        for value in self._default:
+            return value
+        raise AttributeError(f"{type(template).__name__!r} object has no attribute {self._name!r}")
+
+    def __set__(self, template: Trainer, value: T) -> None:
+        vars(template._run or template)[self._name] = value
 
 
 class Trainer:
@@ -76,14 +101,19 @@ class Trainer:
     Flags: ClassVar[type | None] = None
     """A frozen dataclass with your own flags. Declare them with :func:`rapidformer_templates.flag`."""
 
-    data: Data
-    engine: Engine
-    peak_lr: float
+    data = OfRun[Data]()
+    """The data sets of the run, once ``build_data`` has returned them."""
 
-    index_limits = IndexLimits()
+    engine = OfRun[Engine]()
+    """The engine that trains the model, once it is set up."""
+
+    peak_lr = OfRun[float]()
+    """The learning rate of the optimizer recipe."""
+
+    index_limits = OfRun[IndexLimits](IndexLimits())
     """The sizes of the model's vocabulary and head, which batches are compared with."""
 
-    stop_reason: str | None = None
+    stop_reason = OfRun[str | None](None)
     """The reason that :meth:`stop` was called with in this run, or None."""
 
     tokenizer: Any = None
@@ -135,7 +165,7 @@ class Trainer:
         each sample does not count. Without labels, every sample is a target.
         """
         count = self.task.count_targets if self.uses_task else count_targets
-        return count(batch, shifted=self._labels_are_shifted)
+        return count(batch, shifted=self._run is not None and self._run.labels_are_shifted)
 
     @hook("lr", "weight_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay")
     def build_optimizer(self) -> OptimizerSpec:
@@ -143,10 +173,8 @@ class Trainer:
 
         By default it follows ``--optimizer``, ``--lr``, ``--weight-decay``, ``--adam-…`` and ``--layerwise-lr-decay``.
         """
-        training, groups = self.config.training, self._groups
-        if training.layerwise_lr_decay is not None:
-            groups = layerwise(self._depths, training.layerwise_lr_decay, training.lr or 0.0, groups)
-        return default_optimizer(self.plan, training, groups)
+        groups = self._run.parameter_groups if self._run else undecayed
+        return default_optimizer(self.plan, self.config.training, groups)
 
     @hook(*OF_SCHEDULES)
     def build_scheduler(self, total_steps: int) -> Schedule:
@@ -240,11 +268,6 @@ class Trainer:
         return type(self).build_data is Trainer.build_data
 
     @property
-    def reports_perplexity(self) -> bool:
-        """Whether the loss is the log-likelihood of a token, so that its exponential is a perplexity."""
-        return "perplexity" in metrics_of(self.config)
-
-    @property
     def computes_own_metrics(self) -> bool:
         """Whether the user overrides ``compute_metrics``. Only a run can then show what it returns."""
         return type(self).compute_metrics is not Trainer.compute_metrics
@@ -263,52 +286,11 @@ class Trainer:
         for name in ("plan", "task"):
             self.__dict__.pop(name, None)
 
-    _labels_are_shifted = False
-    _groups: GroupOptions = staticmethod(undecayed)
-    _depths: Mapping[str, int] = MappingProxyType({})
+    _run: Run | None = None  # the current run, or the last one
 
-    def model_was_built(self, model: nn.Module) -> None:
-        """Record the optimizer's parameter groups and the model's sizes. Turn off the key-value cache of generation.
-
-        The library calls it with the result of ``build_model``.
-        """
-        self.index_limits = IndexLimits.of(model, own_loss=type(self).compute_loss is not Trainer.compute_loss)
-        groups = OPTIMIZERS[self.plan.optimizer].groups
-        self._groups = load_object(groups)(model) if groups else undecayed
-        for module in model.modules():  # the user's own module may contain a transformers model
-            settings: Any = getattr(module, "config", None)
-            if hasattr(settings, "use_cache"):
-                # In training, cached keys and values waste memory. They are wrong if a block is recomputed.
-                settings.use_cache = False
-
-    def depths_were_computed(self, depths: Mapping[str, int]) -> None:
-        """Record the depth of the layers for ``--layerwise-lr-decay``. The library calls it before ``build_optimizer``.
-
-        Args:
-            depths: see :func:`~rapidformer_templates.engines.layerwise_rates.depths_of`.
-        """
-        self._depths = depths
-
-    def labels_were_tried(self, use: LabelUse) -> list[str]:
-        """Record how the model uses labels. The library calls it before it counts the first batch.
-
-        Returns:
-            Notes for the user.
-        """
-        self._labels_are_shifted = use.shifts
-        notes = (
-            [f"{use.model} could not be tried ({use.untried}): judging by its name, it shifts labels"]
-            if use.untried
-            else []
-        )
-        if self.uses_task:
-            self.task.label_use = use
-            shifts = self.task.use_labels(use)
-            if type(self).compute_loss is Trainer.compute_loss:
-                self._labels_are_shifted = shifts
-            elif shifts and not use.shifts:
-                notes.append(f"{use.model} does not shift labels, nor does this task here: your compute_loss must")
-        return notes
+    def run_begins(self, run: Run) -> None:
+        """Share the data and the model of a run that begins. The library calls it."""
+        self._run = self._model_run = run
 
     def fit(self, workers: int | None = None) -> dict[str, Any]:
         """Train the model. Afterwards the program continues, and :attr:`model` is the trained model.
@@ -341,13 +323,13 @@ class Trainer:
 
     def _fit(self, sends: bool) -> dict[str, Any]:
         intercept_for_planning(self)
-        self._model = self._weights = self._engine = self.stop_reason = None
+        self._model = self._weights = self._model_run = self._local_run = self.stop_reason = None
         self._trained_in_workers = False
         if sends and not is_worker() and (self.config.launch.nproc_per_node or 1) > 1:
             summary, self._weights = launch_from_python.fit(self)
             return summary
         summary = run.fit(self, self._store_model)
-        self._trained_in_workers = self._engine is None and self._weights is None
+        self._trained_in_workers = self._local_run is None and self._weights is None
         return summary
 
     @property
@@ -356,9 +338,10 @@ class Trainer:
         return self._trained_plan or self.plan
 
     _trained_plan: Plan | None = None
-    _model: nn.Module | None = None
-    _weights: inference.Weights | None = None
-    _engine: Engine | None = None
+    _model: nn.Module | None = None  # a model that a hook has assigned
+    _model_run: Run | None = None  # the run that trains the model, or has trained it in this process
+    _local_run: Run | None = None  # the run that has the whole model in this process
+    _weights: inference.Weights | None = None  # trained weights that are not in a model yet
     _trained_in_workers = False  # whether the model was trained in workers that have exited
 
     @property
@@ -370,11 +353,13 @@ class Trainer:
         Raises:
             AttributeError: there is no model yet.
         """
-        if self._model is None and (self._weights is not None or self._trained_in_workers):
-            self._local_engine()
-        if self._model is None:
+        trained = self._model_run
+        if not hasattr(trained, "engine") and (self._weights is not None or self._trained_in_workers):
+            trained = self._single_process_run()
+        model = trained.model if trained is not None and hasattr(trained, "engine") else self._model
+        if model is None:
             raise AttributeError(f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one")
-        return self._model
+        return model
 
     @model.setter
     def model(self, model: nn.Module) -> None:
@@ -390,7 +375,7 @@ class Trainer:
         Raises:
             RapidformerError: the data cannot be used, or this process is one of several workers.
         """
-        return inference.evaluate(self, self._local_engine(), data)
+        return inference.evaluate(self, self._single_process_run(), data)
 
     def predict(
         self, samples: Any, *, batch_size: int = 8, max_new_tokens: int | None = None, temperature: float = 0.0
@@ -416,29 +401,29 @@ class Trainer:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}", where="predict()", hint="give a number of at least 1")
         generation = Generation(max_new_tokens, temperature, self.config.training.seed)
-        return inference.predict(self, self._local_engine(), samples, batch_size, generation)
+        return inference.predict(self, self._single_process_run(), samples, batch_size, generation)
 
-    def _local_engine(self) -> Engine:
-        """Return the engine that holds the model in this process. Build it if there is none."""
+    def _single_process_run(self) -> Run:
+        """Return the run that has the whole model in this process. Build the model if there is none."""
         if self._trained_in_workers:
             raise ConfigError(
                 "the model was trained in workers that ran this script, and is not in this process",
                 where=f"{type(self).__name__}",
                 hint="train with fit(workers=N), or use its export: rapidformer evaluate RUN, predict RUN",
             )
-        if self._engine is None:
-            self._engine, self._weights = inference.build_single_process(self, self._weights), None
-        return self._engine
+        if self._local_run is None:
+            self._local_run, self._weights = inference.build_single_process(self, self._weights), None
+        return self._local_run
 
-    def _store_model(self, engine: Engine, workers: Workers) -> None:
+    def _store_model(self, run: Run) -> None:
         """Store the trained model after a single-process run."""
-        if workers.world > 1:
+        if run.workers.world > 1:
             return
-        if inference.is_plain(engine, self):
-            self._engine = engine
-            engine.model.eval()
+        if inference.is_plain(run):
+            self._local_run = run
+            run.model.eval()
         else:
-            self._model, self._weights = None, inference.whole_weights(engine)
+            self._model_run, self._weights = None, inference.whole_weights(run.engine)
 
     @classmethod
     def main(cls, **flags: Any) -> None:

@@ -17,7 +17,7 @@ from rapidformer_templates import Data, Finetuner, Pretrainer, RapidformerError
 from rapidformer_templates.compat import rapidformer
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.run.folder import read_metrics
-from rapidformer_templates.run.loop import Loop
+from rapidformer_templates.run.log import Log
 from tests.support.worker_pool import run_in_workers
 
 EXAMPLES = Path(finetune.__file__).parent
@@ -36,13 +36,13 @@ def given(words: str) -> Any:
 def recorded(train: Callable[[], object]) -> list[dict[str, Any]]:
     """Return the lines that runs write to ``metrics.jsonl`` in a folder, without fields that depend on the clock."""
     lines: list[dict[str, Any]] = []
-    record = Loop.record
+    record = Log.record
 
-    def record_too(loop: Loop, line: Mapping[str, Any]) -> None:
+    def record_too(log: Log, line: Mapping[str, Any]) -> None:
         lines.append({k: v for k, v in line.items() if not any(word in k for word in RATES)})
-        record(loop, line)
+        record(log, line)
 
-    with mock.patch.object(Loop, "record", record_too):
+    with mock.patch.object(Log, "record", record_too):
         train()
     return lines
 

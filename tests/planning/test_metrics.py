@@ -172,9 +172,6 @@ class OwnMetrics(Scored):
         self.task.notes = []
         return super().build_data()
 
-    def model_was_built(self, model: nn.Module) -> None:
-        """Nothing to record."""
-
     def count_targets(self, batch: Any) -> float:
         return float(len(batch["x"]))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates import Data
-from rapidformer_templates.run.console import print_lines
+from rapidformer_templates.system.terminal import print_lines
 from tests.support.lines import Line
 
 FLAGS = ["--micro-batch-size", "10", "--train-iters", "4", "--eval-interval", "2", "--save-interval", "4"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from importlib.util import find_spec
 from typing import Any
@@ -15,8 +16,9 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import DDP_ENGINE
 from rapidformer_templates.planning.switch import Measured
-from rapidformer_templates.run import fit as run
+from rapidformer_templates.run import fit
 from rapidformer_templates.run.receipts import Receipts
+from rapidformer_templates.run.run import Run
 from tests.support import combinations
 from tests.support.combinations import Combination, accepted
 from tests.support.machine import why_no_nvme
@@ -81,10 +83,12 @@ def _broken(workers: Any, found: Combination, name: str, act: str) -> None:
         trained.plan = dataclasses.replace(trained.plan, engine_options=options)
     plain = {name: dataclasses.replace(REGISTRY[name], transform=None)} if act == "transform" else {}
 
-    def receipts(engine: Any, template: Any, order: Any) -> Receipts:
-        return Receipts(engine, asked, order)
+    def receipts(run: Run, order: Any) -> Receipts:
+        complete = copy.copy(run)
+        complete.plan, complete.config = asked.plan, asked.config
+        return Receipts(complete, order)
 
-    with mock.patch.dict(REGISTRY._switches_by_name, plain), mock.patch.object(run, "Receipts", receipts):
+    with mock.patch.dict(REGISTRY._switches_by_name, plain), mock.patch.object(fit, "Receipts", receipts):
         trained.fit()
 
 

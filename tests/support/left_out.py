@@ -16,30 +16,32 @@ import pytest
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run import configure, fit
 from rapidformer_templates.run.configure import resolve_plan
+from rapidformer_templates.run.run import Run
 
 NAME = os.environ["RAPIDFORMER_LEFT_OUT"]
 
 
 @contextmanager
-def _without(template: Any) -> Iterator[None]:
-    """Give the template the configuration and the plan that it has with the switch off."""
-    plan, config = template.plan, template.config
+def _without(run: Run) -> Iterator[None]:
+    """Give the run and its template the configuration and the plan that they have with the switch off."""
+    template: Any = run.hooks
+    plan, config = run.plan, run.config
     if NAME in plan.switches:
         off = dict(REGISTRY[NAME].off)
         if NAME == "gradient-accumulation":
             off = {"micro_batch_size": plan.sizes.micro_batch * plan.sizes.accumulation}
-        template.config = config.replace("left out", **off)
-        template.plan = resolve_plan(type(template), template.config)
+        run.config = template.config = config.replace("left out", **off)
+        run.plan = template.plan = resolve_plan(type(template), run.config)
     try:
         yield
     finally:
-        template.plan, template.config = plan, config
+        run.plan, run.config = template.plan, template.config = plan, config
 
 
 def _left_out(build: Any) -> Any:
-    def build_without(template: Any, *arguments: Any) -> Any:
-        with _without(template):
-            return build(template, *arguments)
+    def build_without(run: Run, *arguments: Any) -> Any:
+        with _without(run):
+            return build(run, *arguments)
 
     return build_without
 

@@ -22,8 +22,9 @@ from filelock import FileLock
 from rapidformer_templates import Trainer
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.shards import shards_to_write
-from rapidformer_templates.run import fit as run
-from rapidformer_templates.run.loop import Loop
+from rapidformer_templates.run import fit
+from rapidformer_templates.run.log import Log
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.workers import Workers
 from tests.support import jobs
 
@@ -88,20 +89,20 @@ def trained(template: Trainer) -> Trained:
     weights: dict[str, torch.Tensor] = {}
     averages: dict[str, torch.Tensor] = {}
     lines: list[dict[str, Any]] = []
-    record = Loop.record
+    record = Log.record
 
-    def take(engine: Engine, workers: Workers) -> None:
-        weights.update(whole_weights(engine, workers))
+    def take(run: Run) -> None:
+        weights.update(whole_weights(run.engine, run.workers))
         if template.config.training.ema_decay is not None:
-            with engine.averaged():
-                averages.update(whole_weights(engine, workers))
+            with run.engine.averaged():
+                averages.update(whole_weights(run.engine, run.workers))
 
-    def record_too(loop: Loop, line: Mapping[str, Any]) -> None:
+    def record_too(log: Log, line: Mapping[str, Any]) -> None:
         lines.append(dict(line))
-        record(loop, line)
+        record(log, line)
 
-    with mock.patch.object(Loop, "record", record_too):
-        summary = run.fit(template, take)
+    with mock.patch.object(Log, "record", record_too):
+        summary = fit.fit(template, take)
     evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
     curve: list[tuple[float, float]] = getattr(template, "curve", [])
     return {

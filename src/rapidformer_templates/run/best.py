@@ -1,4 +1,4 @@
-"""The metric that selects the best checkpoint: its name, and whether higher or lower is better.
+"""The best checkpoint of a run: the metric that selects it, and whether higher or lower is better.
 
 If the direction is unknown, the user must specify it, because the wrong one would keep and export the worst
 checkpoint. This module does not import torch.
@@ -6,6 +6,7 @@ checkpoint. This module does not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,10 @@ from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.metrics import Direction, direction_of, metric_name
 from rapidformer_templates.planning.task_choice import metrics_of
 from rapidformer_templates.planning.weights import named_sets
+from rapidformer_templates.system.terminal import say
 
 if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
-
+    from rapidformer_templates.run.run import Run
 
 LOSS = "eval_loss"
 
@@ -71,13 +72,13 @@ def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_tas
     )
 
 
-def best_metric(template: Template) -> BestMetric | None:
+def best_metric(run: Run) -> BestMetric | None:
     """Return the best metric of a run with loaded data, or None if no best checkpoint is kept.
 
     Raises:
         ConfigError: a best checkpoint is requested without validation data, or the metric does not exist.
     """
-    config, training, sets = template.config, template.config.training, template.data.validation_sets()
+    config, training, sets = run.config, run.config.training, run.data.validation_sets()
     if not training.keeps_best:
         return None
     if not sets:
@@ -92,12 +93,66 @@ def best_metric(template: Template) -> BestMetric | None:
             where=f"{spelling(requesting)} ({config.origin(requesting)})",
             hint="give a validation part, or leave it out",
         )
-    if not template.computes_own_metrics:
-        if template.uses_task and template.task.problem:  # the data determined the kind of labels
-            config = config.replace("the data", problem_type=template.task.problem)
-        check_metric(config, sets, of_task=template.uses_task)
-    default = metric_name(next(iter(sets)), template.task.best_metric if template.uses_task else LOSS)
+    if not run.overrides("compute_metrics"):
+        if run.task and run.task.problem:  # the data determined the kind of labels
+            config = config.replace("the data", problem_type=run.task.problem)
+        check_metric(config, sets, of_task=run.task is not None)
+    default = metric_name(next(iter(sets)), run.task.best_metric if run.task else LOSS)
     name = training.metric_for_best or default
     direction = training.metric_for_best_mode or direction_of(name)
     assert direction is not None  # guaranteed by rule RF098, and by a test for the metrics of tasks
     return BestMetric(name, direction)
+
+
+class BestStep:
+    """Remembers the best step of a run in its position, and decides when the run no longer improves.
+
+    Attributes:
+        metric: selects the best step.
+        patience: evaluations without an improvement before the run stops early. None never stops it early.
+    """
+
+    def __init__(self, run: Run, metric: BestMetric, patience: int | None) -> None:
+        self.run, self.metric, self.patience = run, metric, patience
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """Remember the current step if it is the best so far. A lower loss decides between equal values.
+
+        The names of a user's metrics are unknown until the first evaluation. If the metric is not among them, the
+        loss replaces it.
+        """
+        position, sets, metric = self.run.position, self.run.data.validation_sets(), self.metric
+        step, best = position.step, position.best
+        position.evaluations_since_best += 1
+        if metric.name not in metrics:
+            names = ", ".join(name for name in metrics if name != LOSS) or "nothing"
+            problem = f"compute_metrics returns no '{metric.name}' (it returns {names})"
+            if best is not None and best["metric"] == metric.name:
+                say(self.run.workers, f"{problem}: step {step} is not a new best", loud=True)
+                return
+            self.metric = metric = loss_of(sets)
+            say(self.run.workers, f"{problem}: the best checkpoint is the one with the lowest {metric.name}", loud=True)
+        value, loss = metrics[metric.name], metrics.get(loss_beside(metric.name, sets), math.inf)
+        if not math.isfinite(value):
+            say(self.run.workers, f"the {metric.name} of step {step} is {value}: not a new best", loud=True)
+            return
+        is_better = metric.improves(value, best)
+        if is_better:
+            position.evaluations_since_best = 0
+        best_loss = position.best_loss
+        if is_better or (best and best["value"] == value and best_loss is not None and loss < best_loss):
+            position.best = {"step": step, "metric": metric.name, "value": value}
+            position.best_loss = loss if math.isfinite(loss) else None
+
+    @property
+    def patience_reason(self) -> str | None:
+        """Why the run should stop, if patience has run out. All workers decide the same."""
+        evaluations, best = self.run.position.evaluations_since_best, self.run.position.best
+        if self.patience is None or evaluations < self.patience:
+            return None
+        than = (
+            f"a better {best['metric']} than {best['value']:.6g} (the best step is {best['step']})"
+            if best
+            else "a finite metric"
+        )
+        return f"{evaluations} evaluations without {than}"

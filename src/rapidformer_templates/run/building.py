@@ -1,39 +1,43 @@
-"""Builds the engine of a run or a session, with a model that is transformed by the active switches."""
+"""Builds the data and the engine of a run or a session. The active switches transform the model in between."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from rapidformer_templates.data.checks import checked_data
 from rapidformer_templates.data.loader import load, to_device
 from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
+from rapidformer_templates.data.types import Endless, SampleSet
 from rapidformer_templates.engines.auxiliary_losses import notes_about
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
-from rapidformer_templates.engines.layerwise_rates import FirstUses, depths_of
+from rapidformer_templates.engines.layerwise_rates import FirstUses, depths_of, layerwise
 from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.recipe import undecayed
 from rapidformer_templates.engines.side_effects import preserve_state
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.label_use import can_be_tried, in_evaluation, label_use
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import FREED_MEMORY
-from rapidformer_templates.run.console import say
 from rapidformer_templates.run.hooks import checked_model, checked_optimizer
+from rapidformer_templates.run.index_limits import IndexLimits
 from rapidformer_templates.run.out_of_memory import explained_while_building
 from rapidformer_templates.run.reference import allow_trial, provide_reference
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
 from rapidformer_templates.system.random_state import seed_all
-from rapidformer_templates.system.workers import Workers
-
-if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
+from rapidformer_templates.system.terminal import say
 
 
 def choose_allocation(plan: Plan) -> None:
@@ -48,99 +52,145 @@ def choose_allocation(plan: Plan) -> None:
             give_freed_memory_back()
 
 
-def prepare_switches(template: Template) -> None:
+def prepare_switches(config: RunConfig, plan: Plan) -> None:
     """Let the active switches prepare what they need, before a worker starts."""
-    for switch in (REGISTRY[name] for name in template.plan.switches):
+    for switch in (REGISTRY[name] for name in plan.switches):
         if switch.prepare:
-            load_object(switch.prepare)(template.config, template.plan)
+            load_object(switch.prepare)(config, plan)
 
 
-def build_engine(template: Template, workers: Workers, build: Callable[[], nn.Module] | None = None) -> Engine:
+def build_data(run: Run) -> SampleSet | Endless:
+    """Build the data of the run, and return the training samples."""
+    run.data = data = checked_data(run.hooks.build_data())
+    run.task = task = run.hooks.task if run.hooks.uses_task else None
+    if task and task.bad.skipped:
+        say(run.workers, describe_skipped(add_by_reason({}, task.bad.skipped)), loud=True)
+    for note in task.notes if task else []:
+        say(run.workers, f"note       {note}")
+    samples = data.train
+    if isinstance(samples, Endless) and data.valid is None:
+        say(run.workers, "note       a stream is not divided: without a validation part the run is not evaluated")
+    if samples is None or (not isinstance(samples, Endless) and len(samples) == 0):
+        raise DataError("the training data set is empty", where="build_data()", hint="it must have at least one sample")
+    if run.config.data.evaluate_test and not data.test:
+        hint = "return Data(…, test=samples), or leave the flag out"
+        raise DataError("there is no test part", where="--evaluate-test", hint=hint)
+    return samples
+
+
+def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = None) -> None:
     """Build the model, apply the active switches in the order of their stages, and set up the engine.
 
     Args:
-        build: builds the reference model for preferences, if it is not the initial model.
+        build_reference: builds the reference model for preferences, if it is not the initial model.
     """
-    config, plan = template.config, template.plan
-    engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
-    model = _seeded_model(template, engine)
-    template.model_was_built(model)
-    tried = can_be_tried(model)
-    if tried:
-        _try_labels(template, model, workers)
-    if template.uses_task:
-        template.task.check_model(model)
-    if config.training.layerwise_lr_decay is not None:
-        template.depths_were_computed(depths_of(model, _parameters_by_use(template, model, engine)))
-    model = _transformed(template, model, workers)
+    plan, training, workers = run.plan, run.config.training, run.workers
+    engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=training.clip_grad)
+
+    # 1. The model as the user builds it, and what must be known about it before it is transformed.
+    model = _build_model(run, engine)
+    run.index_limits = IndexLimits.of(model, own_loss=run.overrides("compute_loss"))
+    _turn_off_cache(model)
+    is_tried = can_be_tried(model)
+    if is_tried:
+        _try_labels(run, model)
+    if run.task:
+        run.task.check_model(model)
+    groups = OPTIMIZERS[plan.optimizer].groups
+    run.parameter_groups = load_object(groups)(model) if groups else undecayed
+    if training.layerwise_lr_decay is not None:
+        depths = depths_of(model, _parameters_by_use(run, model, engine))
+        run.parameter_groups = layerwise(depths, training.layerwise_lr_decay, training.lr or 0.0, run.parameter_groups)
+
+    # 2. The transforms of the switches.
+    model = _transformed(run, model)
     for note in notes_about(model):
         say(workers, f"note       {note}")
-    if config.training.neftune_alpha:
-        add_noise(model, config.training.neftune_alpha, config.training.seed)
-    recipe = checked_optimizer(template.build_optimizer())
-    template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
-    engine.setup(model, recipe, template.compute_loss)
-    if config.training.ema_decay is not None:
-        engine.keep_average(config.training.ema_decay)
-    template.engine, template.model = engine, engine.model
-    again = build or (lambda: _transformed(template, _seeded_model(template, engine), workers))
-    provide_reference(template, engine, again)
-    if not tried:
+    if training.neftune_alpha:
+        add_noise(model, training.neftune_alpha, training.seed)
+
+    # 3. The engine. It wraps or shards the model, and then builds the optimizer.
+    recipe = checked_optimizer(run.hooks.build_optimizer())
+    run.peak_lr = float(recipe.kwargs.get("lr", 0.0))
+    engine.setup(model, recipe, run.hooks.compute_loss)
+    if training.ema_decay is not None:
+        engine.keep_average(training.ema_decay)
+    run.engine = engine
+    provide_reference(run, build_reference or (lambda: _transformed(run, _build_model(run, engine))))
+    if not is_tried:
         with engine.measuring() as whole:
-            _try_labels(template, whole, workers)
-    return engine
+            _try_labels(run, whole)
 
 
-def _seeded_model(template: Template, engine: Engine) -> nn.Module:
+def _build_model(run: Run, engine: Engine) -> nn.Module:
     """Build the untrained model. Each call gives the same weights."""
-    seed_all(template.config.training.seed)
-    with explained_while_building(template.plan, engine.workers.rank), engine.build_context():
-        return checked_model(template.build_model())
+    seed_all(run.config.training.seed)
+    with explained_while_building(run.plan, run.workers.rank), engine.build_context():
+        return checked_model(run.hooks.build_model())
 
 
-def _transformed(template: Template, model: nn.Module, workers: Workers) -> nn.Module:
+def _turn_off_cache(model: nn.Module) -> None:
+    """Turn off the key-value cache of generation. It wastes memory, and is wrong if a block is recomputed."""
+    for module in model.modules():  # the user's own module may contain a transformers model
+        settings = getattr(module, "config", None)
+        if settings is not None and hasattr(settings, "use_cache"):
+            settings.use_cache = False
+
+
+def _transformed(run: Run, model: nn.Module) -> nn.Module:
     """Apply the active switches to the model, in the order of their stages."""
-    config, plan = template.config, template.plan
-    for switch in (REGISTRY[name] for name in plan.switches):
+    for switch in (REGISTRY[name] for name in run.plan.switches):
         if switch.transform:
-            options = config.switches[switch.name]
-            building = Building(find_blocks(model), options, plan, workers, partial(_loss_of_one, template))
-            with allow_trial(template):
+            options = run.config.switches[switch.name]
+            building = Building(find_blocks(model), options, run.plan, run.workers, partial(_loss_of_one, run))
+            with allow_trial(run.task):
                 model = load_object(switch.transform)(model, building)
             del building
     return model
 
 
-def _parameters_by_use(template: Template, model: nn.Module, engine: Engine) -> list[str] | None:
+def _parameters_by_use(run: Run, model: nn.Module, engine: Engine) -> list[str] | None:
     """Return the names of the parameters in the order in which the loss of a sample uses them. None without a sample.
 
     The model is not transformed yet. Under ZeRO-3 its parameters are gathered while they are used.
     """
-    if template.data.train is None:
+    if run.data.train is None:
         return None
     uses = FirstUses(model)
-    with engine.build_context(), torch.no_grad(), in_evaluation(model), allow_trial(template), uses:
-        _loss_of_one(template, model)
+    with engine.build_context(), torch.no_grad(), in_evaluation(model), allow_trial(run.task), uses:
+        _loss_of_one(run, model)
     return uses.names
 
 
-def _try_labels(template: Template, model: nn.Module, workers: Workers) -> None:
+def _try_labels(run: Run, model: nn.Module) -> None:
     """Find out how the model uses labels. This determines the count of targets and the task's loss."""
-    for note in template.labels_were_tried(label_use(model)):
-        say(workers, f"note       {note}")
+    use = label_use(model)
+    run.labels_are_shifted = use.shifts
+    if use.untried:
+        note = f"{use.model} could not be tried ({use.untried}): judging by its name, it shifts labels"
+        say(run.workers, f"note       {note}")
+    if not run.task:
+        return
+    run.task.label_use = use
+    shifts = run.task.use_labels(use)
+    if not run.overrides("compute_loss"):
+        run.labels_are_shifted = shifts
+    elif shifts and not use.shifts:
+        note = f"{use.model} does not shift labels, nor does this task here: your compute_loss must"
+        say(run.workers, f"note       {note}")
 
 
-def _loss_of_one(template: Template, model: nn.Module) -> Any:
+def _loss_of_one(run: Run, model: nn.Module) -> Any:
     """Compute the user's loss of the first sample."""
-    if template.data.train is None:
+    if run.data.train is None:
         raise ConfigError(
             "a switch of this session must see the loss of one sample before the first step",
-            where=" → ".join(template.plan.switches),
+            where=" → ".join(run.plan.switches),
             hint="give compose() a batch of one sample: example=batch",
         )
-    request = BatchRequest([0], (template.config.training.seed, Stream.TRIAL), [0])
-    (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
-    template.index_limits.check(microbatch, "training samples")
+    request = BatchRequest([0], (run.config.training.seed, Stream.TRIAL), [0])
+    (microbatch,) = load(run.data.train, run.data, [request], workers=0, pin_memory=False)
+    run.index_limits.check(microbatch, "training samples")
     batch = to_device(microbatch.batch, next(model.parameters()).device)
     with preserve_state(model):
-        return template.compute_loss(model, batch)
+        return run.hooks.compute_loss(model, batch)

@@ -6,17 +6,14 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rapidformer_templates.data.checks import kind_of
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.errors import CheckpointError, ConfigError, alike
-from rapidformer_templates.run.console import say
 from rapidformer_templates.run.script_hooks import CALLED_BY_A_LOOP
+from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
-
-if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
 
 
 class Callback:
@@ -54,13 +51,6 @@ class Callback:
 
 
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
-
-
-def notify(template: Template, event: str, *values: Any) -> None:
-    """Call a callback of a template, and then that of its callback objects."""
-    getattr(template, event)(*values)
-    for callback in template.callbacks:
-        getattr(callback, event)(template, *values)
 
 
 def checked_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:

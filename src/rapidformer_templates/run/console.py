@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
 
@@ -21,29 +20,16 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.best import LOSS
 from rapidformer_templates.run.folder import RunFolder, is_test_line, read_metrics
+from rapidformer_templates.run.meter import Meter
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.files import finite, write_json
-from rapidformer_templates.system.terminal import console
+from rapidformer_templates.system.terminal import console, print_lines
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
-    from rapidformer_templates.engines.contract import Engine
-    from rapidformer_templates.run.loop import Loop, Position
-    from rapidformer_templates.run.meter import Meter
-    from rapidformer_templates.run.template import Template
+    from rapidformer_templates.run.loop import Loop
 
 REPORTED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "fairscale", "onnxruntime")
-
-
-def say(workers: Workers, line: str, *, loud: bool = False) -> None:
-    """Print a line from rank 0. Loud lines begin with ``warning:``."""
-    if workers.is_main:
-        print_lines(f"warning: {line}" if loud else line)
-
-
-def print_lines(text: str) -> None:
-    """Print lines to standard error. Errors are ignored, so that a run continues if nobody reads them."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def show_plan(plan: Plan) -> None:
@@ -75,43 +61,40 @@ def versions() -> dict[str, str]:
     return versions_by_package
 
 
-def summarise(
-    template: Template, loop: Loop, metrics: dict[str, float], receipts: dict[str, Any], workers: Workers
-) -> dict[str, Any]:
+def summarise(loop: Loop, metrics: dict[str, float], receipts: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of a run. Rank 0 writes it to ``summary.json``."""
+    run = loop.run
     summary = {
-        **what_was_done(template.plan, loop.engine, loop.position, loop.meter, receipts),
+        **what_was_done(run, loop.meter, receipts),
         "epochs": loop.epoch,
         "metrics": metrics,
         "metrics_step": loop.exported_step,
-        "best": loop.position.best,
+        "best": run.position.best,
         "stopped_early": loop.early_stop_reason,
-        "skipped_lines": len(template.task.bad.skipped) if template.uses_task else 0,
+        "skipped_lines": len(run.task.bad.skipped) if run.task else 0,
     }
-    if not loop.meter.steps and loop.folder and loop.folder.summary.exists():
+    if not loop.meter.steps and run.folder and run.folder.summary.exists():
         # A complete run was resumed without a step, so its earlier measurements are still valid.
-        earlier = loop.folder.read_summary()
+        earlier = run.folder.read_summary()
         measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
         summary |= {name: earlier[name] for name in measured}
-    summary["trackers"] = workers.broadcast(loop.trackers.end(summary) if loop.trackers else {})
-    if workers.is_main and loop.folder:
-        write_json(loop.folder.summary, finite(summary))
+    summary["trackers"] = run.workers.broadcast(loop.log.end_trackers(summary))
+    if run.workers.is_main and run.folder:
+        write_json(run.folder.summary, finite(summary))
     return summary
 
 
-def what_was_done(
-    plan: Plan, engine: Engine, position: Position, meter: Meter, receipts: dict[str, Any]
-) -> dict[str, Any]:
+def what_was_done(run: Run, meter: Meter, receipts: dict[str, Any]) -> dict[str, Any]:
     """Return the part of the summary that runs and sessions share. Call it on every rank."""
     rates = meter.totals()
-    memory = engine.workers.gather(rates["peak_memory_mb"])
-    parameters, trainable = count_parameters(engine.model, engine.workers)
+    memory = run.workers.gather(rates["peak_memory_mb"])
+    parameters, trainable = count_parameters(run.model, run.workers)
     return {
-        "template": plan.template,
-        "switches": list(plan.switches),
-        "steps": position.step,
-        "samples": position.samples,
-        "tokens": position.tokens,
+        "template": run.plan.template,
+        "switches": list(run.plan.switches),
+        "steps": run.position.step,
+        "samples": run.position.samples,
+        "tokens": run.position.tokens,
         "throughput": {name: value for name, value in rates.items() if "per_second" in name or name == "step_ms"},
         "peak_memory_mb": max(memory),
         "peak_memory_mb_by_rank": memory,

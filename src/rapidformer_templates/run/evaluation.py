@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, sample_lengths
+from rapidformer_templates.data.types import SampleSet
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.planning.metrics import metric_name
+from rapidformer_templates.planning.task_choice import metrics_of
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.run.index_limits import locate_index_errors
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.random_state import capture, restore
-from rapidformer_templates.system.workers import Workers
-
-if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
 
 
 @contextmanager
@@ -42,28 +41,18 @@ class Evaluator:
     """
 
     def __init__(
-        self,
-        template: Template,
-        engine: Engine,
-        samples: Any,
-        workers: Workers,
-        limit: int | None = None,
-        name: str = "",
-        part: str | None = None,
+        self, run: Run, samples: SampleSet, limit: int | None = None, name: str = "", part: str | None = None
     ) -> None:
+        self.run, self.samples = run, samples
         self.name = name
         self.part = name if part is None else part
-        self.template = template
-        self.engine = engine
-        self.samples = samples
-        self.workers = workers
-        sizes = template.plan.sizes
+        sizes = run.plan.sizes
         self.size = min(len(samples), limit * sizes.micro_batch * sizes.data) if limit else len(samples)
         self._requests = eval_requests(
-            sample_lengths(samples, template.data, training=False),
+            sample_lengths(samples, run.data, training=False),
             self.size,
-            template.config.training.seed,
-            rank=workers.data_rank,
+            run.config.training.seed,
+            rank=run.workers.data_rank,
             data_size=sizes.data,
             micro_batch=sizes.micro_batch,
         )
@@ -81,26 +70,27 @@ class Evaluator:
         Args:
             advance: called with the number of samples that this rank has completed.
         """
-        if self.template.uses_task:
-            self.template.task.begin_evaluation(self.part)
-        with evaluating(self.engine), self.engine.averaged():
-            if self.template.uses_task and self.template.task.needs_prepass:
-                self.template.task.prepass(self.engine.eval_batch, self._microbatches(), self.workers)
+        run, task = self.run, self.run.task
+        if task:
+            task.begin_evaluation(self.part)
+        with evaluating(run.engine), run.engine.averaged():
+            if task and task.needs_prepass:
+                task.prepass(run.engine.eval_batch, self._microbatches(), run.workers)
             total, targets, results = self._results(advance)
-        total, targets = self.workers.sum(total, targets)
+        total, targets = run.workers.sum(total, targets)
         metrics = {"eval_loss": total / targets if targets else math.nan}
-        if self.template.reports_perplexity:
+        if "perplexity" in metrics_of(run.config):
             metrics["perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
-        gathered = [entry for share in self.workers.gather(results) for entry in share]
+        gathered = [entry for share in run.workers.gather(results) for entry in share]
         if gathered:
             gathered.sort(key=lambda entry: entry[0])
-            task_metrics = self.template.compute_metrics([e[1] for e in gathered], [e[2] for e in gathered])
+            task_metrics = run.hooks.compute_metrics([e[1] for e in gathered], [e[2] for e in gathered])
             metrics |= checked_metrics(task_metrics)
         return {metric_name(self.name, metric): value for metric, value in metrics.items()}
 
     def _microbatches(self) -> Iterator[MicroBatch]:
-        for microbatch in load(self.samples, self.template.data, self._requests, workers=0, pin_memory=False):
-            self.template.index_limits.check(microbatch, self._samples_name)
+        for microbatch in load(self.samples, self.run.data, self._requests, workers=0, pin_memory=False):
+            self.run.index_limits.check(microbatch, self._samples_name)
             yield microbatch
 
     @property
@@ -109,18 +99,19 @@ class Evaluator:
 
     def _results(self, advance: Callable[[int], object]) -> tuple[float, float, list[tuple[int, Any, Any]]]:
         """Return (sum of losses, targets, (sample, prediction, reference) of each sample) of this rank."""
+        hooks, workers = self.run.hooks, self.run.workers
         total = targets = 0.0
         results: list[tuple[int, Any, Any]] = []
         for microbatch in self._microbatches():
-            microbatch.targets = 0 if microbatch.idle else checked_count(self.template.count_targets(microbatch.batch))
+            microbatch.targets = 0 if microbatch.idle else checked_count(hooks.count_targets(microbatch.batch))
             with locate_index_errors(microbatch.samples, self._samples_name):
-                loss, outputs = self.engine.eval_batch(microbatch)
+                loss, outputs = self.run.engine.eval_batch(microbatch)
             advance(len(microbatch.samples))
-            if not self.workers.ends_pipeline:
+            if not workers.ends_pipeline:
                 continue
-            result = self.template.read_outputs(outputs, microbatch.batch)
+            result = hooks.read_outputs(outputs, microbatch.batch)
             predictions, references = checked_predictions(result, len(microbatch.samples))
-            if microbatch.idle or not self.workers.is_replica_leader:
+            if microbatch.idle or not workers.is_replica_leader:
                 continue
             total += loss
             targets += microbatch.targets
@@ -131,10 +122,9 @@ class Evaluator:
 class Validation:
     """Evaluates the engine's model on each validation set of the run, one after another."""
 
-    def __init__(self, template: Template, engine: Engine, workers: Workers) -> None:
-        limit = template.config.training.eval_iters
-        sets = template.data.validation_sets()
-        self.evaluators = [Evaluator(template, engine, sets[name], workers, limit, name) for name in sets]
+    def __init__(self, run: Run) -> None:
+        limit, sets = run.config.training.eval_iters, run.data.validation_sets()
+        self.evaluators = [Evaluator(run, samples, limit, name) for name, samples in sets.items()]
 
     @property
     def share(self) -> int:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -25,16 +25,13 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.loading import class_of, quiet_transformers, read_config_of
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.checkpoint.format import Reader
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saved_model import DESCRIPTION
 from rapidformer_templates.run.script_hooks import overridden_hooks
 from rapidformer_templates.system.files import new_folder, write_json
-from rapidformer_templates.system.workers import Workers
-
-if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
 
 
-def export_model(engine: Engine, template: Template, folder: Path, workers: Workers) -> None:
+def export_model(engine: Engine, tokenizer: Any, folder: Path) -> None:
     """Write weights, config and tokenizer. Call it on every rank. Rank 0 writes.
 
     A model that is not from transformers is exported only as ``model.safetensors``.
@@ -44,12 +41,13 @@ def export_model(engine: Engine, template: Template, folder: Path, workers: Work
         if weights is not None:
             with new_folder(folder) as temporary:
                 _write(engine.model, weights, temporary)
-                if template.tokenizer is not None:
-                    template.tokenizer.save_pretrained(temporary)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(temporary)
 
 
-def describe_model(model: nn.Module, template: Template, folder: Path) -> None:
+def describe_model(run: Run, folder: Path) -> None:
     """Write everything in an export except the weights, and the decisions of the data."""
+    model, tokenizer = run.model, run.hooks.tokenizer
     with new_folder(folder) as temporary:
         writer = _writer_of(model)
         if writer:
@@ -60,10 +58,10 @@ def describe_model(model: nn.Module, template: Template, folder: Path) -> None:
             config.save_pretrained(temporary)
             _write_generation_config(model, temporary)
             _mark(temporary)
-        if template.tokenizer is not None:
-            template.tokenizer.save_pretrained(temporary)
-        decisions = template.task.decisions() if template.uses_task else {}
-        write_json(temporary / DESCRIPTION, {"hooks": overridden_hooks(type(template)), "decisions": decisions})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        decisions = run.task.decisions() if run.task else {}
+        write_json(temporary / DESCRIPTION, {"hooks": overridden_hooks(type(run.hooks)), "decisions": decisions})
 
 
 def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averages: bool) -> None:

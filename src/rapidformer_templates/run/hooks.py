@@ -1,19 +1,50 @@
-"""Checks of values that user hooks return. An error names the hook that returned an unusable value."""
+"""The hooks of a user's template, and checks of the values that they return.
+
+An error names the hook that returned an unusable value.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Sized
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from rapidformer_templates.data.checks import kind_of
+from rapidformer_templates.data.tasks import Task
+from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
 from rapidformer_templates.errors import ModelError, RapidformerError
 
-T = TypeVar("T")
+
+class Hooks(Protocol):
+    """The part of a :class:`rapidformer_templates.Trainer` that a run calls. ``Trainer`` documents each member."""
+
+    tokenizer: Any
+    uses_task: bool
+
+    @property
+    def task(self) -> Task: ...
+
+    def build_model(self) -> nn.Module: ...
+    def build_data(self) -> Data: ...
+    def compute_loss(self, model: Any, batch: Batch) -> Any: ...
+    def count_targets(self, batch: Batch) -> float: ...
+    def build_optimizer(self) -> OptimizerSpec: ...
+    def build_scheduler(self, total_steps: int) -> Schedule: ...
+    def read_outputs(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]: ...
+    def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]: ...
+
+    def on_train_start(self) -> None: ...
+    def on_step_end(self, step: int, result: StepResult) -> None: ...
+    def on_epoch_end(self, epoch: int) -> None: ...
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def on_checkpoint(self, step: int, folder: Path) -> None: ...
+    def on_train_end(self, summary: Mapping[str, Any]) -> None: ...
 
 
 def checked_model(model: Any) -> nn.Module:

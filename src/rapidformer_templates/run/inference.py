@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +21,8 @@ from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.run.building import build_engine
+from rapidformer_templates.run.building import build_data, build_engine
 from rapidformer_templates.run.evaluation import Evaluator, Validation, evaluating
-from rapidformer_templates.run.fit import build_data
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import checked_count, checked_predictions
 from rapidformer_templates.run.index_limits import locate_index_errors
@@ -35,12 +34,11 @@ from rapidformer_templates.run.predictions import (
     samples_as_part,
 )
 from rapidformer_templates.run.reference import precomputed_reference
+from rapidformer_templates.run.run import Run
+from rapidformer_templates.run.template import Template, begin_run
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import kept_process_state
 from rapidformer_templates.system.workers import Workers
-
-if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -52,12 +50,12 @@ def whole_weights(engine: Engine) -> Weights | None:
         return None if weights is None else {name: tensor.clone() for name, tensor in weights.items()}
 
 
-def is_plain(engine: Engine, template: Template) -> bool:
-    """Whether the model of an engine is unsharded, in this process, and has the weights that are exported."""
-    return type(engine) is SingleEngine and template.config.training.ema_decay is None
+def is_plain(run: Run) -> bool:
+    """Whether the model of a run is unsharded, in this process, and has the weights that are exported."""
+    return type(run.engine) is SingleEngine and run.config.training.ema_decay is None
 
 
-def build_single_process(template: Template, weights: Weights | None) -> Engine:
+def build_single_process(template: Template, weights: Weights | None) -> Run:
     """Build the model in this process, unsharded and without wrappers.
 
     Args:
@@ -71,28 +69,29 @@ def build_single_process(template: Template, weights: Weights | None) -> Engine:
         )
     with kept_process_state(), _single_process_plan(template):
         workers = Workers(rank=0, local_rank=0, world=1, device=accelerator.device_of(template.plan.device, 0))
-        build_data(template, workers)
-        engine = build_engine(template, workers)
-        _attach_precomputed(template, engine, workers)
+        run = begin_run(template, workers)
+        build_data(run)
+        build_engine(run)
+        _attach_precomputed(run)
     if weights is not None:
-        engine.load(_WeightReader(weights), optimizer=False)
-    engine.model.eval()
-    return engine
+        run.engine.load(_WeightReader(weights), optimizer=False)
+    run.model.eval()
+    return run
 
 
-def _attach_precomputed(template: Template, engine: Engine, workers: Workers) -> None:
+def _attach_precomputed(run: Run) -> None:
     """Add the reference's log-probabilities to the data: read from the run folder, or computed before training.
 
     Raises:
         ConfigError: the run has not stored them, and its reference is not the model as built.
     """
-    precomputed = precomputed_reference(template, engine, workers)
+    precomputed = precomputed_reference(run)
     if precomputed is None:
         return
-    save = template.config.training.save
+    save = run.config.training.save
     folder = RunFolder(Path(save)) if save else None
     is_saved = folder is not None and folder.reference.is_file()
-    if not is_saved and template.config.training.load:
+    if not is_saved and run.config.training.load:
         raise ConfigError(
             "the reference was computed once, and its log-probabilities were not saved",
             where="--precompute-reference",
@@ -102,7 +101,7 @@ def _attach_precomputed(template: Template, engine: Engine, workers: Workers) ->
     precomputed.attach(saved, saved=saved)
 
 
-def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, float]:
+def evaluate(template: Template, run: Run, data: Any = None) -> dict[str, float]:
     """Evaluate a model on the validation data, or on other data.
 
     Args:
@@ -115,11 +114,11 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
     samples: Any
     part, data = "", rows_of_frame(data)
     if data is None:
-        samples = template.data.validation_sets()
-    elif template.uses_task and _has_columns(template, data):
-        task, samples = _read_rows(template, data)
+        samples = run.data.validation_sets()
+    elif run.task and _has_columns(data):
+        task, samples = _read_rows(run.task, data)
     else:
-        samples, part = data, _part_of(template, data)
+        samples, part = data, _part_of(run, data)
     if not hasattr(samples, "__len__") and samples is not None:
         hint = "make a list of it, or give it __len__ and __getitem__"
         raise DataError(f"{kind_of(samples)} has no length", where="evaluate()", hint=hint)
@@ -131,17 +130,26 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
         )
     with kept_process_state(), _single_process_plan(template):
         if data is None:
-            return Validation(template, engine, engine.workers).evaluate()
-        attributes = vars(template)
-        before = {name: attributes[name] for name in ("task",) if name in attributes}
-        attributes |= {"task": task} if task else {}
-        try:
-            return Evaluator(template, engine, samples, engine.workers, part=part).evaluate()
-        finally:
-            attributes |= before
+            return Validation(run).evaluate()
+        with _task_of(template, run, task or run.task):
+            return Evaluator(run, samples, part=part).evaluate()
 
 
-def predict(template: Template, engine: Engine, samples: Any, batch_size: int, generation: Generation) -> Any:
+@contextmanager
+def _task_of(template: Template, run: Run, task: Task | None) -> Iterator[None]:
+    """Use a task for other data inside the context, also in the hooks."""
+    before = run.task
+    if task is before:
+        yield
+        return
+    run.task = vars(template)["task"] = task
+    try:
+        yield
+    finally:
+        run.task = vars(template)["task"] = before
+
+
+def predict(template: Template, run: Run, samples: Any, batch_size: int, generation: Generation) -> Any:
     """Predict samples: a record for each sample of a task, otherwise the results of ``read_outputs``.
 
     Args:
@@ -154,43 +162,42 @@ def predict(template: Template, engine: Engine, samples: Any, batch_size: int, g
         DataError: a sample cannot be used.
         ConfigError: nothing defines how to read the model's outputs.
     """
-    task = template.task if template.uses_task else None
-    samples = rows_of_frame(samples)
+    task, samples = run.task, rows_of_frame(samples)
     is_single = not isinstance(samples, list) and not is_dataset(samples)
     is_single |= task is not None and task.chat_column is not None and is_conversation(samples)
     several = [samples] if is_single else samples
     predictions: list[Any]
     if task is not None:
         with kept_process_state():
-            predictions = predict_samples(task, engine.model, several, batch_size, generation)
+            predictions = predict_samples(task, run.model, several, batch_size, generation)
     else:
-        with kept_process_state(), _single_process_plan(template), evaluating(engine):
-            predictions = _read(template, engine, several, batch_size)
+        with kept_process_state(), _single_process_plan(template), evaluating(run.engine):
+            predictions = _read(run, several, batch_size)
     return predictions[0] if is_single else predictions
 
 
-def _read(template: Template, engine: Engine, samples: Sequence[Any], batch_size: int) -> list[Any]:
+def _read(run: Run, samples: Sequence[Any], batch_size: int) -> list[Any]:
     """Return the results of ``read_outputs`` for samples in the form of the template's own data."""
     requests = eval_requests(None, len(samples), 0, rank=0, data_size=1, micro_batch=batch_size)
     results: dict[int, Any] = {}
-    for microbatch in load(samples, template.data, requests, workers=0, pin_memory=False):
-        microbatch.targets = checked_count(template.count_targets(microbatch.batch))
-        template.index_limits.check(microbatch, "samples")
+    for microbatch in load(samples, run.data, requests, workers=0, pin_memory=False):
+        microbatch.targets = checked_count(run.hooks.count_targets(microbatch.batch))
+        run.index_limits.check(microbatch, "samples")
         with locate_index_errors(microbatch.samples, "samples"):
-            _, outputs = engine.eval_batch(microbatch)
-        read, _ = checked_predictions(template.read_outputs(outputs, microbatch.batch), len(microbatch.samples))
+            _, outputs = run.engine.eval_batch(microbatch)
+        read, _ = checked_predictions(run.hooks.read_outputs(outputs, microbatch.batch), len(microbatch.samples))
         results |= dict(zip(microbatch.samples, read, strict=True))
     predictions = [results[place] for place in range(len(samples))]
     if predictions and all(prediction is None for prediction in predictions):
         raise ConfigError(
             "cannot tell how to read predictions from the outputs of the model",
-            where=f"{type(template).__name__}.predict()",
+            where=f"{type(run.hooks).__name__}.predict()",
             hint="override read_outputs(self, outputs, batch), or call the model itself: .model",
         )
     return predictions
 
 
-def _has_columns(template: Template, data: Any) -> bool:
+def _has_columns(data: Any) -> bool:
     """Whether data are rows with the columns of the task's files, not samples of the template's own data.
 
     Raises:
@@ -205,13 +212,13 @@ def _has_columns(template: Template, data: Any) -> bool:
     return isinstance(data, list | tuple) and all(isinstance(row, Mapping) for row in data)
 
 
-def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
+def _read_rows(task: Task, data: Any) -> tuple[Task, Any]:
     """Read rows in memory like those of a task's files. Returns (a task for these rows, its samples).
 
     Raises:
         DataError: a row cannot be used, or the task learns from a corpus, which has no rows.
     """
-    task, part = template.task, samples_as_part(data)
+    part = samples_as_part(data)
     read_parts: list[DataPart] = []
     alone = {"data_name": None, "eval_data_name": None, "streaming": False, "evaluate_test": False}
     changed = {name: value for name, value in alone.items() if task.config.get(name) != value}
@@ -225,22 +232,22 @@ def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
     samples = own_task.read_data().valid
     if not read_parts:
         raise DataError(
-            f"--task {template.task.name} learns from a corpus, which has no rows",
+            f"--task {task.name} learns from a corpus, which has no rows",
             where="evaluate()",
             hint="pass a data set like Data.valid, or evaluate without data",
         )
     return own_task, samples
 
 
-def _part_of(template: Template, data: Any) -> str:
+def _part_of(run: Run, data: Any) -> str:
     """Return the name under which the task knows a data set.
 
     Raises:
         DataError: the task needs the name for its metrics, and the data set is unknown.
     """
-    parts = {**template.data.validation_sets(), TEST: template.data.test}
+    parts = {**run.data.validation_sets(), TEST: run.data.test}
     part_name = next((name for name, samples in parts.items() if samples is data), None)
-    if part_name is None and template.uses_task and type(template.task).begin_evaluation is not Task.begin_evaluation:
+    if part_name is None and run.task and type(run.task).begin_evaluation is not Task.begin_evaluation:
         raise DataError(
             "the metrics of these samples are unknown",
             where="evaluate()",

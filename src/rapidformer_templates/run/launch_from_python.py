@@ -17,36 +17,22 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import torch
 
 from rapidformer_templates.data.checks import kind_of
-from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.errors import ConfigError, ReportedError, WorkerFailed
 from rapidformer_templates.run.callbacks import load_callback_states, states_of
 from rapidformer_templates.run.calls import Summary, noted
 from rapidformer_templates.run.fit import check_before_workers, join_and_train
 from rapidformer_templates.run.inference import Weights, whole_weights
+from rapidformer_templates.run.run import Run
+from rapidformer_templates.run.template import Template
 from rapidformer_templates.system import launch, program
-from rapidformer_templates.system.workers import Workers
 
-if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
-
-RUN_ATTRIBUTES = (
-    "_model",
-    "_weights",
-    "_engine",
-    "_trained_in_workers",
-    "engine",
-    "data",
-    "task",
-    "peak_lr",
-    "_groups",
-    "_depths",
-)
+RUN_ATTRIBUTES = ("_run", "_model", "_model_run", "_local_run", "_weights", "_trained_in_workers", "task")
 """Attributes of a template that each run creates again."""
 
 TEMPLATE, OUTCOME, WEIGHTS = "template.pickle", "outcome.json", "weights.pt"
@@ -192,8 +178,8 @@ def _store_error(error: Exception, file: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _store_weights(folder: Path, engine: Engine, workers: Workers) -> None:
-    weights = whole_weights(engine)
+def _store_weights(folder: Path, run: Run) -> None:
+    weights = whole_weights(run.engine)
     if weights is not None:
         torch.save(dict(weights), folder / WEIGHTS)
 

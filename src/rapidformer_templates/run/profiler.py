@@ -16,6 +16,8 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.files import write_json
 
@@ -80,6 +82,24 @@ class Profile:
         by = "self_device_time_total" if _device_activities(self._device) else "self_cpu_time_total"
         table = recorder.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=60)
         (self.folder / "table.txt").write_text(f"{describe(measured)}\n\n{table}\n", encoding="utf-8")
+
+
+def open_profile(run: Run, steps_left: int) -> Profile | None:
+    """Return the profile of a run, on its main worker only. None if it is off or the resumed run has no steps left.
+
+    Raises:
+        ConfigError: the run has too few steps.
+    """
+    steps = run.config.training.profile
+    if not steps or not steps_left or run.folder is None:
+        return None
+    if steps_left < WARMUP + steps:
+        raise ConfigError(
+            f"--profile {steps} needs {WARMUP + steps} steps, this run has {steps_left}",
+            where=run.config.origin("profile"),
+            hint=f"the first {WARMUP} are a warm-up; train for more steps, or record fewer of them",
+        )
+    return Profile(run.folder.profile, steps, run.workers.device) if run.workers.is_main else None
 
 
 def _device_activities(device: torch.device) -> list[ProfilerActivity]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from rapidformer_templates.run.console import print_lines
 from rapidformer_templates.system.accelerator import HostCopy
-from rapidformer_templates.system.terminal import ProgressBar
+from rapidformer_templates.system.terminal import ProgressBar, print_lines
 
 
 class Progress:

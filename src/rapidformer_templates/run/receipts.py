@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.auxiliary_losses import receipts_of
 from rapidformer_templates.engines.boxes import divided_over
-from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Probe, Receipt, bytes_by_kind, storage_elements
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import SwitchDidNothing
@@ -26,11 +25,9 @@ from rapidformer_templates.models.blocks import bytes_of, find_blocks, is_quanti
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import Measured, acting_together
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.script_hooks import overridden_hooks
 from rapidformer_templates.system.host_memory import freed_memory
-
-if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
 
 
 def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -57,15 +54,14 @@ class Receipts:
     """Observes the first step of a run, and then measures the engine.
 
     Args:
-        engine: the engine that trains.
-        template: the template, with the plan that the engine should follow.
+        run: the run, with the engine that trains and the plan that it should follow.
         order: order of the training samples, if the library chooses it.
     """
 
-    def __init__(self, engine: Engine, template: Template, order: Order | None = None) -> None:
-        self.engine = engine
-        self.template = template
-        plan = template.plan
+    def __init__(self, run: Run, order: Order | None = None) -> None:
+        self.run = run
+        self.engine = run.engine
+        plan = run.plan
         self.switches = acting_together((REGISTRY[name] for name in plan.switches), plan.sizes).values()
         self.requested = frozenset(name for switch in self.switches for name in switch.receipt)
         hooks = dict.fromkeys(switch.receipt_hooks for switch in self.switches if switch.receipt_hooks)
@@ -205,13 +201,13 @@ class Receipts:
         Raises:
             SwitchDidNothing: names all switches without an effect.
         """
-        template = self.template
-        hooks = frozenset(overridden_hooks(type(template)))
-        measured = Measured(template.plan, template.config, self._by_rank(), hooks)
+        run = self.run
+        hooks = frozenset(overridden_hooks(type(run.hooks)))
+        measured = Measured(run.plan, run.config, self._by_rank(), hooks)
         acted = {switch.name: switch.acted(measured) for switch in self.switches}
         missing = {name: finding for name, finding in acted.items() if finding}
         if missing:
-            flags = [f"{spelling(name)} ({template.config.origin(name)})" for s in missing for name in REGISTRY[s].on]
+            flags = [f"{spelling(name)} ({run.config.origin(name)})" for s in missing for name in REGISTRY[s].on]
             raise SwitchDidNothing(missing, where=", ".join(flags))
 
     def measured_by_rank(self) -> dict[str, Any]:

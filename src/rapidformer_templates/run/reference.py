@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.tables import part_name
 from rapidformer_templates.data.loader import eval_requests, load
+from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.preference import Preference
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.errors import CheckpointError, DataError
@@ -29,48 +30,45 @@ from rapidformer_templates.models.adapters import fingerprint, frozen_base_of, i
 from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.files import sync, writing
 from rapidformer_templates.system.workers import Workers
 
-if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
 
-
-def compared_task(template: Template) -> Preference | None:
-    """Return the run's task if its losses compare the model with a reference."""
-    task = template.task if template.uses_task else None
+def compared_task(task: Task | None) -> Preference | None:
+    """Return the task of a run if its losses compare the model with a reference."""
     return task if isinstance(task, Preference) and task.needs_reference else None
 
 
 @contextmanager
-def allow_trial(template: Template) -> Iterator[None]:
+def allow_trial(task: Task | None) -> Iterator[None]:
     """Allow transforms inside the context to try the loss of a preference before there is a reference."""
-    task = compared_task(template)
-    if task is None:
+    compared = compared_task(task)
+    if compared is None:
         yield
         return
-    task.is_tried = True
+    compared.is_tried = True
     try:
         yield
     finally:
-        task.is_tried = False
+        compared.is_tried = False
 
 
-def provide_reference(template: Template, engine: Engine, build: Callable[[], nn.Module]) -> None:
+def provide_reference(run: Run, build: Callable[[], nn.Module]) -> None:
     """Give the task its reference model.
 
     Args:
         build: builds the model of the run again, with the same weights and the transforms of its switches.
     """
-    task = compared_task(template)
+    task = compared_task(run.task)
     if task is None:
         return
-    if template.config.training.precompute_reference:
+    if run.config.training.precompute_reference:
         task.reference = nullcontext  # the model itself, before its first step
-    elif frozen_base_of(engine.model) is not None:
+    elif frozen_base_of(run.model) is not None:
         task.reference = without_adapters
     else:
-        copy = engine.frozen(build())
+        copy = run.engine.frozen(build())
         task.reference = lambda model: nullcontext(copy)
 
 
@@ -78,18 +76,19 @@ class Precomputed:
     """Adds log-probabilities of the reference to the samples of the run.
 
     Args:
+        task: compares the model with the reference.
         identity: identity of the reference model, as it was built.
     """
 
-    def __init__(self, template: Template, engine: Engine, identity: str, workers: Workers) -> None:
-        self.template, self.engine, self.workers = template, engine, workers
-        data = template.data
+    def __init__(self, run: Run, task: Preference, identity: str) -> None:
+        self.run, self.task = run, task
+        data = run.data
         evaluated = {part_name(name): samples for name, samples in data.validation_sets().items()}
         named: Mapping[str, Any] = {"train": data.train, **evaluated, TEST: data.test}
         self.parts: dict[str, TokenizedSamples] = {name: part for name, part in named.items() if part}
         self.identity = {
             "model": identity,
-            "load": template.config.training.load,
+            "load": run.config.training.load,
             "data": {name: _digest(samples) for name, samples in self.parts.items()},
         }
 
@@ -108,16 +107,14 @@ class Precomputed:
             values = self._read(saved.reference, ("model", "load", "data") if is_own else ("model", "data"))
         else:
             values = {name: self._computed(samples) for name, samples in self.parts.items()}
-        if folder and (saved is None or saved.path != folder.path) and self.workers.is_main:
+        if folder and (saved is None or saved.path != folder.path) and self.run.workers.is_main:
             metadata = {"of": json.dumps(self.identity, sort_keys=True)}
             temporary = folder.reference.with_name(folder.reference.name + ".tmp")
             with writing(folder.reference):
                 save_file({name: torch.tensor(rows) for name, rows in values.items()}, temporary, metadata=metadata)
                 sync(temporary)
                 temporary.rename(folder.reference)
-        task = self.template.task
-        assert isinstance(task, Preference)
-        task.reference = _refuse_other_data
+        self.task.reference = _refuse_other_data
         for name, samples in self.parts.items():
             columns = zip(*values[name], strict=True)
             samples.fields |= {field: list(column) for field, column in zip(_fields(samples), columns, strict=True)}
@@ -144,27 +141,27 @@ class Precomputed:
 
     def _computed(self, samples: TokenizedSamples) -> list[list[float]]:
         """Return the log-probabilities of the two rows of each sample."""
-        task, sizes = self.template.task, self.template.plan.sizes
-        assert isinstance(task, Preference)
+        run, sizes, workers = self.run, self.run.plan.sizes, self.run.workers
         requests = eval_requests(
-            samples.lengths, len(samples), 0, rank=self.workers.data_rank, data_size=sizes.data,
+            samples.lengths, len(samples), 0, rank=workers.data_rank, data_size=sizes.data,
             micro_batch=sizes.micro_batch,
         )  # fmt: skip
         logps: list[tuple[int, list[float]]] = []
-        with evaluating(self.engine):
-            for microbatch in load(samples, self.template.data, requests, workers=0, pin_memory=False):
-                outputs = task.reference_of(self.engine.eval_batch, microbatch)
-                if self.workers.is_replica_leader and not microbatch.idle:
+        with evaluating(run.engine):
+            for microbatch in load(samples, run.data, requests, workers=0, pin_memory=False):
+                outputs = self.task.reference_of(run.engine.eval_batch, microbatch)
+                if workers.is_replica_leader and not microbatch.idle:
                     logps += zip(microbatch.samples, outputs, strict=True)
-        everywhere = dict(entry for share in self.workers.gather(logps) for entry in share)
+        everywhere = dict(entry for share in workers.gather(logps) for entry in share)
         return [everywhere[i] for i in range(len(samples))]
 
 
-def precomputed_reference(template: Template, engine: Engine, workers: Workers) -> Precomputed | None:
+def precomputed_reference(run: Run) -> Precomputed | None:
     """Return the precomputed reference of a run, or None if the flags do not ask for one."""
-    if not (template.config.training.precompute_reference and compared_task(template)):
+    task = compared_task(run.task)
+    if task is None or not run.config.training.precompute_reference:
         return None
-    return Precomputed(template, engine, identity_of_model(engine, workers), workers)
+    return Precomputed(run, task, identity_of_model(run.engine, run.workers))
 
 
 def _refuse_other_data(model: nn.Module) -> AbstractContextManager[nn.Module]:

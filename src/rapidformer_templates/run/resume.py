@@ -6,9 +6,8 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import WithoutAverages
 from rapidformer_templates.errors import CheckpointError
@@ -17,27 +16,23 @@ from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.task_choice import sample_flags
 from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of, problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
-from rapidformer_templates.run.console import say
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.loop import Position
+from rapidformer_templates.run.position import Position
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.random_state import restore, seed_all
+from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
 
-if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
 
-
-def restore_run(
-    template: Template, engine: Engine, folder: RunFolder | None, order: Order, workers: Workers
-) -> Position:
+def restore_run(run: Run) -> Position:
     """Restore engine and random state for ``--resume`` or ``--load``, and return the run's position.
 
     Raises:
         CheckpointError: no checkpoint is complete, or it does not fit this run.
     """
-    training = template.config.training
+    training, folder, engine, workers = run.config.training, run.folder, run.engine, run.workers
     base = frozen_base_of(engine.model)
-    fresh = Position(data=order.depends_on() | sample_flags(template.config), base=base.identity if base else None)
+    fresh = Position(data=run.order.depends_on() | sample_flags(run.config), base=base.identity if base else None)
     path = _newest(folder.checkpoints, workers) if folder and training.resume else None
     weights_only = path is None and training.weights_only
     if path is None and training.resume:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import Order, SampleOrder
@@ -12,65 +12,62 @@ from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.registry import REGISTRY, load_object
-from rapidformer_templates.run.console import say
-from rapidformer_templates.system.workers import Workers
-
-if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
+from rapidformer_templates.run.run import Run
+from rapidformer_templates.system.terminal import say
 
 
-def build_order(template: Template, samples: Any, workers: Workers) -> Order:
+def build_order(run: Run, samples: Any) -> Order:
     """Return the order of the training samples.
 
     Raises:
         ConfigError: a flag requests an order, but the samples have a fixed one.
         DataError: the samples cannot be batched by length.
     """
-    training, group = template.config.training, template.config.data.group_by_length
-    ordering = next((switch for name in template.plan.switches if (switch := REGISTRY[name]).order), None)
+    training, group = run.config.training, run.config.data.group_by_length
+    ordering = next((switch for name in run.plan.switches if (switch := REGISTRY[name]).order), None)
     in_order = getattr(samples, "in_order", False)
     if (group or ordering) and in_order:
         flag = next(iter(ordering.on)) if ordering else "group_by_length"
         raise ConfigError(
             "these samples have their own order",
-            where=f"{spelling(flag)} ({template.config.origin(flag)})",
+            where=f"{spelling(flag)} ({run.config.origin(flag)})",
             hint="leave it out",
         )
     if ordering and ordering.order:
-        order, line = load_object(ordering.order)(template, samples)
-        say(workers, line)
+        order, line = load_object(ordering.order)(run, samples)
+        say(run.workers, line)
         return order
     if isinstance(samples, Endless):
-        return StreamOrder(samples, template.plan.sizes.global_batch, training.seed)
+        return StreamOrder(samples, run.plan.sizes.global_batch, training.seed)
     if group is None:
-        group = training.fine_tunes and not template.config.data.pack_sequences  # packed rows all have the same length
+        group = training.fine_tunes and not run.config.data.pack_sequences  # packed rows all have the same length
     return SampleOrder(
         len(samples),
-        template.plan.sizes.global_batch,
+        run.plan.sizes.global_batch,
         training.seed,
         by_epochs=training.epochs is not None,
-        lengths=sample_lengths(samples, template.data, training=True) if group and not in_order else None,
+        lengths=sample_lengths(samples, run.data, training=True) if group and not in_order else None,
         in_order=in_order,
         identity=getattr(samples, "identity", None),
     )
 
 
-def count_steps(template: Template, order: Order, workers: Workers) -> int:
+def count_steps(run: Run) -> int:
     """Return the optimizer steps of the run. A length in epochs is counted here, because it needs the data.
 
     Raises:
         ConfigError: a flag is in epochs, but the samples are a stream.
     """
-    training, per_epoch = template.config.training, order.steps_per_epoch
+    training, per_epoch = run.config.training, run.order.steps_per_epoch
     if training.in_epochs and not per_epoch:
         name = training.in_epochs[0]
         raise ConfigError(
             "the training samples are a stream without a length, so an epoch has no number of steps",
-            where=f"{spelling(name)} ({template.config.origin(name)})",
+            where=f"{spelling(name)} ({run.config.origin(name)})",
             hint=f"give {'--train-iters' if name == 'epochs' else 'it'} as a number of steps",
         )
     if isinstance(training.train_iters, Epochs):
         steps = training.train_iters.steps(per_epoch)
-        say(workers, f"note       --train-iters {training.train_iters}: {steps:,} steps, {per_epoch:,} per epoch")
+        say(run.workers, f"note       --train-iters {training.train_iters}: {steps:,} steps, {per_epoch:,} per epoch")
         return steps
     return training.train_iters or per_epoch * (training.epochs or 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,16 +40,14 @@ from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import checked_schedule
-from rapidformer_templates.run.loop import Position, with_target_count
 from rapidformer_templates.run.meter import Meter
+from rapidformer_templates.run.position import Position
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.resume import check_base, checkpoint_to_load, restore_engine
+from rapidformer_templates.run.template import Template, begin_run
 from rapidformer_templates.system import accelerator, launch, program
 from rapidformer_templates.system.random_state import seed_all
 from rapidformer_templates.system.workers import Workers, join
-
-if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
 
 SESSION_FLAGS = frozenset(
     {
@@ -135,7 +133,7 @@ def _check_flags(template: Template, schedule: Schedule | None) -> None:
 
 
 def _show(template: Template) -> None:
-    prepare_switches(template)
+    prepare_switches(template.config, template.plan)
     show_plan(template.plan)
 
 
@@ -156,7 +154,7 @@ class Session:
         config = template.config
         self.plan = template.plan
         choose_allocation(self.plan)
-        self._template, self._stack = template, ExitStack()
+        self._stack = ExitStack()
         self.workers: Workers = self._stack.enter_context(join(self.plan.device, self.plan.sizes))
         resolve = partial(resolve_plan, type(template), training=False)
         self._explain_errors = partial(out_of_memory.explained, config, self.plan, self.workers.rank, resolve)
@@ -164,24 +162,25 @@ class Session:
         if self.workers.is_main and launch.CHECKED not in os.environ:
             _show(template)
         self.workers.barrier()
-        template.data = Data(train=None if example is None else [example], collate=lambda batches: batches[0])
+        self._run = run = begin_run(template, self.workers)
+        run.data = Data(train=None if example is None else [example], collate=lambda batches: batches[0])
         with self._explain_errors():
-            self._engine = build_engine(template, self.workers)
-        self.model: nn.Module = self._engine.model
+            build_engine(run)
+        self.model: nn.Module = run.model
         seed_all(config.training.seed + 1 + self.workers.stream)
         if schedule is None and isinstance(config.training.train_iters, int):
             schedule = template.build_scheduler(config.training.train_iters)
         self._schedule = checked_schedule(schedule or (lambda step: 1.0))
         base = frozen_base_of(self.model)
-        self._position = Position(base=base.identity if base else None)
+        run.position = Position(base=base.identity if base else None)
         self._meter = Meter(self.workers.device)
-        self._receipts = Receipts(self._engine, template)
+        self._receipts = Receipts(run)
         self._placeholder: Batch | None = None  # last batch of a step, or of an evaluation before the first step
 
     @property
     def steps(self) -> int:
         """Number of completed optimizer steps, including those before :meth:`load`."""
-        return self._position.step
+        return self._run.position.step
 
     @property
     def share(self) -> float:
@@ -211,15 +210,15 @@ class Session:
         if first:
             self._check_replicas(microbatches)
         with self._locate_errors(self.steps), self._receipts.watch(microbatches) if first else nullcontext():
-            result = self._engine.train_batch(microbatches, targets, self.share if share is None else share)
+            result = self._run.engine.train_batch(microbatches, targets, self.share if share is None else share)
         self._receipts.count(microbatches)
         if first:
             self._receipts.check()
         if batches:
             self._placeholder = batches[-1]
-        self._position.step += 1
-        self._position.samples += int(samples)
-        self._position.tokens += int(tokens)
+        self._run.position.step += 1
+        self._run.position.samples += int(samples)
+        self._run.position.tokens += int(tokens)
         self._meter.step(int(samples), int(tokens))
         return result
 
@@ -236,8 +235,8 @@ class Session:
         targets, _, _ = self._global_counts(microbatches, problem)
         (microbatch,) = microbatches
         self._raise_pending_errors()
-        with self._meter.paused(), evaluating(self._engine), self._engine.averaged():
-            loss, output = self._engine.eval_batch(microbatch)
+        with self._meter.paused(), evaluating(self._run.engine), self._run.engine.averaged():
+            loss, output = self._run.engine.eval_batch(microbatch)
         self._placeholder = batch if self._placeholder is None else self._placeholder
         (total,) = self.workers.sum(loss if self.workers.is_replica_leader else 0.0)
         return Evaluation(total / max(targets, 1.0), targets, output if self.workers.ends_pipeline else None)
@@ -267,8 +266,8 @@ class Session:
             if self.workers.is_main:
                 root.mkdir(parents=True, exist_ok=True)
             self.workers.barrier()
-            progress = {**self._position.to_state(), "own": dict(state or {})}
-            return checkpoint.save(root, self.steps, self._engine, progress, self.workers)
+            progress = {**self._run.position.to_state(), "own": dict(state or {})}
+            return checkpoint.save(root, self.steps, self._run.engine, progress, self.workers)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Load a checkpoint, or the newest complete one in a folder. Any layout may have written it.
@@ -282,38 +281,37 @@ class Session:
             CheckpointError: there is none, or it does not fit the model or the optimizer.
         """
         reader = checkpoint.Reader(checkpoint_to_load(Path(folder), self.workers))
-        check_base(reader, self._position.base)
-        restore_engine(reader, self._engine, self._template.config.training, self.workers)
-        self._position.step = int(reader.state["step"])
-        self._position.samples, self._position.tokens = reader.state["samples"], reader.state["tokens"]
+        check_base(reader, self._run.position.base)
+        restore_engine(reader, self._run.engine, self._run.config.training, self.workers)
+        self._run.position.step = int(reader.state["step"])
+        self._run.position.samples, self._run.position.tokens = reader.state["samples"], reader.state["tokens"]
         return dict(reader.state.get("own", {}))
 
     def export(self, folder: str | Path, tokenizer: Any = None) -> None:
         """Write a folder that ``from_pretrained`` of transformers can load."""
         self._raise_pending_errors()
-        self._template.tokenizer = tokenizer
-        export_model(self._engine, self._template, Path(folder), self.workers)
+        export_model(self._run.engine, tokenizer, Path(folder))
         self.workers.barrier()
 
     def summary(self) -> dict[str, Any]:
         """Return the part of a run's ``summary.json`` about its steps, with the receipts of the switches."""
         self._raise_pending_errors()
         receipts = self._receipts.measured_by_rank() if self._meter.steps else {}
-        return what_was_done(self.plan, self._engine, self._position, self._meter, receipts)
+        return what_was_done(self._run, self._meter, receipts)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Return the model output, without gradients or side effects. Call it on every worker, in the same order."""
         nothing = MicroBatch((arguments, named), [], idle=True)
-        return self._engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
+        return self._run.engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the autocast context in which ``compute_loss`` runs. Use it for a loss in your own loop."""
-        return self._engine.precision()
+        return self._run.engine.precision()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of the underlying optimizer, for reading only."""
-        return self._engine.optimizer.param_groups
+        return self._run.engine.optimizer.param_groups
 
     def close(self) -> None:
         """Disconnect once all workers are done. A ``with`` block does so when it ends."""
@@ -354,10 +352,8 @@ class Session:
             return [], "no batch, and no earlier one that could be used instead"
         idle = [MicroBatch(placeholder, [], idle=True) for _ in range(count - len(batches))]
         own = [MicroBatch(batch, list(range(int(samples_in(batch))))) for batch in batches]
-        return [
-            with_target_count(self._template, microbatch, "samples of this worker's batch")
-            for microbatch in (*own, *idle)
-        ], None
+        name = "samples of this worker's batch"
+        return [self._run.with_target_count(microbatch, name) for microbatch in (*own, *idle)], None
 
     def _global_counts(self, microbatches: list[MicroBatch], problem: str | None) -> tuple[float, float, float]:
         """Return targets, samples and tokens of all workers' micro batches.
@@ -404,7 +400,7 @@ class Session:
 
     def _raise_pending_errors(self) -> None:
         with self._locate_errors(self.steps - 1):
-            self._engine.raise_pending_errors()
+            self._run.engine.raise_pending_errors()
 
     @contextmanager
     def _locate_errors(self, newest: int) -> Iterator[None]:

@@ -1,70 +1,41 @@
-"""The interface of a template for a run: its flags, and its hooks with the overrides of a script."""
+"""The interface of a template where a run, an evaluation or a session begins."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-from torch import nn
-
-from rapidformer_templates.data.tasks import Task
-from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.engines.contract import Engine, StepResult
-from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
-from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.callbacks import Callback
-from rapidformer_templates.run.index_limits import IndexLimits
+from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.run.hooks import Hooks
+from rapidformer_templates.run.run import Run
+from rapidformer_templates.system.workers import Workers
 
 
-class Template(Protocol):
+class Template(Hooks, Protocol):
     """A :class:`rapidformer_templates.Trainer`, which is defined above this package and documents each member."""
 
     Flags: ClassVar[type | None]
     config: RunConfig
-    flags: Any
-    data: Data
-    engine: Engine
-    model: nn.Module
-    peak_lr: float
-    tokenizer: Any
-    uses_task: bool
     callbacks: tuple[Callback, ...]
-    stop_reason: str | None
-    index_limits: IndexLimits
 
     @property
     def plan(self) -> Plan: ...
     @property
     def trained_plan(self) -> Plan: ...
     @property
-    def task(self) -> Task: ...
-    @property
     def reads_task_data(self) -> bool: ...
-    @property
-    def reports_perplexity(self) -> bool: ...
     @property
     def computes_own_metrics(self) -> bool: ...
 
-    def build_model(self) -> nn.Module: ...
-    def build_data(self) -> Data: ...
-    def compute_loss(self, model: Any, batch: Batch) -> Any: ...
-    def count_targets(self, batch: Batch) -> float: ...
-    def build_optimizer(self) -> OptimizerSpec: ...
-    def build_scheduler(self, total_steps: int) -> Schedule: ...
-    def read_outputs(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]: ...
-    def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]: ...
-
-    def on_train_start(self) -> None: ...
-    def on_step_end(self, step: int, result: StepResult) -> None: ...
-    def on_epoch_end(self, epoch: int) -> None: ...
-    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def on_checkpoint(self, step: int, folder: Path) -> None: ...
-    def on_train_end(self, summary: Mapping[str, Any]) -> None: ...
-
     def override_flags(self, values: Mapping[str, Any]) -> None: ...
-    def model_was_built(self, model: nn.Module) -> None: ...
-    def labels_were_tried(self, use: LabelUse) -> list[str]: ...
-    def depths_were_computed(self, depths: Mapping[str, int]) -> None: ...
+    def run_begins(self, run: Run) -> None: ...
+
+
+def begin_run(template: Template, workers: Workers, folder: RunFolder | None = None) -> Run:
+    """Return a run of a template on this worker. The template's hooks use the data and the model of this run."""
+    run = Run(template.plan, template.config, template, template.callbacks, workers, folder)
+    template.run_begins(run)
+    return run

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.run.console import say
+from rapidformer_templates.planning.trackers import chosen_trackers
 from rapidformer_templates.run.folder import RunFolder, is_test_line, read_metrics
+from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.trackers import KINDS, IsLogged, RunName, Tracker
 from rapidformer_templates.system.files import write_json
+from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
 
 RUN_IDS = "runs.json"
@@ -145,6 +148,16 @@ class Trackers:
                 f"{self.folder.metrics}",
                 loud=True,
             )
+
+
+def open_trackers(run: Run) -> Trackers | None:
+    """Open the trackers of a run on its main worker. None if there are none."""
+    training, folder = run.config.training, run.folder
+    names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
+    if not names or folder is None or not run.workers.is_main:
+        return None
+    run_name = RunName(training.run_name or folder.path.resolve().name, training.project_name)
+    return Trackers(folder, names, run_name, run.config, run.plan, run.workers)
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

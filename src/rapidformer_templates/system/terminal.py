@@ -1,15 +1,18 @@
-"""Consoles for tables, and progress bars, without markup, because texts of users contain brackets."""
+"""Output on the terminal: lines, and consoles and progress bars without markup, because texts contain brackets."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+
+    from rapidformer_templates.system.workers import Workers
 
 REFRESH_SECONDS = 0.2
 
@@ -89,3 +92,15 @@ def _bar(show_count: bool) -> Progress:
         TimeRemainingColumn(),
         console=console(on_stderr=True),
     )
+
+
+def say(workers: Workers, line: str, *, loud: bool = False) -> None:
+    """Print a line from rank 0. Loud lines begin with ``warning:``."""
+    if workers.is_main:
+        print_lines(f"warning: {line}" if loud else line)
+
+
+def print_lines(text: str) -> None:
+    """Print lines to standard error. Errors are ignored, so that a run continues if nobody reads them."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -92,11 +92,8 @@ def run_user_command(job: BenchJob, line: BenchConnection) -> None:
         def build_model(self) -> nn.Module:
             line.before_model()
             model: nn.Module = super().build_model()
-            return model
-
-        def model_was_built(self, model: nn.Module) -> None:
-            super().model_was_built(model)
             self.kind, self.settings = type(model), getattr(model, "config", None)
+            return model
 
         def compute_loss(self, model: nn.Module, batch: Batch) -> Any:
             if self.flops is None:

@@ -20,8 +20,8 @@ from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.checkpoint.format import Attempt, ShardSource, TensorFile, Written, for_each_file
 from rapidformer_templates.run.checkpoint.tensor_file import Copy
-from rapidformer_templates.run.console import say
 from rapidformer_templates.system import accelerator
+from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
 
 Parts = Generator[Callable[[], Any], Any, str | None]

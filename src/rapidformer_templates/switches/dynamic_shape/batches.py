@@ -134,15 +134,15 @@ class DynamicOrder:
         return self._epochs[epoch]
 
 
-def order_of(template: Any, samples: Any) -> tuple[DynamicOrder, str]:
+def order_of(run: Any, samples: Any) -> tuple[DynamicOrder, str]:
     """Return the order of a run's training samples, and a line that describes its shapes.
 
     Raises:
         DataError: the samples cannot be batched by length.
     """
-    config, sizes = template.config, template.plan.sizes
-    check_pads_to_shape(template.data.collate)
-    lengths = sample_lengths(samples, template.data, training=True)
+    config, sizes = run.config, run.plan.sizes
+    check_pads_to_shape(run.data.collate)
+    lengths = sample_lengths(samples, run.data, training=True)
     if lengths is None or len(lengths) != len(samples):
         count = "no" if lengths is None else f"{len(lengths):,}"
         raise DataError(
@@ -151,7 +151,7 @@ def order_of(template: Any, samples: Any) -> tuple[DynamicOrder, str]:
             hint="give the length of each in Data.lengths: build_data()",
         )
     options = config.switches["dynamic-shape"]
-    longest = template.task.seq_length if template.uses_task else config.model.seq_length or int(lengths.max())
+    longest = run.task.seq_length if run.task else config.model.seq_length or int(lengths.max())
     budget = options.tokens_per_batch or sizes.micro_batch * longest
     shapes = choose_shapes(lengths, budget, max_shapes(options), multiple(options))
     order = DynamicOrder(
