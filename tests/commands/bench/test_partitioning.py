@@ -14,7 +14,7 @@ from rapidformer_templates.commands.bench import measure
 from rapidformer_templates.commands.bench.cli import main
 from rapidformer_templates.commands.bench.measure import facts_of
 from rapidformer_templates.commands.bench.report import Report, deviation
-from rapidformer_templates.commands.bench.runs import Run
+from rapidformer_templates.commands.bench.runs import MeasuredRun
 from rapidformer_templates.commands.bench.tables import PARTITIONING
 from rapidformer_templates.switches.auto_strategy.state_bytes import (
     ParameterShape,
@@ -123,7 +123,7 @@ def test_the_deviation_is_the_greatest_one() -> None:
 
 def test_ratios_are_of_steps_that_were_made_in_turns() -> None:
     report = Report(PARTITIONING, "tiny", 2, "cpu", global_batch=4)
-    report.runs = {"none": [Run([1.0, 2.0, 10.0])], "accelerate DDP": [Run([2.0, 4.0, 10.0])]}
+    report.runs = {"none": [MeasuredRun([1.0, 2.0, 10.0])], "accelerate DDP": [MeasuredRun([2.0, 4.0, 10.0])]}
     assert report.ratios("none", "accelerate DDP") == [2.0]
     assert report.samples_per_second("none") == pytest.approx(12 / 13)
 
@@ -131,7 +131,7 @@ def test_ratios_are_of_steps_that_were_made_in_turns() -> None:
 def test_who_computes_another_loss_is_found_out() -> None:
     report = Report(PARTITIONING, "tiny", 2, "cpu", global_batch=4, precision=dict.fromkeys(("none", "fsdp"), "fp32"))
     losses = {"none": 4.0, "fsdp": 4.0, "accelerate DDP": 4.1}
-    report.runs = {name: [Run([1.0], [{"loss": loss}])] for name, loss in losses.items()}
+    report.runs = {name: [MeasuredRun([1.0], [{"loss": loss}])] for name, loss in losses.items()}
     measure._check_losses(report)
     assert set(report.runs) == {"none", "fsdp"}
     assert report.absent == {

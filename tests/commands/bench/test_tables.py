@@ -21,7 +21,7 @@ from rapidformer_templates.commands.bench.measure import (
 )
 from rapidformer_templates.commands.bench.report import Report
 from rapidformer_templates.commands.bench.run import _without_launch
-from rapidformer_templates.commands.bench.runs import Run
+from rapidformer_templates.commands.bench.runs import MeasuredRun
 from rapidformer_templates.commands.bench.tables import (
     MIXED_PRECISION,
     PARALLEL,
@@ -94,11 +94,11 @@ def test_a_cpu_computes_in_bf16_where_it_has_instructions_for_it(
 
 def test_utilisation_is_of_the_turns_and_what_was_measured_around_them() -> None:
     report = Report(UTILISATION, "tiny", 2, "cpu", flops=10.0, global_batch=4)
-    report.runs["rapidformer"] = [Run([1.0, 2.0], peaks=[80.0, 40.0])]  # 40 FLOP per step
+    report.runs["rapidformer"] = [MeasuredRun([1.0, 2.0], peaks=[80.0, 40.0])]  # 40 FLOP per step
     assert report.utilisation("rapidformer") == pytest.approx(0.5)
     report.device = "cuda"  # two devices
     assert report.utilisation("rapidformer") == pytest.approx(0.25)
-    report.runs["rapidformer"] = [Run([1.0])]
+    report.runs["rapidformer"] = [MeasuredRun([1.0])]
     assert report.utilisation("rapidformer") is None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import rich.table
 
 from rapidformer_templates.commands.bench.output import in_short, spread
-from rapidformer_templates.commands.bench.runs import Run
+from rapidformer_templates.commands.bench.runs import MeasuredRun
 from rapidformer_templates.commands.bench.tables import Table
 from rapidformer_templates.commands.bench.worker import StateReceipt
 from rapidformer_templates.switches.auto_strategy.state_bytes import ParameterShape, StateBytes
@@ -59,7 +59,7 @@ class Report:
     precision: dict[str, str] = field(default_factory=dict)
     flops: float = 0.0
     global_batch: int = 0
-    runs: dict[str, list[Run]] = field(default_factory=dict)
+    runs: dict[str, list[MeasuredRun]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     expected: dict[str, list[StateBytes]] = field(default_factory=dict)

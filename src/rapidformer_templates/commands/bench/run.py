@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rapidformer_templates.commands.bench.flops import MatrixProduct
 from rapidformer_templates.commands.bench.output import put_out, spread
-from rapidformer_templates.commands.bench.runs import WARMUP, Run, run_together
+from rapidformer_templates.commands.bench.runs import WARMUP, MeasuredRun, run_together
 from rapidformer_templates.commands.bench.tables import RUN
 from rapidformer_templates.commands.bench.worker import BenchJob
 from rapidformer_templates.commands.train import template_of
@@ -93,7 +93,7 @@ class RunResult(TypedDict):
     seconds: list[float]
 
 
-def _result(run: Run, machines: int) -> RunResult:
+def _result(run: MeasuredRun, machines: int) -> RunResult:
     main_worker = run.figures[0]
     batch, flops = main_worker["global_batch"], main_worker["flops"]
     rates = [batch / seconds for seconds in run.seconds]
@@ -126,7 +126,7 @@ def _table(result: RunResult, words: list[str]) -> Table:
     return grid
 
 
-def _draw(axes: Axes, run: Run, result: RunResult) -> None:
+def _draw(axes: Axes, run: MeasuredRun, result: RunResult) -> None:
     batch = result["samples_per_second"] * sum(run.seconds) / len(run.seconds)
     axes.plot(range(1, len(run.seconds) + 1), [batch / seconds for seconds in run.seconds], "o-", color="tab:orange")
     axes.set_ylim(bottom=0)

@@ -26,7 +26,7 @@ POLL_SECONDS = 0.1
 
 
 @dataclass
-class Run:
+class MeasuredRun:
     """The measurements of one run.
 
     Attributes:
@@ -151,7 +151,7 @@ class Contender:
 
 def run_together(
     jobs: Sequence[BenchJob], repeat: int, peak: Callable[[], float] | None = None
-) -> tuple[dict[str, Run], dict[str, str]]:
+) -> tuple[dict[str, MeasuredRun], dict[str, str]]:
     """Let runs make their steps in turns, so that a busy moment of the machine affects all of them.
 
     Args:
@@ -161,7 +161,7 @@ def run_together(
     Returns:
         The runs, and the reasons why the missing ones could not run. Both are keyed by :func:`name_of`.
     """
-    runs, reasons = {name_of(job): Run() for job in jobs}, dict[str, str]()
+    runs, reasons = {name_of(job): MeasuredRun() for job in jobs}, dict[str, str]()
     with ExitStack() as stack:
         contenders = {name_of(job): stack.enter_context(closing(Contender(job))) for job in jobs}
         for step in range(jobs[0].turns):
