@@ -1,23 +1,33 @@
-"""``rapidformer plan --auto-strategy``, and the layout that a training command uses."""
+"""``rapidformer plan --auto-strategy`` with its output, and the layout that a training command uses."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from typing import Any
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
 
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy.hardware import Hardware, find_hardware
+from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware, find_hardware
+from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-from rapidformer_templates.switches.auto_strategy.search import Search, SearchResult
-from rapidformer_templates.switches.auto_strategy.show import not_predicted, print_json, reasons, show
+from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, Search, SearchResult
 from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_MEMORY
+from rapidformer_templates.system.terminal import console
+
+WIDTHS = {"recompute": len("selective"), "partitioning": len("distributed…")}
+"""Minimum widths of table columns whose words must not be cut shorter."""
+
+SHOWN = 10
+"""Number of layouts in the table. JSON has all of them."""
 
 
 class NothingFits(RapidformerError):
@@ -35,7 +45,9 @@ def search(config: RunConfig, environment: Environment, registry: Registry = REG
     by_memory = _balances_memory(config)
     if by_memory:  # every layout with a pipeline requests it, and no other layout may
         config = config.replace("default", pipeline_stages=None)
-    plan = _without_a_layout(config, environment, registry)
+    # The flags without a layout: invalid ones are refused with the usual message.
+    without_layout = registry.complete(config).replace("default", micro_batch_size=1, global_batch_size=None)
+    plan = resolve(without_layout, environment, registry)
     hardware = find_hardware(environment, precision(registry.complete(config), environment))
     subject = Subject(config, plan, gpu=environment.device != "cpu")
     return Search(config, environment, subject, hardware, registry, by_memory=by_memory).run(), hardware
@@ -45,13 +57,7 @@ def _balances_memory(config: RunConfig) -> bool:
     return bool(config.get("pipeline_stages") == AUTO_MEMORY)
 
 
-def _without_a_layout(config: RunConfig, environment: Environment, registry: Registry) -> Plan:
-    """Return the plan of the flags without a layout. Invalid flags are refused with the usual message."""
-    open_sizes = {"micro_batch_size": 1, "global_batch_size": None}
-    return resolve(registry.complete(config).replace("default", **open_sizes), environment, registry)
-
-
-def best_layout(config: RunConfig, environment: Environment) -> dict[str, Any]:
+def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagValue]:
     """Return the best layout's fields that the user has left open. They are shown first.
 
     Raises:
@@ -76,7 +82,173 @@ def plan_command(config: RunConfig, environment: Environment, *, as_json: bool) 
     """Search and print. Return the exit status, which is 1 if nothing fits."""
     result, hardware = search(config, environment)
     if as_json:
-        print_json(result, hardware)
+        print(json.dumps(to_json(result, hardware), indent=2))
     else:
         show(result, hardware)
     return 0 if result.layouts else 1
+
+
+def to_json(result: SearchResult, hardware: Hardware) -> dict[str, object]:
+    """Return the public JSON form. See docs/planner.md."""
+    return {
+        "ok": bool(result.layouts),
+        "layouts": [_layout_json(candidate) for candidate in result.layouts],
+        "rejected": [{**_sizes(rejected.layout), "constraint": rejected.constraint} for rejected in result.rejected],
+        "assumed": hardware.lines(offloads=_offloads(result)),
+        "not_predicted": [vars(unknown) for unknown in result.not_predicted],
+    }
+
+
+def _sizes(layout: Layout) -> dict[str, object]:
+    return {
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "virtual": layout.virtual,
+        "experts": layout.experts,
+        "data": layout.data,
+        "context": layout.context,
+        "micro_batch_size": layout.micro_batch,
+        "global_batch_size": layout.global_batch,
+        "accumulation": layout.accumulation,
+        "partitioning": layout.partitioning,
+        "shard_size": layout.shard_size,
+        "checkpoint_activations": layout.recompute != "none",
+        "recompute": layout.recompute,
+        "offload_activations": layout.offload,
+    }
+
+
+def _layout_json(candidate: Candidate) -> dict[str, object]:
+    timing, needed = candidate.timing, round(candidate.needed_gb, 3)
+    sizes = {**vars(candidate.memory), "total": candidate.memory.total}
+    return {
+        **_sizes(candidate.layout),
+        "memory_gb": {**{name: round(size / GB, 6) for name, size in sizes.items()}, "needed": needed},
+        "bubble": round(candidate.layout.bubble, 6),
+        "communication": round(timing.communication / timing.total, 6),
+        "step_seconds": timing.total,
+        "samples_per_second": candidate.samples_per_second,
+        "flags": " ".join(candidate.layout.flags()),
+    }
+
+
+def show(result: SearchResult, hardware: Hardware) -> None:
+    """Print the best layouts, their assumptions, and why the others were rejected."""
+    terminal = console(piped_width=140)
+    if result.layouts:
+        terminal.print(_table(result))
+        for line in reasons(result, hardware):
+            print(line)
+    for line in hardware.lines(offloads=_offloads(result)):
+        print(f"assumed: {line}")
+    for line in not_predicted(result):
+        print(line)
+    print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free in addition")
+    _show_rejected(result, terminal)
+
+
+def _offloads(result: SearchResult) -> bool:
+    return any(candidate.setting.offloads_activations for candidate in result.layouts)
+
+
+COLUMNS = ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning", "recompute")
+"""Columns of sizes. If any layout uses context or experts, these columns follow ``pipe``."""
+
+
+def _table(result: SearchResult) -> Table:
+    table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
+    more = [name for name in ("context", "experts") if any(getattr(each.layout, name) > 1 for each in result.layouts)]
+    for name in (*COLUMNS[:2], *more, *COLUMNS[2:]):
+        table.add_column(name, justify="right", min_width=WIDTHS.get(name))
+    for name in ("state GB", "activ. GB", "needed GB", "bubble", "comm.", "s/step", "samples/s"):
+        table.add_column(name, justify="right")
+    for candidate in result.layouts[:SHOWN]:
+        layout, memory, timing = candidate.layout, candidate.memory, candidate.timing
+        table.add_row(
+            *map(str, (layout.tensor, layout.pipelined, *(getattr(layout, name) for name in more))),
+            *map(str, (layout.data, layout.micro_batch, layout.accumulation)),
+            str(layout.global_batch),
+            layout.partitioned,
+            "" if layout.recompute == "none" else layout.recompute,
+            f"{(memory.parameters + memory.gradients + memory.optimizer) / GB:.2f}",
+            f"{(memory.activations + memory.buffers) / GB:.2f}",
+            f"{candidate.needed_gb:.2f}",
+            f"{layout.bubble:.0%}",
+            f"{timing.communication / timing.total:.0%}",
+            f"{timing.total:.3g}",
+            f"{candidate.samples_per_second:.3g}",
+        )
+    return table
+
+
+def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
+    """Explain why the best layout is the best, and how to request it."""
+    best = result.layouts[0]
+    layout, timing = best.layout, best.timing
+    lines = [
+        f"best: {' '.join(layout.flags())}",
+        f"  fits: {best.needed_gb:.1f} of {hardware.memory_gb:g} GB per worker, including the allowance",
+    ]
+    shares = {
+        "computing": timing.compute,
+        "bubble": timing.bubble,
+        "tensor sums": timing.tensor,
+        "tokens to experts": timing.experts,
+        "stage transfers": timing.pipeline,
+        "replica sums": timing.data,
+        "update": timing.update,
+        "copies to the host and back": timing.offload,
+    }
+    spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in shares.items() if share > 0)
+    lines.append(f"  where the step goes: {spent}")
+    lines += [f"  {why}" for why in _comparisons(result)]
+    if layout.offload and any(not rejected.layout.offload for rejected in result.rejected):
+        lines.append("  what blocks keep goes to host memory: no layout fits without that")
+    if best.memory.host:
+        lines.append(
+            f"  host memory: {best.memory.host / GB:.1f} GB per worker in addition to its device, which is not checked"
+        )
+    return lines
+
+
+def not_predicted(result: SearchResult) -> list[str]:
+    """List what the numbers leave out, one line per reason."""
+    return [
+        f"not predicted: {unknown.switch}: {', '.join(unknown.kinds)}: {unknown.why}"
+        for unknown in result.not_predicted
+    ]
+
+
+def _comparisons(result: SearchResult) -> list[str]:
+    """Compare the best layout with the nearest alternatives."""
+    best, lines = result.layouts[0], []
+    for name, words in (
+        ("tensor", "tensor size"),
+        ("pipeline", "pipeline size"),
+        ("virtual", "number of stages per worker"),
+        ("experts", "number of workers to a copy of the experts"),
+        ("micro_batch", "micro batch"),
+        ("recompute", "recomputation"),
+        ("partitioned", "partitioning"),
+    ):
+        chosen = getattr(best.layout, name)
+        other = next((c for c in result.layouts if getattr(c.layout, name) != chosen), None)
+        if other:
+            share = other.samples_per_second / best.samples_per_second - 1
+            value = getattr(other.layout, name)
+            lines.append(f"best with another {words} ({value}): {share:+.0%} samples/s, {other.needed_gb:.1f} GB")
+    return lines
+
+
+def _show_rejected(result: SearchResult, terminal: Console) -> None:
+    if not result.rejected:
+        return
+    kinds = Counter(rejected.constraint.partition(":")[0] for rejected in result.rejected)
+    table = Table("layouts", "constraint", "such as", title=f"Rejected: {len(result.rejected)}", title_justify="left")
+    for kind, count in kinds.most_common():
+        example = next(r for r in result.rejected if r.constraint.partition(":")[0] == kind)
+        sizes = example.layout
+        context = f"context {sizes.context} × " if sizes.context > 1 else ""
+        where = f"tensor {sizes.tensor} × {context}pipeline {sizes.pipelined} × data {sizes.data}, {sizes.partitioned}"
+        table.add_row(str(count), example.constraint, where)
+    terminal.print(table)

@@ -43,11 +43,16 @@ class Sharded:
         for number, phase in enumerate(self.phases):
             yield from self._of(phase, before, self._gathered(number))
             before = phase.finished
-        yield self._root_leaves(before)
+        # While the root's gradients are sent, FSDP's loop over the gradients still holds the last one.
+        outside = [facts.count for name, facts in self.model.parameters.items() if not self.model.block_of(name)]
+        width = FP32 if self._adds_up else self.width
+        leaving = 2 * FP32 * sum(outside) + width * sum(outside[-1:])
+        yield MemorySnapshot(self.phases[-1].end, self._to_fp32(before) // self.layout.shares, leaving)
 
     def _of(self, phase: Phase, before: int, gathered: int) -> Iterator[MemorySnapshot]:
         """``before``: bytes of gradients finished when the phase began. ``gathered``: bytes of whole parameters."""
-        outside = min(before, self._of_head)
+        # The gradients of the root that are finished before those of the last block belong to the head.
+        outside = min(before, self.phases[self._begins - 1].finished if self._backwards else 0)
         of_blocks = before - outside
         run = self._run  # sent while the next block computes
         leaving = run if of_blocks else 0
@@ -63,13 +68,6 @@ class Sharded:
         yield MemorySnapshot(
             phase.end, self._gradients(outside, phase.finished - outside), gathered - self._block + 2 * run
         )
-
-    def _root_leaves(self, finished: int) -> MemorySnapshot:
-        """Memory while the root's gradients are sent. FSDP's loop over the gradients still holds the last one."""
-        outside = [facts.count for name, facts in self.model.parameters.items() if not self.model.block_of(name)]
-        width = FP32 if self._adds_up else self.width
-        leaving = 2 * FP32 * sum(outside) + width * sum(outside[-1:])
-        return MemorySnapshot(self.phases[-1].end, self._to_fp32(finished) // self.layout.shares, leaving)
 
     def _gathered(self, number: int) -> int:
         """Bytes of whole parameters in a phase: of the root, of the active block, and of the block that arrives."""
@@ -106,11 +104,6 @@ class Sharded:
     def _run(self) -> int:
         """Bytes of a block's gradients, in the type of the sum."""
         return FP32 * self.model.most_trained_in_a_block(self.layout.experts)
-
-    @property
-    def _of_head(self) -> int:
-        """Bytes of the root's gradients that are finished before those of the last block."""
-        return self.phases[self._begins - 1].finished if self._backwards else 0
 
     @cached_property
     def _backwards(self) -> list[int]:

@@ -161,8 +161,14 @@ def _positive(variable: str) -> float:
 
 
 def _measured_gb(environment: Environment) -> float:
-    on_host = environment.device == "cpu"
-    gigabytes = _host_gb() / environment.local_world_size if on_host else _gpu_gb()
+    """Memory of the smallest visible GPU, or a worker's share of the memory of this machine or container, in GB."""
+    if environment.device == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = Path("/sys/fs/cgroup/memory.max")
+        text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+        memory = memory if text == "max" else min(memory, int(text))
+        return round(memory / GB / environment.local_world_size, 1)
+    gigabytes = _gpu_gb()
     if gigabytes is None:
         raise ConfigError(
             "no GPU is visible here, so its memory is not known",
@@ -181,11 +187,3 @@ def _gpu_gb() -> float | None:
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     sizes = [float(line) for line in answer.stdout.split() if line.replace(".", "").isdecimal()]
     return min(sizes) * 2**20 / GB if sizes else None
-
-
-def _host_gb() -> float:
-    """Memory of this machine, or of the container of this process, in GB."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
-    return (whole if text == "max" else min(whole, int(text))) / GB

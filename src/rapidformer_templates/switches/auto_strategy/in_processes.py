@@ -8,7 +8,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -39,6 +39,6 @@ def in_forks(tasks: Sequence[Callable[[], T]]) -> list[T]:
     return returned
 
 
-def _tell(task: Callable[[], Any], pipe: Connection) -> None:
+def _tell(task: Callable[[], object], pipe: Connection) -> None:
     with contextlib.suppress(Exception), pipe:
         pipe.send(task())

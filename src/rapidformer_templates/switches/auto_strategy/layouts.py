@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.plan import Plan
@@ -23,6 +23,9 @@ PARTITIONINGS: Mapping[str, str | None] = {
 
 RECOMPUTED = ("none", "selective", "full")
 """Choices of activations that the backward recomputes. The fastest is first."""
+
+
+FlagValue: TypeAlias = bool | int | str | None
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class Layout:
             return 1 / self.pipeline
         return max(sum(self.stages[rank :: self.pipeline]) for rank in range(self.pipeline)) / sum(self.stages)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, FlagValue]:
         """Return the configuration fields that request this layout, including those that are off."""
         flags = {flag: name == self.partitioning for name, flag in PARTITIONINGS.items() if flag}
         return {
@@ -133,7 +136,7 @@ class Layout:
             **flags,
         }
 
-    def values_that_act(self, user_fields: Container[str] = ()) -> dict[str, Any]:
+    def values_that_act(self, user_fields: Container[str] = ()) -> dict[str, FlagValue]:
         """Return the entries of :meth:`values` that differ from a plain run and that the user has not given."""
         batches = ("micro_batch_size", "global_batch_size")
         acting = {n: v for n, v in self.values().items() if n in batches or v is True or v not in (None, False, 1)}

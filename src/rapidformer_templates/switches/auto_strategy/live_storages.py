@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,11 +30,13 @@ class LiveStorages(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[Any]] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in known:
             self._watch(local_part(tensor).untyped_storage(), 0)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

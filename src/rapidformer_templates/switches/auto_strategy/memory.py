@@ -28,7 +28,7 @@ from rapidformer_templates.switches.auto_strategy.state_bytes import (
     replicated,
     replicated_on_host,
 )
-from rapidformer_templates.switches.auto_strategy.trace import Phase, Trace
+from rapidformer_templates.switches.auto_strategy.trace import Phase
 from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts
 
 FORMULAS: dict[str, dict[str, Formula]] = {
@@ -91,7 +91,13 @@ def predict(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN, 
         return max((of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
     states = max(states_by_worker(model, layout, setting), key=_sum_of_states)
     trace = model.trace(variant, exact=exact)
-    return _with_host(_worst(model, layout, setting, states, trace), trace.sent)
+    on_device = states.on_gpu if setting.gpu else states
+    if layout.partitioning == "fsdp":
+        moments = [*Sharded(model, layout, setting, _width(layout, setting), trace.phases).moments()]
+    else:
+        moments = [moment for phase in trace.phases for moment in _beside(model, layout, setting, on_device, phase)]
+    memory = _memory(model, states, [*moments, _update(layout, on_device)], gpu=setting.gpu)
+    return _with_host(memory, trace.sent)
 
 
 def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN) -> list[StateBytes]:
@@ -104,8 +110,11 @@ def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions 
             for peer in range(layout.tensor)
         ]
     formula = FORMULAS[setting.offload][layout.partitioning]
-    if layout.experts > 1:
-        formula = _beside_experts(layout)
+    if layout.experts > 1 and layout.partitioning == "fsdp":
+        shards = shards_of_experts(layout.replicas, layout.shares, layout.experts)
+        formula = partial(divided_in_rows_beside_experts, over=layout.experts, shards=shards)
+    elif layout.experts > 1:
+        formula = partial(divided_experts, over=layout.experts)
     width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32
     everything = model.all_parameters.values()
     frozen = [p for p in model.frozen_of(everything) if not p.code_bytes]
@@ -118,14 +127,6 @@ def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions 
     return [
         parameters.with_frozen(other, codes - narrower) for parameters, other in zip(*typed, strict=True)
     ] * layout.copies
-
-
-def _beside_experts(layout: Layout) -> Formula:
-    over = layout.experts
-    if layout.partitioning != "fsdp":
-        return partial(divided_experts, over=over)
-    shards = shards_of_experts(layout.replicas, layout.shares, over)
-    return partial(divided_in_rows_beside_experts, over=over, shards=shards)
 
 
 def states_alone(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> Memory:
@@ -179,15 +180,6 @@ def variant_of(layout: Layout, setting: MemoryOptions) -> Variant:
     return variant
 
 
-def _worst(model: ModelShapes, layout: Layout, setting: MemoryOptions, states: StateBytes, trace: Trace) -> Memory:
-    on_device = states.on_gpu if setting.gpu else states
-    if layout.partitioning == "fsdp":
-        moments = [*Sharded(model, layout, setting, _width(layout, setting), trace.phases).moments()]
-    else:
-        moments = [moment for phase in trace.phases for moment in _beside(model, layout, setting, on_device, phase)]
-    return _memory(model, states, [*moments, _update(layout, on_device)], gpu=setting.gpu)
-
-
 def _memory(model: ModelShapes, states: StateBytes, moments: Sequence[MemorySnapshot], *, gpu: bool) -> Memory:
     """Report the moment with the highest total, in the parts that people know."""
     on_device, on_host = (states.on_gpu, states.beside_gpu) if gpu else (states, 0)
@@ -230,7 +222,9 @@ def _beside(
                 )
             ]
         case "zero-3":
-            return [MemorySnapshot(alone, states.gradients, bucket + _gathered_by_zero(model, setting, width))]
+            # Whole parameters (all of them, up to 10^9 elements), and their receive buffers.
+            gathered = sum(p.count for p in model.all_parameters.values() if p.count > setting.how.kept_whole)
+            return [MemorySnapshot(alone, states.gradients, bucket + 2 * width * gathered)]
     raise KeyError(layout.partitioning)
 
 
@@ -238,8 +232,3 @@ def _update(layout: Layout, states: StateBytes) -> MemorySnapshot:
     """Memory during the update. ZeRO-1 and -2 flatten the gradients of their share once more, in fp32."""
     flat = states.optimizer // 3 if layout.partitioning in ("zero-1", "zero-2") else 0
     return MemorySnapshot(0, states.gradients, flat)
-
-
-def _gathered_by_zero(model: ModelShapes, setting: MemoryOptions, width: int) -> int:
-    """Bytes of whole parameters that ZeRO-3 holds (all of them, up to 10^9 elements), and of their receive buffers."""
-    return 2 * width * sum(p.count for p in model.all_parameters.values() if p.count > setting.how.kept_whole)

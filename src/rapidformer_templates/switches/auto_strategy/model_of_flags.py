@@ -26,7 +26,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.preference_rules import has_frozen_copy, rows_per_sample
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import TASKS
-from rapidformer_templates.switches.auto_strategy.answers import FakeDataReads
+from rapidformer_templates.switches.auto_strategy.fake_tensors import FakeDataReads
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
 from rapidformer_templates.switches.auto_strategy.timing import CommunicationSizes
@@ -64,19 +64,16 @@ class Subject:
         stages = [int(word) for word in stage_sizes.split(",")] if stage_sizes and stage_sizes != AUTO_MEMORY else None
         copied = has_frozen_copy(config, (REGISTRY[name] for name in self._plan.switches))
         self.shapes = ModelShapes(self._build, self._batch, gpu=gpu, stages=stages, has_copy=copied)
+        whole = self.shapes.whole
+        gates = [module for module in whole.modules() if isinstance(module, Gate)]  # else the architecture's own
         self.facts = CommunicationSizes(
             parameters=sum(facts.count for facts in self.shapes.all_parameters.values()),
             blocks=sum(self.shapes.depths.values()),
             hidden=self._model_config.hidden_size,
             tokens=self._tokens,
             experts=sum(facts.count for facts in self.shapes.all_parameters.values() if facts.is_expert),
-            visits=self._visits(),
+            visits=sum(gate.top_k for gate in gates or routers_of(whole)),
         )
-
-    def _visits(self) -> int:
-        """Experts that a token visits, summed over blocks with experts: ours, or the architecture's."""
-        gates = [module for module in self.shapes.whole.modules() if isinstance(module, Gate)]
-        return sum(gate.top_k for gate in gates or routers_of(self.shapes.whole))
 
     @cached_property
     def experts(self) -> int:

@@ -17,8 +17,7 @@ from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_qua
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.planning.plan import ContextKind
-from rapidformer_templates.switches.auto_strategy.answers import FakeDataReads
-from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
+from rapidformer_templates.switches.auto_strategy.fake_tensors import FakeDataReads, fake_tensors
 from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
 from rapidformer_templates.switches.auto_strategy.tensor_shares import (
@@ -168,7 +167,10 @@ class ModelShapes:
     @cached_property
     def all_parameters(self) -> dict[str, ParameterShape]:
         """Trained and frozen parameters by canonical name. Tied parameters appear once."""
-        tables, experts, depths = tables_of(self.whole), _expert_parameters(self.whole), depths_of(self.whole)
+        own_mixtures = (module for module in self.whole.modules() if isinstance(module, Experts))
+        mixtures = [*own_mixtures, *own_experts(self.whole)]
+        experts = {id(parameter) for mixture in mixtures for parameter in mixture.parameters()}
+        tables, depths = tables_of(self.whole), depths_of(self.whole)
         with_masters = parameters_with_masters(self.whole)
         return {
             name: ParameterShape(
@@ -526,9 +528,3 @@ def _cast_to_compute_dtype(model: nn.Module, weights: str, dtype: torch.dtype) -
 def _of_model(variant: Variant) -> Variant:
     """Reduce a variant to the fields that the bytes of gradients depend on."""
     return replace(variant, micro_batch=1, recompute="none", sequence_parallel=False)
-
-
-def _expert_parameters(model: nn.Module) -> frozenset[int]:
-    """Ids of the parameters that expert parallelism divides."""
-    mixtures = (*(module for module in model.modules() if isinstance(module, Experts)), *own_experts(model))
-    return frozenset(id(parameter) for mixture in mixtures for parameter in mixture.parameters())

@@ -129,20 +129,15 @@ class Search:
         rejected: list[Rejected] = []
         best_first: list[Candidate] = []
         keeps = self._allowed("offload_activations", [False] if self.environment.device == "cpu" else [False, True])
-        for contexts, offload in product(self._contexts(), keeps):
+        # Unless the user sets the size of context parallelism, sequences are divided only if nothing else fits.
+        context_sizes = [[1], _divisors(self.environment.world_size)[1:]]
+        if "context_parallel_size" in self.config.origins:
+            context_sizes = [[self.config.get("context_parallel_size")]]
+        for contexts, offload in product(context_sizes, keeps):
             best_first = self._verified(self._fitting(contexts, offload, rejected), rejected)
             if best_first:
                 break
         return SearchResult(tuple(best_first), tuple(rejected), self._not_predicted())
-
-    def _contexts(self) -> list[list[int]]:
-        """Sizes of context parallelism to try.
-
-        Unless a size is given, sequences are divided only if nothing else fits.
-        """
-        if "context_parallel_size" in self.config.origins:
-            return [[self.config.get("context_parallel_size")]]
-        return [[1], _divisors(self.environment.world_size)[1:]]
 
     def _fitting(self, contexts: Sequence[int], offload: bool, rejected: list[Rejected]) -> list[Candidate]:
         """Return the layouts with these context sizes and this offloading that fit.
@@ -195,11 +190,16 @@ class Search:
 
     def _families(self, contexts: Sequence[int], offload: bool) -> Iterator[Layout]:
         """Yield layouts without their batch sizes."""
+        recomputed = list(RECOMPUTED)
+        if "checkpoint_activations" in self.config.origins:
+            granularity = self.config.get("recompute_granularity") or "full"
+            recomputed = [granularity if self.config.get("checkpoint_activations") else "none"]
+        own_partitionings = [name for name, flag in PARTITIONINGS.items() if flag and self.config.get(flag)]
         for tensor, context, pipeline, data in self._sizes(contexts):
             replicas = data * context
-            for partitioning in self._partitionings(replicas):
+            for partitioning in own_partitionings or (list(PARTITIONINGS) if replicas > 1 else ["none"]):
                 for recompute, shard_size, virtual, experts in product(
-                    self._recomputed(),
+                    recomputed,
                     self._shard_sizes(partitioning, replicas),
                     self._virtual_sizes(pipeline),
                     self._expert_sizes(replicas),
@@ -228,21 +228,9 @@ class Search:
             if not rest:
                 yield tensor, context, pipeline, data
 
-    def _recomputed(self) -> list[str]:
-        if "checkpoint_activations" not in self.config.origins:
-            return list(RECOMPUTED)
-        granularity = self.config.get("recompute_granularity") or "full"
-        return [granularity if self.config.get("checkpoint_activations") else "none"]
-
     def _allowed(self, name: str, values: list[T]) -> list[T]:
         """Return the values of a field: only the user's, if there is one."""
         return [self.config.get(name)] if name in self.config.origins else values
-
-    def _partitionings(self, replicas: int) -> list[str]:
-        names = [name for name, flag in PARTITIONINGS.items() if flag and self.config.get(flag)]
-        if names:
-            return names
-        return list(PARTITIONINGS) if replicas > 1 else ["none"]
 
     def _shard_sizes(self, partitioning: str, data: int) -> list[int | None]:
         """Sizes of FSDP's shard groups to try: all replicas, and the workers of one node."""
@@ -268,18 +256,14 @@ class Search:
 
     def _setting(self, layout: Layout) -> MemoryOptions | str:
         """Return what else a layout's memory depends on, or the first rule that the layout breaks."""
-        request = self._request(self._asking_for(layout))
+        values = replace(layout, micro_batch=1, accumulation=1).values()  # the batch sizes are chosen later
+        if self.by_memory and layout.pipeline > 1:
+            values["pipeline_stages"] = AUTO_MEMORY
+        request = self._request(self.config.replace("auto-strategy", **values))
         refusal = next(iter(self.registry.refusals(request)), None)
         if refusal:
             return f"{refusal[0].code}: {refusal[1].message}"
         return memory_options_of(plan_of(request, self.registry), self.subject.shapes.width)
-
-    def _asking_for(self, layout: Layout) -> RunConfig:
-        """Return the configuration with this layout, without its batch sizes."""
-        values = replace(layout, micro_batch=1, accumulation=1).values()
-        if self.by_memory and layout.pipeline > 1:
-            values["pipeline_stages"] = AUTO_MEMORY
-        return self.config.replace("auto-strategy", **values)
 
     def _request(self, config: RunConfig) -> Request:
         return build_request(config, self.environment, self.registry.switches, model=self._model)

@@ -71,15 +71,12 @@ class StagePart:
             input_bytes -= 0 if self.offloads else phases[0].end
         casts_by_stack = {phase.stack: phase.casts for phase in phases if phase.name == "forward"}
         for number, phase in enumerate(phases):
-            if forward is self._is_forward(phase) and self._has(number):
+            is_forward = phase.name in ("begin", "forward", "head")
+            if forward is is_forward and self._has(number):
                 others = self.tied_bytes if phase.name in BACKWARD else 0
                 yield phase, phase.peak_without_gradients + input_bytes + released_casts - others
             if phase.name == "backward" and self.shares_casts:
                 released_casts += casts_by_stack[phase.stack]
-
-    @staticmethod
-    def _is_forward(phase: Phase) -> bool:
-        return phase.name in ("begin", "forward", "head")
 
     def _has(self, number: int) -> bool:
         """Whether this part has a phase of the whole model. Only the last part has head and loss."""

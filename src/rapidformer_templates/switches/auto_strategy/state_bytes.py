@@ -174,10 +174,15 @@ def divided_in_rows_beside_experts(
     parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN, *, over: int, shards: int
 ) -> list[StateBytes]:
     """FSDP with expert parallelism: ``shards`` workers divide each expert among them."""
-    parts = []
+    parts: list[list[ParameterShape]] = []
     for rank in range(workers):
-        own = rank // over % shards  # neighbours have different experts
-        parts.append([_of_expert(p, own, over, shards) if p.is_expert else _part(p, rank, workers) for p in parameters])
+        parts.append([])
+        for parameter in parameters:
+            if parameter.is_expert:
+                share, own = parameter.among(over), rank // over % shards  # neighbours have different experts
+                parts[-1].append(_part(share, own, shards, widthwise(share.shape, shards)))
+            else:
+                parts[-1].append(_part(parameter, rank, workers))
     return _in_parts(parts, how)
 
 
@@ -185,11 +190,6 @@ def _in_parts(parts: Sequence[Sequence[ParameterShape]], how: StateOptions) -> l
     """``parts`` lists each rank's parameters. All workers allocate as much memory for them as the first one."""
     count = FP32 * sum(p.count for p in parts[0])
     return [StateBytes(count, count, how.optimizer.bytes_of(of_rank)) for of_rank in parts]
-
-
-def _of_expert(parameter: ParameterShape, rank: int, over: int, shards: int) -> ParameterShape:
-    share = parameter.among(over)
-    return _part(share, rank, shards, widthwise(share.shape, shards))
 
 
 def _part(parameter: ParameterShape, rank: int, workers: int, dim: int = 0) -> ParameterShape:

@@ -120,7 +120,9 @@ def predict_seconds(
 
     turn = computed + tensor + experts + transfer
     waiting = (layout.pipeline - 1) * turn / layout.virtual
-    inside = near if _in_a_node(layout, local_world) else far
+    sharers = layout.tensor * layout.shares  # workers that share one copy of the states
+    in_a_node = sharers <= local_world and (layout.copies == 1 or local_world % sharers == 0)
+    inside = near if in_a_node else far
     between = near if layout.world <= local_world else far
     sums, gathered = _data_seconds(layout, setting, facts, width, inside, between)
     hidden = OVERLAP * _hides(layout, setting) * computed
@@ -128,6 +130,7 @@ def predict_seconds(
     traffic = ADAM_TRAFFIC + (2 if setting.masters else 0)  # plus the 16-bit weight
     local_parameters = facts.parameters - facts.experts + facts.experts / layout.experts
     update = traffic * local_parameters / share / replicas / (hardware.memory_bandwidth * GB)
+    copied = trace.sent / layout.pipeline / (hardware.host_link * GB)
     return Timing(
         compute=layout.accumulation * computed,
         bubble=waiting,
@@ -136,8 +139,7 @@ def predict_seconds(
         data=max(0.0, sums - hidden) + gathered,
         experts=layout.accumulation * experts,
         update=update,
-        offload=layout.accumulation
-        * _exposed_copies(trace.sent / layout.pipeline / (hardware.host_link * GB), computed),
+        offload=layout.accumulation * _exposed_copies(copied, computed),
     )
 
 
@@ -149,12 +151,6 @@ def _exposed_copies(copied: float, computed: float) -> float:
         computed: seconds of the micro batch's computation.
     """
     return sum(max(0.0, copied - share * computed) for share in (1 - BACKWARD_SHARE, BACKWARD_SHARE))
-
-
-def _in_a_node(layout: Layout, local_world: int) -> bool:
-    """Whether the workers that share one copy of the states, or sum its gradients, are in one node."""
-    neighbours = layout.tensor * layout.shares
-    return neighbours <= local_world and (layout.copies == 1 or local_world % neighbours == 0)
 
 
 def _data_seconds(

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.switches.auto_strategy.answers import DATA_DEPENDENT_OPS, answer
+from rapidformer_templates.switches.auto_strategy.fake_tensors import DATA_DEPENDENT_OPS, answer
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.switches.fused_loss.memory import CHUNK_BYTES
@@ -215,7 +216,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
     return tuple(deeper)
 
 
-def _bytes_of(values: Any) -> int:
+def _bytes_of(values: object) -> int:
     """Bytes of a tensor, or of all tensors in a tuple or list."""
     if isinstance(values, torch.Tensor):
         return values.nbytes
@@ -247,8 +248,11 @@ class _TraceWatch(LiveStorages):
         self._flops = self._traffic = 0
         self._has_gradient = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
+        result: object
         if func in DATA_DEPENDENT_OPS:
             result = answer(func, args, dense=self._dense)
             if not isinstance(result, torch.Tensor):
@@ -262,6 +266,7 @@ class _TraceWatch(LiveStorages):
                 if isinstance(leaf, torch.Tensor):
                     self.track(leaf)
         if func is _CAST and id(args[0].untyped_storage()) in self._known:
+            assert isinstance(result, torch.Tensor)
             self._casts.add(id(result.untyped_storage()))
         without = self.live - self.finished
         if without > self._without:
@@ -330,10 +335,10 @@ class _TraceWatch(LiveStorages):
 class _NoMemory:
     """An offloading host that stores nothing, so that its memory does not count."""
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Wait]:
+    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[torch.Size, torch.dtype]], Wait]:
         return [(tensor.shape, tensor.dtype) for tensor in tensors], lambda: None
 
-    def fetch(self, copies: Sequence[Any]) -> tuple[list[torch.Tensor], Wait]:
+    def fetch(self, copies: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[list[torch.Tensor], Wait]:
         return [torch.empty(shape, dtype=dtype) for shape, dtype in copies], lambda: None
 
 
@@ -348,28 +353,30 @@ class OnGpu(TorchFunctionMode):
         {"layer_norm", "softmax", "log_softmax", "pow", "exp", "rsqrt", "cumsum", "sum", "prod", "norm"}
     )
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
         if func is nn.functional.scaled_dot_product_attention:
             kwargs["dropout_p"] = 0.0  # the mask is drawn again in the backward and never stored
         elif torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "").strip("_") in self.IN_FP32:
-            args = tuple(_to_fp32(arg) for arg in args)
+            narrow = (torch.bfloat16, torch.float16)
+            args = [arg.float() if isinstance(arg, torch.Tensor) and arg.dtype in narrow else arg for arg in args]
         return func(*args, **kwargs)
 
 
-def _on_gpu(forward: Any) -> Callable[..., Any]:
+def _on_gpu(forward: Callable[..., object]) -> Callable[..., object]:
     """Run a forward under :class:`OnGpu`. Its recomputation in the backward has no function modes."""
 
-    def on_gpu(*args: Any, **kwargs: Any) -> Any:
+    def on_gpu(*args: object, **kwargs: object) -> object:
         with OnGpu():
             return forward(*args, **kwargs)
 
     return on_gpu
-
-
-def _to_fp32(value: Any) -> Any:
-    narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if narrow else value
 
 
 def trace(
@@ -439,19 +446,29 @@ def _watch_blocks(
     model: nn.Module, watch: _TraceWatch, stack: contextlib.ExitStack, *, recompute: str, gpu: bool
 ) -> None:
     """Register hooks that begin phases, and wrap blocks for recomputation. ``stack`` restores the blocks at its end."""
+
+    def end_at_input(block: nn.Module, args: object, kwargs: object) -> None:
+        """Begin the last phase when the gradient of the first block's input is finished."""
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if inputs:
+            inputs[0].register_hook(lambda gradient: watch.enter("end"))
+
     positions = stacks_of(model)
     final = {name: number for name, number in positions.values()}  # noqa: C416 - the last place of each stack
     for name, position in positions.items():
         block = model.get_submodule(name)
-        stack.callback(_restore_forward, block, vars(block).get("forward"))  # tensor parallelism may have set one
+        if "forward" in vars(block):  # tensor parallelism has set one
+            stack.callback(setattr, block, "forward", block.forward)
+        else:
+            stack.callback(vars(block).pop, "forward", None)
         if recompute != "none":
             forward = _on_gpu(block.forward) if gpu else block.forward
             block.forward = Checkpointed(forward, selective=recompute == "selective")
 
-        def enter(module: nn.Module, args: Any, *, position: tuple[str, int] = position) -> None:
+        def enter(module: nn.Module, args: object, *, position: tuple[str, int] = position) -> None:
             watch.enter("forward", position)
 
-        def after(module: nn.Module, args: Any, output: Any, *, position: tuple[str, int] = position) -> None:
+        def after(module: nn.Module, args: object, output: object, *, position: tuple[str, int] = position) -> None:
             if position[1] == final[position[0]]:
                 watch.enter("head")
             hidden = next(t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad)
@@ -461,23 +478,7 @@ def _watch_blocks(
         stack.callback(block.register_forward_pre_hook(enter).remove)
         stack.callback(block.register_forward_hook(after).remove)
         if position[1] == 0:
-            stack.callback(block.register_forward_pre_hook(_at_input(watch), with_kwargs=True).remove)
-
-
-def _restore_forward(block: nn.Module, before: Any) -> None:
-    if before is None:
-        vars(block).pop("forward", None)
-    else:
-        block.forward = before
-
-
-def _at_input(watch: _TraceWatch) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-        if inputs:
-            inputs[0].register_hook(lambda gradient: watch.enter("end"))
-
-    return hook
+            stack.callback(block.register_forward_pre_hook(end_at_input, with_kwargs=True).remove)
 
 
 def stacks_of(model: nn.Module) -> dict[str, tuple[str, int]]:
@@ -496,11 +497,6 @@ def gradient_bytes(model: nn.Module, sum_type: torch.dtype | None = None) -> dic
     sizes: dict[str, int] = {}
     for name, (stack, _) in stacks_of(model).items():
         trained = [p for p in model.get_submodule(name).parameters() if p.requires_grad]
-        sizes[stack] = sum(local_part(p).numel() * _width_of_gradient(p, sum_type) for p in trained)
+        types = [p.dtype if sum_type is None or p.dtype == torch.float32 else sum_type for p in trained]
+        sizes[stack] = sum(local_part(p).numel() * dtype.itemsize for p, dtype in zip(trained, types, strict=True))
     return sizes
-
-
-def _width_of_gradient(parameter: nn.Parameter, sum_type: torch.dtype | None) -> int:
-    if sum_type is None or parameter.dtype == torch.float32:
-        return parameter.itemsize
-    return sum_type.itemsize
