@@ -278,3 +278,10 @@ def test_what_cannot_be_told_apart_names_the_hook() -> None:
             pretrain.MyBertPreTrainer(engine=rapidformer.RapidformerEngine()).train()
     with pytest.raises(ConfigError, match="GPTPredictor of PAI-Rapidformer is not available"):
         _ = rapidformer.GPTPredictor
+
+
+def test_one_call_of_run_forward_step_is_one_batch() -> None:
+    batch = rapidformer._OneBatch(text=1)
+    assert next(batch) == {"text": 1}
+    with pytest.raises(RapidformerError, match="run_forward_step takes a second batch"):
+        next(batch)

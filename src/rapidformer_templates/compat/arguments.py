@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, spelling
@@ -29,11 +29,11 @@ class Arguments:
         object.__setattr__(self, "_own", script_values)
 
     @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+    def __dict__(self) -> dict[str, object]:  # type: ignore[override]
         config = self._config()
         return {name: config.get(name) for name in sorted(_library_flags())} | vars(self._own)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[argparse.Namespace], tuple[()], dict[str, object]]:
         return argparse.Namespace, (), vars(self)
 
     def __contains__(self, name: str) -> bool:
@@ -52,7 +52,7 @@ class Arguments:
             "or look for its name here with rapidformer --help-all"
         )
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in _library_flags() and value != self._config().get(name):
             raise ConfigError(
                 f"args.{name} = {value!r} would change nothing: flags are read before the script sets it",

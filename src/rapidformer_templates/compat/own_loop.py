@@ -13,18 +13,17 @@ the loss itself. So the engine runs in a separate thread, and only one of the tw
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rapidformer_templates.compat.shared_loader import SharedLoader, checked_loader, micro_batch_of
-from rapidformer_templates.compat.targets import checked_targets
+from rapidformer_templates.compat.batches import SharedLoader, checked_loader, checked_targets, micro_batch_of
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.errors import ConfigError, RapidformerError
@@ -64,12 +63,13 @@ class OwnLoop:
         self,
         engine: RapidformerEngine,
         model: nn.Module,
-        optimizer: Any,
-        scheduler_fn: Callable[[Any], LRScheduler] | None,
-        loader: Any,
+        optimizer: Optimizer | None,
+        scheduler_fn: Callable[[Optimizer], LRScheduler] | None,
+        loader: object,
         count_targets: Callable[[Batch], float] | None,
     ) -> None:
-        size = micro_batch_of(checked_loader(loader), engine.template_of_flags.config)
+        script_loader = checked_loader(loader)
+        size = micro_batch_of(script_loader, engine.template_of_flags.config)
         count = count_targets or (lambda batch: checked_targets(template, batch, *UNCOUNTED))
         template = template_of_session(model, optimizer, self._ask_for_loss, count, engine.words, size)
         engine.template = template
@@ -80,9 +80,9 @@ class OwnLoop:
                 hint="write a Trainer with compute_loss(model, batch), or rapidformer_templates.compose()",
             )
         self.session: Session = open_session(template, None, None, reads_flags=True)
-        self._theirs = loader
+        self._script_loader = script_loader
         self._loader = SharedLoader(
-            loader, self.session.workers, self.session.plan.sizes, template.config.training.seed
+            script_loader, self.session.workers, self.session.plan.sizes, template.config.training.seed
         )
         self._to_engine: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self._to_script: SimpleQueue[tuple[str, Any]] = SimpleQueue()
@@ -101,7 +101,7 @@ class OwnLoop:
         """Return an attribute of the script's loader, such as ``dataset``, ``batch_size`` or ``sampler``."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._theirs, name)
+        return getattr(self._script_loader, name)
 
     # These methods run in the thread of the engine.
 
@@ -237,7 +237,7 @@ class OwnLoop:
             raise RapidformerError("optimizer.step() without engine.backward(loss)", hint="call backward before it")
         self._tell(UPDATE, self.scheduler.share)
 
-    def evaluating(self, loader: Any) -> OnDevice:
+    def evaluating(self, loader: Collection[Batch]) -> OnDevice:
         """Return the batches of an evaluation."""
         return OnDevice(loader, self.session)
 
@@ -245,7 +245,7 @@ class OwnLoop:
 class OnDevice:
     """The batches of an evaluation. Each worker gets all of them, and computes in the precision of the run."""
 
-    def __init__(self, loader: Any, session: Session) -> None:
+    def __init__(self, loader: Collection[Batch], session: Session) -> None:
         self.loader, self.session = loader, session
 
     def __len__(self) -> int:
@@ -300,7 +300,7 @@ class ComposedOptimizer:
 class ComposedScheduler:
     """The script's scheduler, over a dummy optimizer. Only its fraction of the peak learning rate is used."""
 
-    def __init__(self, loop: OwnLoop, make: Callable[[Any], LRScheduler] | None, *, by_flags: bool) -> None:
+    def __init__(self, loop: OwnLoop, make: Callable[[Optimizer], LRScheduler] | None, *, by_flags: bool) -> None:
         self._loop, self._by_flags = loop, by_flags
         self._scheduler = None if make is None else make(SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
 

@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates import finetuner, pretrainer
 from rapidformer_templates.compat.arguments import Arguments, ExtraArgs, Timers, split_script_flags
+from rapidformer_templates.compat.batches import checked_targets
 from rapidformer_templates.compat.own_loop import OwnLoop
-from rapidformer_templates.compat.targets import checked_targets
 from rapidformer_templates.data.loader import eval_requests, load, sample_lengths, to_device
 from rapidformer_templates.data.targets import samples_in
-from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.data.types import Batch, Data, Sample, SampleSet
 from rapidformer_templates.engines.optimizer_instances import as_recipe, as_schedule
+from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.run.evaluation import evaluating
+from rapidformer_templates.run.session import Session
 from rapidformer_templates.system import program
 from rapidformer_templates.trainer import Trainer
 
@@ -81,10 +86,10 @@ class RapidformerEngine:
     def compose(
         self,
         model: nn.Module | None = None,
-        optimizer: Any = None,
-        lr_scheduler_fn: Callable[[Any], Any] | None = None,
-        train_dataloader: Any = None,
-        eval_dataloader: Any = None,
+        optimizer: Optimizer | None = None,
+        lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None,
+        train_dataloader: Iterable[Batch] | None = None,
+        eval_dataloader: Collection[Batch] | None = None,
         *,
         model_obj: nn.Module | None = None,
         count_targets: Callable[[Batch], float] | None = None,
@@ -121,7 +126,7 @@ class RapidformerEngine:
         self._loop.backward(loss)
 
     @property
-    def session(self) -> Any:
+    def session(self) -> Session:
         """The session behind your loop. Use it to save, load and export: ``engine.session.save(folder)``."""
         if self._loop is None:
             raise ConfigError("engine.session exists only after engine.compose(…)")
@@ -144,7 +149,7 @@ def get_timers() -> Timers:
     return _engine().timers
 
 
-def get_tokenizer() -> Any:
+def get_tokenizer() -> PreTrainedTokenizerFast:
     """Return the tokenizer of ``--tokenizer-type`` or of the pretrained model."""
     return load_tokenizer(_engine()._config())
 
@@ -153,7 +158,9 @@ class mpu:  # noqa: N801 - the module of that name
     """The functions of Megatron's parallel state that scripts call. Every worker has its batch already."""
 
     @staticmethod
-    def broadcast_data(keys: Sequence[str], data: Mapping[str, torch.Tensor], datatype: torch.dtype) -> dict[str, Any]:
+    def broadcast_data(
+        keys: Sequence[str], data: Mapping[str, torch.Tensor], datatype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
         """Return the tensors ``keys`` of ``data``, cast to ``datatype``."""
         return {key: data[key].to(datatype) for key in keys}
 
@@ -176,8 +183,10 @@ def _template() -> Trainer:
 class _OneBatch(dict[str, Any]):
     """A batch that is also an iterator with one item. Scripts write ``data["text"]`` as well as ``next(data)``."""
 
+    is_consumed = False
+
     def __next__(self) -> dict[str, Any]:
-        if self.__dict__.get("taken"):
+        if self.is_consumed:
             raise RapidformerError(
                 "run_forward_step takes a second batch", hint="one call is one micro batch: --global-batch-size"
             )
@@ -185,13 +194,13 @@ class _OneBatch(dict[str, Any]):
         return dict(self)
 
 
-class _Models(list[Any]):
+class _Models(list[nn.Module]):
     """The model in a list, as PAI-Rapidformer's templates have it. The list can be called like the model."""
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: object, **named: object) -> object:
         return self[0](*arguments, **named)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self[0], name)
 
 
@@ -222,12 +231,14 @@ class _Template:
 
     def _create_template(self) -> Trainer:
         """Create a template of this library whose hooks call those of this script."""
-        hooks: dict[str, Any] = {"__module__": type(self).__module__}
+        hooks: dict[str, object] = {"__module__": type(self).__module__}
         if self._has("train_valid_test_datasets_provider"):
             hooks["build_data"] = lambda template: self._data(template)
         if self._has("model_optimizer_lr_scheduler_provider"):
             hooks["build_model"] = lambda template: self._provided_model[0]
-            hooks["build_optimizer"] = lambda template: self._recipe(template)
+            hooks["build_optimizer"] = lambda template: (
+                self._provided_model[1] or self.template_class.build_optimizer(template)
+            )
             hooks["build_scheduler"] = lambda template, total: self._schedule(template, total)
         if self._has("run_forward_step"):
             hooks["compute_loss"] = lambda template, model, batch: self._loss(batch, model)
@@ -251,7 +262,7 @@ class _Template:
         return callable(getattr(self, name, None))
 
     def _data(self, template: Trainer) -> Data:
-        provider: Callable[..., Any] = self.train_valid_test_datasets_provider  # type: ignore[attr-defined]
+        provider: Callable[..., Iterable[Any]] = self.train_valid_test_datasets_provider  # type: ignore[attr-defined]
         counts = _counts(template) if inspect.signature(provider).parameters else None
         parts = tuple(provider() if counts is None else provider(counts))
         if len(parts) not in (3, 4):
@@ -260,17 +271,13 @@ class _Template:
                 hint="return the training, validation and test set, and a collate function if there is one",
             )
         train, valid, test = parts[:3]
-        samples: Any = train
-        # A provider that takes numbers of samples returns them in their final order, as Megatron's data sets do.
-        return Data(
-            train=samples if counts is None or train is None else cast(Any, _Sequential(samples)),
-            valid=valid,
-            test=test,
-            collate=parts[3] if len(parts) == 4 else None,
-        )
+        if counts is not None and train is not None:
+            # A provider that takes numbers of samples returns them in their final order, as Megatron's data sets do.
+            train = _Sequential(train)
+        return Data(train=train, valid=valid, test=test, collate=parts[3] if len(parts) == 4 else None)
 
     @cached_property
-    def _provided_model(self) -> tuple[Any, Any, Any]:
+    def _provided_model(self) -> tuple[nn.Module, OptimizerSpec | None, LRScheduler | None]:
         provided = self.model_optimizer_lr_scheduler_provider()  # type: ignore[attr-defined]
         model, optimizer, scheduler = provided if isinstance(provided, tuple) else (provided, None, None)
         if optimizer is None and scheduler is not None:
@@ -281,18 +288,14 @@ class _Template:
         # Switches replace some parameters, so the recipe is made now, from those that the optimizer was created for.
         return model, optimizer and as_recipe(optimizer, model, {}), scheduler
 
-    def _recipe(self, template: Trainer) -> Any:
-        recipe = self._provided_model[1]
-        return self.template_class.build_optimizer(template) if recipe is None else recipe
-
-    def _schedule(self, template: Trainer, total: int) -> Any:
+    def _schedule(self, template: Trainer, total: int) -> Schedule:
         scheduler = self._provided_model[2]
-        return (
-            self.template_class.build_scheduler(template, total) if scheduler is None else as_schedule(scheduler, total)
-        )
+        if scheduler is None:
+            return self.template_class.build_scheduler(template, total)
+        return as_schedule(scheduler, total)
 
-    def _loss(self, batch: Batch, model: Any) -> Any:
-        step: Callable[..., Any] = self.run_forward_step  # type: ignore[attr-defined]
+    def _loss(self, batch: Batch, model: nn.Module) -> object:
+        step: Callable[..., object] = self.run_forward_step  # type: ignore[attr-defined]
         first = next(iter(inspect.signature(step).parameters))
         if "iter" in first:
             argument = _OneBatch(batch) if isinstance(batch, Mapping) else iter([batch])
@@ -308,7 +311,7 @@ class _Template:
         return checked_targets(template, batch, "the loss of run_forward_step", hint)
 
     def _metrics(self, template: Trainer) -> Mapping[str, float]:
-        compute: Callable[..., Any] = self.run_compute_metrics  # type: ignore[attr-defined]
+        compute: Callable[..., float | Mapping[str, float]] = self.run_compute_metrics  # type: ignore[attr-defined]
         engine = template.engine
         with evaluating(engine), engine.averaged(), engine.measuring() as model, torch.no_grad():
             result = compute(_Models([model]), _Batches(self, template))
@@ -347,13 +350,13 @@ class _Sequential:
 
     in_order = True
 
-    def __init__(self, samples: Any) -> None:
+    def __init__(self, samples: SampleSet) -> None:
         self.samples = samples
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         return self.samples[index % len(self.samples)]
 
 

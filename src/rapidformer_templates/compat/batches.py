@@ -1,21 +1,21 @@
-"""The script's data loader. Its batches are drawn once and divided among the workers."""
+"""The batches of a script: its data loader, which is divided among the workers, and the targets of a batch."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from rapidformer_templates.data.types import Batch
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.system.random_state import seeded
 from rapidformer_templates.system.workers import Workers
+from rapidformer_templates.trainer import Trainer
 
 WHERE = "engine.compose(train_dataloader=…)"
 
@@ -27,40 +27,40 @@ class SharedLoader:
     sampler's own generator. They do not depend on the number of workers.
     """
 
-    def __init__(self, loader: DataLoader[Any], workers: Workers, sizes: Sizes, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Batch], workers: Workers, sizes: Sizes, seed: int) -> None:
         self._script_loader, self._workers, self._seed, self._passes = loader, workers, seed, 0
         self._in_a_step = sizes.data * sizes.accumulation
-        self._mine: list[list[Any]] = []
+        self._own_batches: list[list[object]] = []
         # A copy has every option of the original. `vars` is the only way to set the batch sampler of a loader.
         self._our_loader, self._generator = copy.copy(loader), torch.Generator()
-        vars(self._our_loader).update(batch_sampler=self._mine, generator=self._generator, _iterator=None)
+        vars(self._our_loader).update(batch_sampler=self._own_batches, generator=self._generator, _iterator=None)
 
     def __len__(self) -> int:
         """Return the number of batches that this worker sees in one epoch."""
-        batches: Any = self._script_loader.batch_sampler
-        return len(range(self._workers.data_rank, len(batches), self._workers.data))
+        return len(range(self._workers.data_rank, len(self._script_loader), self._workers.data))
 
     def steps(self) -> Iterator[list[Batch]]:
         """Yield this worker's micro batches for each step of one epoch. The last step may have fewer or none."""
         workers, many = self._workers, self._in_a_step
         seed, batches = workers.broadcast(self._drawn() if workers.is_main else None)
         self._passes += 1
-        self._mine[:] = batches[workers.data_rank :: workers.data]
+        self._own_batches[:] = batches[workers.data_rank :: workers.data]
         self._generator.manual_seed(seed + workers.data_rank)  # each worker's loader processes draw different numbers
         iterator = iter(self._our_loader)
         for first in range(0, len(batches), many):
             yield list(islice(iterator, len(range(workers.data_rank, min(many, len(batches) - first), workers.data))))
 
-    def _drawn(self) -> tuple[int, list[list[Any]]]:
+    def _drawn(self) -> tuple[int, list[list[object]]]:
         """Return (seed of the loader's processes, samples of each batch), drawn in the same order as torch's loader."""
-        sampler: Any = self._script_loader.batch_sampler
+        sampler = self._script_loader.batch_sampler
+        assert sampler is not None  # :func:`checked_loader`
         with seeded(self._seed + self._passes):
             batches = iter(sampler)
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._script_loader.generator))
             return seed, [list(batch) for batch in batches]
 
 
-def checked_loader(loader: Any) -> DataLoader[Any]:
+def checked_loader(loader: object) -> DataLoader[Batch]:
     """Return the loader if its batches can be divided among workers.
 
     Raises:
@@ -93,7 +93,7 @@ def checked_loader(loader: Any) -> DataLoader[Any]:
     return loader
 
 
-def micro_batch_of(loader: DataLoader[Any], config: RunConfig) -> dict[str, int]:
+def micro_batch_of(loader: DataLoader[Batch], config: RunConfig) -> dict[str, int]:
     """Return the micro batch size of the loader as a flag, unless the flag is given already.
 
     Raises:
@@ -110,3 +110,24 @@ def micro_batch_of(loader: DataLoader[Any], config: RunConfig) -> dict[str, int]
             hint="DataLoader(…, batch_size=get_args().micro_batch_size), or leave the flag out",
         )
     return {} if name in config.origins else {name: loader.batch_size}
+
+
+def checked_targets(template: Trainer, batch: Batch, loss: str, hint: str) -> float:
+    """Return the number of labels of a batch that count.
+
+    Args:
+        loss: name of the loss, for the error message.
+        hint: hint of the error message.
+
+    Raises:
+        RapidformerError: the batch has no labels, and a step has other micro batches, so that it needs a weight.
+    """
+    named = isinstance(batch, Mapping) or hasattr(batch, "get")
+    sizes = template.plan.sizes
+    if not (named and "labels" in batch) and sizes.data * sizes.accumulation > 1:
+        raise RapidformerError(
+            f"cannot tell what {loss} is a mean over: the batch has no 'labels'",
+            where=f"{sizes.data * sizes.accumulation} micro batches per step, which must be weighted",
+            hint=hint,
+        )
+    return Trainer.count_targets(template, batch)
