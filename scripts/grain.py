@@ -4,8 +4,8 @@
     python scripts/grain.py --by-room           the same for each room, as a table
     python scripts/grain.py FOLDER …            measure other packages next to each other
 
-Code lines are lines without blanks, comments and docstrings. A private function that is used once may be a step of its
-caller that got a name of its own. ``Any`` counts uses in annotations and casts. A sideways import is an import from one
+Code lines are lines without blanks, comments and docstrings. A private function that is used once may be
+clearer as a part of its caller. ``Any`` counts uses in annotations and casts. A sideways import is an import from one
 switch into another. A pinned fact is an attribute that a module of torch gets from outside of its class.
 """
 
