@@ -191,7 +191,8 @@ class Trainer:
         if not self.uses_task:
             return [None] * samples_in(batch), [None] * samples_in(batch)
         if self.task.generates:
-            outputs = self.task.generate(self.model, to_device(batch, next(self.model.parameters()).device))
+            model: Any = self.model  # the task's own, which generates
+            outputs = self.task.generate(model, to_device(batch, next(model.parameters()).device))
         return self.task.predict(outputs, batch)
 
     @hook()

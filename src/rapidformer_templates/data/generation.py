@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
+
+from rapidformer_templates.data.types import ModelOutputs
 
 DEFAULT_NEW_TOKENS = 256
 """Maximum number of new tokens if the user gives none."""
@@ -51,6 +53,14 @@ class GenerativeModel(Protocol):
         streamer: BaseStreamer | None,
     ) -> torch.Tensor:
         """Return the tokens of each row."""
+
+
+class TrainedModel(GenerativeModel, Protocol):
+    """A model that predicts rows. Only tasks that generate texts call ``generate``."""
+
+    def __call__(self, **inputs: torch.Tensor) -> ModelOutputs: ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
 def generate(

@@ -39,6 +39,13 @@ class ModelOutputs(Protocol):
     def __getattr__(self, name: str, /) -> torch.Tensor: ...
 
 
+Tensors = Mapping[str, "torch.Tensor"]
+"""The batch of a task: tensors by name, of shape (samples, …)."""
+
+Model = Callable[..., ModelOutputs]
+"""A model of transformers as a loss calls it. Under a pipeline it returns the outputs of the last stage."""
+
+
 Bookmark = dict[str, Any]
 """The position of a stream as plain values, for a checkpoint.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,7 +22,7 @@ from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mas
 from rapidformer_templates.data.pretraining.sentence_pairs import SentencePairs
 from rapidformer_templates.data.pretraining.spans import SpanCorruption, sentinels_of, span_sizes
 from rapidformer_templates.data.targets import IGNORED, shifted_left
-from rapidformer_templates.data.types import Augment, Endless, ModelOutputs, Sample
+from rapidformer_templates.data.types import Augment, Endless, Model, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError, ModelError, NoSamples
 from rapidformer_templates.models.architectures import PairLabel, pair_label_of
 from rapidformer_templates.models.label_use import LabelUse, check_causal
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from rapidformer_templates.data.tasks.base import Task
 
 Samples = GPTSamples | SentencePairs | Documents
-Model = Callable[..., ModelOutputs]
 Loss = torch.Tensor | tuple[torch.Tensor, int]
 """The mean loss of a batch, or the sum of its losses and the number of targets."""
 
@@ -109,11 +107,11 @@ class Objective(ABC):
         """See :meth:`Task.use_labels`."""
         return use.shifts
 
-    def compute_loss(self, model: Model, batch: Mapping[str, torch.Tensor]) -> Loss:
+    def compute_loss(self, model: Model, batch: Tensors) -> Loss:
         """See :meth:`Task.compute_loss`."""
         return model(**batch).loss
 
-    def predicted(self, outputs: ModelOutputs, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def predicted(self, outputs: ModelOutputs, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Return aligned (logits, targets): (samples, tokens, vocabulary) and (samples, tokens)."""
         return outputs.logits, batch["labels"]
 
@@ -168,7 +166,7 @@ class Causal(Objective):
         self._model_shifts = use.shifts
         return True
 
-    def compute_loss(self, model: Model, batch: Mapping[str, torch.Tensor]) -> Loss:
+    def compute_loss(self, model: Model, batch: Tensors) -> Loss:
         if not self._model_shifts:
             batch = dict(batch)
             labels = batch["labels"]
@@ -186,7 +184,7 @@ class Causal(Objective):
     def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         return WindowCollate(keeps_documents_apart=self.options.keep_documents_apart), None
 
-    def predicted(self, outputs: ModelOutputs, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def predicted(self, outputs: ModelOutputs, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         if "shift_labels" in batch:
             return outputs.logits, batch["shift_labels"]
         return outputs.logits[:, :-1], batch["labels"][:, 1:]  # a user's own batches, which the model shifts
@@ -263,16 +261,14 @@ class Pairs(Masked):
         self._weight = self.options.mask_prob * float(np.average(mean_tokens, weights=weights))
         return PadCollate(self._padding), None
 
-    def compute_loss(self, model: Model, batch: Mapping[str, torch.Tensor]) -> Loss:
+    def compute_loss(self, model: Model, batch: Tensors) -> Loss:
         return pair_loss(model, batch, self.label, self._weight)
 
-    def predicted(self, outputs: ModelOutputs, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def predicted(self, outputs: ModelOutputs, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         return outputs.prediction_logits, batch["labels"]
 
 
-def pair_loss(
-    model: Model, batch: Mapping[str, torch.Tensor], label: PairLabel, weight: float
-) -> tuple[torch.Tensor, int]:
+def pair_loss(model: Model, batch: Tensors, label: PairLabel, weight: float) -> tuple[torch.Tensor, int]:
     """Return (sum of both losses over the batch, number of masked tokens).
 
     Transformers adds the mean over masked tokens and the mean over samples, which cannot be computed as a sum over

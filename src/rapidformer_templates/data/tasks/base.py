@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.collate import Collate, PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.column_names import MESSAGES
 from rapidformer_templates.data.finetuning.labels import in_order_of_head
 from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, flags_of_sets, locate, locate_part
@@ -25,12 +25,12 @@ from rapidformer_templates.data.finetuning.tables import (
     read_part,
     streamed_files,
 )
-from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.indexed.blend import whole_weights
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.types import Batch, Data, SampleSet
+from rapidformer_templates.data.types import Augment, Data, Endless, Model, ModelOutputs, Sample, SampleSet, Tensors
 from rapidformer_templates.errors import DataError, ModelError
 from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.models.loading import build_config, build_model, folder_of_model, seq_length_of
@@ -62,7 +62,16 @@ class Inputs:
         return cls(samples, samples.lengths)
 
 
-EvalBatch = Callable[[MicroBatch, Callable[[Any, Batch], Any]], tuple[float, Any]]
+InputRow = Any
+"""A row to predict, as :meth:`Task.inputs` of the same task makes it."""
+
+Predictions = list[Any]
+"""One small object for each sample, of a type of the task."""
+
+Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]
+"""The mean loss of a batch, or the sum of its losses and the number of targets."""
+
+EvalBatch = Callable[[MicroBatch, Callable[[Model, Tensors], Loss]], tuple[float, object]]
 """Evaluates a micro batch without gradients, with a hook that computes the loss.
 
 Returns (sum of the losses over its targets, the model's outputs).
@@ -270,11 +279,11 @@ class Task(ABC):
         """Return attributes of the model's configuration that depend on the data, such as ``num_labels``."""
         return {}
 
-    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+    def compute_loss(self, model: Model, batch: Tensors) -> Loss:
         """Return the mean loss of a batch, or (sum of losses, number of targets). By default the model computes it."""
         return model(**batch).loss
 
-    def count_targets(self, batch: Mapping[str, torch.Tensor], *, shifted: bool) -> float:
+    def count_targets(self, batch: Tensors, *, shifted: bool) -> float:
         """Return the number of targets in the mean loss. For ``shifted`` see :meth:`use_labels`."""
         return count_targets(batch, shifted=shifted)
 
@@ -296,12 +305,12 @@ class Task(ABC):
     def begin_evaluation(self, name: str) -> None:  # noqa: B027 - most tasks need not
         """Prepare to evaluate a set: a name from ``Data.validation_sets()``, or the name of the test part."""
 
-    def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
+    def generate(self, model: TrainedModel, batch: Tensors) -> list[str]:
         """Generate one text per sample. Only tasks with ``generates`` implement it."""
         raise NotImplementedError(f"{self.name} does not generate")
 
     @abstractmethod
-    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    def predict(self, outputs: Any, batch: Tensors) -> tuple[Predictions, Predictions]:
         """Return (predictions, references) on the CPU, with one small object per sample in each.
 
         Args:
@@ -310,7 +319,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Predictions, references: Predictions) -> dict[str, float]:
         """Compute metrics over the whole evaluation set from the results of :meth:`predict`."""
 
     def decisions(self) -> Record:
@@ -427,20 +436,20 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[InputRow], generation: Generation) -> list[Record]:
         """Predict rows from :meth:`inputs`. The model is in evaluation mode.
 
         Args:
             generation: options for tasks that generate text.
         """
 
-    def outputs(self, model: Any, rows: Sequence[Any]) -> tuple[Any, Batch]:
+    def outputs(self, model: TrainedModel, rows: Sequence[Sample]) -> tuple[ModelOutputs, Tensors]:
         """Return the model's outputs for tokenized rows, and the batch on the model's device."""
         batch = to_device(PadCollate(padding_of(self.tokenizer))(list(rows)), device_of(model))
         return model(**batch), batch
 
 
-def device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module | TrainedModel) -> torch.device:
     """Return the device of a model."""
     return next(model.parameters()).device
 
@@ -459,7 +468,7 @@ def label_map(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def text_value(value: Any, column: str, *, may_be_empty: bool = True) -> str:
+def text_value(value: object, column: str, *, may_be_empty: bool = True) -> str:
     """Return a text.
 
     Raises:
@@ -483,20 +492,37 @@ def texts_of(part: DataPart, column: str, *, may_be_missing: bool = False) -> li
         DataError: a value is missing or is not a text.
     """
 
-    def read(value: Any) -> str:
+    def read(value: object) -> str:
         return text_value("" if value is None and may_be_missing else value, column)
 
     return part.read([column], read)
 
 
 def tokenized(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[Any], pairs: Sequence[Any] | None = None, **arguments: Any
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None = None,
+    *,
+    max_length: int | None = None,
 ) -> dict[str, Ragged]:
     """Tokenize texts or text pairs in batches. Returns ``input_ids``, and ``token_type_ids`` unless all are zero.
 
     Models use zeros by default, so token types that are all zero are left out.
+
+    Args:
+        max_length: samples are cut to this number of tokens.
     """
-    chunks = list(_encoded(tokenizer, texts, pairs, arguments))
+    chunks = [
+        tokenizer(
+            list(texts[start : start + 1000]),
+            list(pairs[start : start + 1000]) if pairs is not None else None,
+            return_attention_mask=False,
+            verbose=False,
+            truncation=max_length is not None,
+            max_length=max_length,
+        )
+        for start in range(0, len(texts), 1000)
+    ]
     fields = {"input_ids": Ragged(row for chunk in chunks for row in chunk["input_ids"])}
     if chunks and "token_type_ids" in chunks[0]:
         types = Ragged(row for chunk in chunks for row in chunk["token_type_ids"])
@@ -518,29 +544,17 @@ def with_tokens(rows: Ragged, part: DataPart, column: str) -> Ragged:
     return rows
 
 
-def _encoded(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[Any], pairs: Sequence[Any] | None, arguments: Mapping[str, Any]
-) -> Iterator[Any]:
-    for start in range(0, len(texts), 1000):
-        chunk = slice(start, start + 1000)
-        yield tokenizer(
-            texts[chunk],
-            pairs[chunk] if pairs is not None else None,
-            return_attention_mask=False,
-            verbose=False,
-            **arguments,
-        )
-
-
 def as_data(
-    sets: Mapping[str, TokenizedSamples],
-    collate: Callable[[list[Any]], Batch],
-    augment: Callable[[Any, np.random.Generator], Any] | None = None,
+    sets: Mapping[str, TokenizedSamples | Endless],
+    collate: Collate,
+    augment: Augment | None = None,
 ) -> Data:
     """Build the result of :meth:`Task.build_data` from the existing parts."""
-    named = {name.removeprefix("valid").strip(): samples for name, samples in sets.items() if name.startswith("valid")}
+    train = sets["train"]
+    whole = {name: samples for name, samples in sets.items() if isinstance(samples, TokenizedSamples)}
+    named = {name.removeprefix("valid").strip(): samples for name, samples in whole.items() if name.startswith("valid")}
     valid = named if set(named) - {""} else named.get("")
-    return Data(sets["train"], valid, sets.get(TEST), collate, augment, sets["train"].lengths)
+    return Data(train, valid, whole.get(TEST), collate, augment, train.lengths)
 
 
 def padding_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +21,14 @@ from rapidformer_templates.data.finetuning.chat import (
 from rapidformer_templates.data.finetuning.chat_samples import ASKED, PLAIN_NOTE, ChatReader
 from rapidformer_templates.data.finetuning.column_names import TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate, padded_left
+from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate, padded_left
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.packing import PackedRows, check_packable, check_packable_model
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.targets import IGNORED, shifted_left
 from rapidformer_templates.data.tasks.base import (
     Inputs,
+    Loss,
     Record,
     Task,
     as_data,
@@ -39,7 +39,7 @@ from rapidformer_templates.data.tasks.base import (
 )
 from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.architectures import positions_of
 from rapidformer_templates.models.label_use import LabelUse, check_causal
@@ -72,7 +72,7 @@ class CausalLM(Task):
         self._model_shifts = use.shifts
         return True
 
-    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+    def compute_loss(self, model: Model, batch: Tensors) -> Loss:
         if not self._model_shifts:
             batch = {**batch, "labels": shifted_left(batch["labels"])}
         return model(**batch).loss
@@ -171,17 +171,17 @@ class CausalLM(Task):
         end = self.tokenizer.eos_token_id
         return row if end is None or (len(row) and row[-1] == end) else np.append(row, end)
 
-    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[np.ndarray], list[np.ndarray]]:
         # The logits at one token predict the next token.
         return predicted_tokens(outputs.logits[:, :-1].argmax(dim=-1), batch["labels"][:, 1:])
 
-    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    def compute_metrics(self, predictions: list[np.ndarray], references: list[np.ndarray]) -> dict[str, float]:
         return token_accuracy(predictions, references)
 
     def inputs(self, part: DataPart) -> Inputs:
         return Inputs.of(TokenizedSamples({"input_ids": Ragged(prompts_of(self, part))}))
 
-    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
         return continued(self, model, rows, generation)
 
 
@@ -213,7 +213,7 @@ def prompts_of(task: Task, part: DataPart) -> list[list[int]]:
     return prompts
 
 
-def continued(task: Task, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+def continued(task: Task, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
     """Generate the continuation of each prompt."""
     pad = task.tokenizer.pad_token_id
     assert isinstance(pad, int)
@@ -226,14 +226,14 @@ def continued(task: Task, model: Any, rows: Sequence[Any], generation: Generatio
     return [{"text": text} for text in texts]
 
 
-def predicted_tokens(tokens: torch.Tensor, labels: torch.Tensor) -> tuple[list[Any], list[Any]]:
+def predicted_tokens(tokens: torch.Tensor, labels: torch.Tensor) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the (predicted, true) tokens of each sample at labelled positions. Both inputs are (samples, tokens)."""
     guesses, truths = tokens.cpu().numpy(), labels.cpu().numpy()
     labelled = truths != IGNORED
     return [g[w] for g, w in zip(guesses, labelled, strict=True)], [t[w] for t, w in zip(truths, labelled, strict=True)]
 
 
-def token_accuracy(predictions: list[Any], references: list[Any]) -> dict[str, float]:
+def token_accuracy(predictions: list[np.ndarray], references: list[np.ndarray]) -> dict[str, float]:
     """Return the fraction of target tokens that were predicted correctly."""
     total = sum(map(len, references))
     right = sum(int((p == r).sum()) for p, r in zip(predictions, references, strict=True))

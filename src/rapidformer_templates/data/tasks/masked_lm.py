@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
+import numpy as np
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
 from rapidformer_templates.data.finetuning.column_names import TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mask_probability
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import (
@@ -29,7 +29,7 @@ from rapidformer_templates.data.tasks.base import (
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
 from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.types import Data, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError
 
 BEST = 5
@@ -64,13 +64,13 @@ class MaskedLM(Task):
 
     def _set(self, name: str, part: DataPart, block: Block | None) -> TokenizedSamples:
         column = self.column(part, "text_column", TEXT_COLUMNS)
-        fields = tokenized(self.tokenizer, texts_of(part, column), truncation=True, max_length=self.seq_length)
+        fields = tokenized(self.tokenizer, texts_of(part, column), max_length=self.seq_length)
         return TokenizedSamples({**fields, "input_ids": with_tokens(fields["input_ids"], part, column)})
 
-    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[np.ndarray], list[np.ndarray]]:
         return predicted_tokens(outputs.logits.argmax(dim=-1), batch["labels"])
 
-    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    def compute_metrics(self, predictions: list[np.ndarray], references: list[np.ndarray]) -> dict[str, float]:
         return token_accuracy(predictions, references)
 
     def inputs(self, part: DataPart) -> Inputs:
@@ -83,7 +83,7 @@ class MaskedLM(Task):
                 raise DataError(message, where=part.where(row), hint=f"write {mask} in place of the word to predict")
         return Inputs.of(samples)
 
-    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
         """Return the most likely tokens for each mask, and the text with the first candidates filled in."""
         outputs, batch = self.outputs(model, rows)
         hidden = batch["input_ids"] == self.tokenizer.mask_token_id

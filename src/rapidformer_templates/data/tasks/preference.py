@@ -6,7 +6,7 @@ Preference training teaches a model which answers are wanted. A reward model lea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,13 +29,13 @@ from rapidformer_templates.data.finetuning.preferences import (
     pairs_of,
 )
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.tasks import preference_losses as losses
 from rapidformer_templates.data.tasks.base import EvalBatch, Inputs, Record, Task, as_data, round_score
 from rapidformer_templates.data.tasks.causal_lm import continued, prompts_of
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, Tensors
 from rapidformer_templates.models.architectures import dropout_rates
 from rapidformer_templates.models.label_use import LabelUse, check_causal
 from rapidformer_templates.models.loading import build_model
@@ -43,8 +43,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.task_choice import preference_metrics
 from rapidformer_templates.system.workers import Workers
 
-Batch = Mapping[str, torch.Tensor]
-Reference = Callable[[Any], AbstractContextManager[Any]]
+Reference = Callable[[Any], AbstractContextManager[Model]]
 """Maps the trained model to a context that yields the reference model."""
 
 
@@ -62,7 +61,7 @@ class _Preferences(Task):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._sums: torch.Tensor | None = None
-        self._rewards: list[Any] = []
+        self._rewards: list[tuple[float, float]] = []
 
     def read_data(self) -> Data:
         raw = self.read_rows()
@@ -98,7 +97,7 @@ class _Preferences(Task):
         rates = {} if self.config.model.dropout is not None else dropout_rates(self.model_config, 0.0)
         return build_model(self.config, self.auto_class, self.tokenizer, **rates, **self.config_overrides())
 
-    def count_targets(self, batch: Batch, *, shifted: bool) -> float:
+    def count_targets(self, batch: Tensors, *, shifted: bool) -> float:
         return float(batch["counted"].sum())
 
     def begin_step(self, microbatches: Iterable[MicroBatch]) -> None:
@@ -136,12 +135,12 @@ class _Preferences(Task):
         metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
         return metrics if self.is_unpaired else metrics | {"rewards/accuracies": right / goods}
 
-    def predict(self, outputs: Any, batch: Batch) -> tuple[list[Any], list[Any]]:
+    def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[tuple[float, float]], list[None]]:
         """Return the rewards of each sample. They come from the last loss, which was computed for this batch."""
         rewards, self._rewards = self._rewards, []
         return rewards, [None] * len(rewards)
 
-    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    def compute_metrics(self, predictions: list[tuple[float, float]], references: list[None]) -> dict[str, float]:
         """Return mean rewards. The mean of a kind of answer that the data do not contain is NaN."""
         rewards = np.asarray(predictions, dtype=np.float64).reshape(-1, 2)
         if self.is_unpaired:
@@ -177,6 +176,7 @@ class Preference(_Preferences):
         self.is_unpaired = self._loss == "kto"
         self.needs_reference = self._loss in ("dpo", "ipo", "kto")
         self.needs_prepass = self._loss in ("kto", "orpo")
+        self._reference_outputs: list[float] = []
 
     def for_other_data(self, config: RunConfig) -> Task:
         other = super().for_other_data(config)
@@ -191,7 +191,7 @@ class Preference(_Preferences):
     def inputs(self, part: DataPart) -> Inputs:
         return Inputs.of(TokenizedSamples({"input_ids": Ragged(prompts_of(self, part))}))
 
-    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
         return continued(self, model, rows, generation)
 
     def prepass(self, evaluate: EvalBatch, microbatches: Iterable[MicroBatch], workers: Workers) -> None:
@@ -214,7 +214,7 @@ class Preference(_Preferences):
 
     _drift = 0.0  # drift for KTO, pairs per token for ORPO
 
-    def _drift_of(self, model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
+    def _drift_of(self, model: Model, batch: Tensors) -> tuple[torch.Tensor, int]:
         """Return the sum of the log-ratios of a batch, and their number."""
         answers = self._answers(model, batch)
         return answers.ratios.sum(), len(answers.ratios)
@@ -224,20 +224,21 @@ class Preference(_Preferences):
 
         The list is empty on workers that do not see the outputs.
         """
-        parts, outputs = [microbatch] if not self.is_unpaired else [microbatch, _mismatched_answers(microbatch)], []
+        parts = [microbatch, _mismatched_answers(microbatch)] if self.is_unpaired else [microbatch]
+        outputs: list[float] = []
         for part in parts:
-            self._rewards = []
+            self._reference_outputs = []
             evaluate(part, self._note_reference)
-            outputs += self._rewards
+            outputs += self._reference_outputs
         count = len(microbatch.samples)
         return [[outputs[i], outputs[count + i]] for i in range(count)] if outputs else []
 
-    def _note_reference(self, model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
+    def _note_reference(self, model: Model, batch: Tensors) -> tuple[torch.Tensor, int]:
         logps = self._reference_logps(model, batch)
-        self._rewards = logps.tolist()
+        self._reference_outputs = logps.tolist()
         return logps.sum(), len(logps)
 
-    def compute_loss(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
+    def compute_loss(self, model: Model, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         training, counts = self.config.training, batch["counted"]
         answers, beta = self._answers(model, batch), training.preference_beta
         if self._loss == "kto":
@@ -256,7 +257,7 @@ class Preference(_Preferences):
         self._record_pairs(beta * scores[0].detach(), beta * scores[1].detach(), counts)
         return (each * counts).sum(), counts.sum()
 
-    def _answers(self, model: Any, batch: Batch) -> losses.Answers:
+    def _answers(self, model: Model, batch: Tensors) -> losses.Answers:
         """Return log-probabilities from the model and, if the loss needs them, from the reference."""
         # Run the reference first. Recorders and the backward must see the trained model's forward last.
         reference = self._reference_logps(model, batch) if self.needs_reference else None
@@ -267,12 +268,12 @@ class Preference(_Preferences):
             else losses.Answers(answers.logps, answers.lengths, reference, answers.whole_nll)
         )
 
-    def _logps(self, model: Any, batch: Batch) -> losses.Answers:
+    def _logps(self, model: Model, batch: Tensors) -> losses.Answers:
         ids, mask = batch["input_ids"], batch["attention_mask"]
         return losses.answers_of(model(input_ids=ids, attention_mask=mask).logits, ids, mask, batch["labels"])
 
     @torch.no_grad()
-    def _reference_logps(self, model: Any, batch: Batch) -> torch.Tensor:
+    def _reference_logps(self, model: Model, batch: Tensors) -> torch.Tensor:
         if "reference_logps" in batch:
             return batch["reference_logps"]
         if "reference_chosen_logps" in batch:
@@ -310,7 +311,7 @@ class Reward(_Preferences):
     def use_labels(self, use: LabelUse) -> bool:
         return False
 
-    def compute_loss(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
+    def compute_loss(self, model: Model, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].float()
         chosen, rejected = scores.chunk(2)
         self._record_pairs(chosen.detach(), rejected.detach(), batch["counted"])
@@ -328,7 +329,7 @@ class Reward(_Preferences):
         tokens = [[encoded.ids for encoded in reader.encoded([reader.render(one) for one in row])] for row in answers]
         return Inputs(tokens, np.asarray([max(map(len, row)) for row in tokens]))
 
-    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
         outputs, _ = self.outputs(model, [{"input_ids": ids} for row in rows for ids in row])
         scores = iter(map(round_score, outputs.logits[:, 0].float().tolist()))
         names = ("chosen", "rejected")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, reduce
 from operator import add
 from typing import Any
 
-import torch
+import numpy as np
 from torch import nn
 
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.indexed.cache import IndexCache, cache_root
 from rapidformer_templates.data.indexed.corpora import Corpus, check_corpora, load_corpora, recipe_of, streamed_corpus
@@ -22,11 +22,11 @@ from rapidformer_templates.data.pretraining.objectives import OBJECTIVES, Object
 from rapidformer_templates.data.streaming.rows import RowStream
 from rapidformer_templates.data.streaming.samples import StreamedSamples, buffer_of
 from rapidformer_templates.data.streaming.windows import WindowsOfDocuments
-from rapidformer_templates.data.tasks.base import Inputs, Record, Task
+from rapidformer_templates.data.tasks.base import Inputs, Loss, Record, Task
 from rapidformer_templates.data.tasks.causal_lm import CausalLM, predicted_tokens, token_accuracy
 from rapidformer_templates.data.tasks.masked_lm import MaskedLM
 from rapidformer_templates.data.tasks.seq2seq_lm import Seq2SeqLM
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.models.architectures import objective_of
 from rapidformer_templates.models.label_use import LabelUse
@@ -138,7 +138,7 @@ class Pretraining(Task):
     def inputs(self, part: DataPart) -> Inputs:
         return self._fine_tuning_task.inputs(part)
 
-    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
         return self._fine_tuning_task.records(model, rows, generation)
 
     @cached_property
@@ -153,14 +153,14 @@ class Pretraining(Task):
     def use_labels(self, use: LabelUse) -> bool:
         return self.objective.use_labels(use)
 
-    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+    def compute_loss(self, model: Model, batch: Tensors) -> Loss:
         return self.objective.compute_loss(model, batch)
 
-    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[np.ndarray], list[np.ndarray]]:
         logits, targets = self.objective.predicted(outputs, batch)
         return predicted_tokens(logits.argmax(dim=-1), targets)
 
-    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    def compute_metrics(self, predictions: list[np.ndarray], references: list[np.ndarray]) -> dict[str, float]:
         return token_accuracy(predictions, references)
 
 

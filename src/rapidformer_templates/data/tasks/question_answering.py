@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Encoding
 from torch.nn.functional import cross_entropy
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
@@ -24,10 +24,10 @@ from rapidformer_templates.data.finetuning.squad import (
     read_example,
 )
 from rapidformer_templates.data.finetuning.tables import DataPart, part_name
-from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, padding_of, text_value, texts_of
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError
 
 PLACES = ("start_positions", "end_positions")
@@ -72,10 +72,10 @@ class QuestionAnswering(Task):
         part = flattened(part)
         columns = self._columns(part)
 
-        def check(*values: Any) -> None:
-            for column, value in zip(columns[:2], values, strict=False):
-                text_value(value, column, may_be_empty=not bad.skip)
-            read_example(values[0], values[1], values[2], columns[2])
+        def check(question: object, context: object, answers: object) -> None:
+            question_text = text_value(question, columns[0], may_be_empty=not bad.skip)
+            context_text = text_value(context, columns[1], may_be_empty=not bad.skip)
+            read_example(question_text, context_text, answers, columns[2])
 
         return part.usable(columns, check, bad)
 
@@ -110,7 +110,7 @@ class QuestionAnswering(Task):
             fields["token_type_ids"] = Ragged(types)
         return fields, features
 
-    def _windows(self, part: DataPart, examples: list[QuestionExample]) -> Iterator[tuple[int, Any]]:
+    def _windows(self, part: DataPart, examples: list[QuestionExample]) -> Iterator[tuple[int, Encoding]]:
         """Yield (index of the example, encoding) for each window."""
         stride = min(128, self.seq_length // 4)
         for start in range(0, len(examples), 1000):
@@ -143,7 +143,7 @@ class QuestionAnswering(Task):
     def begin_evaluation(self, name: str) -> None:
         self.features, self.examples = self._read[part_name(name)]
 
-    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def compute_loss(self, model: Model, batch: Tensors) -> torch.Tensor:
         """Return the mean of the start and end losses. Each is a softmax over the tokens of the sample.
 
         The model's own loss includes padding, so it would depend on the other samples of a batch.
@@ -156,7 +156,7 @@ class QuestionAnswering(Task):
         )
         return (start + end) / 2
 
-    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[Candidates], list[None]]:
         """Return the best starts and ends of each window. The true answers are found by the window's index."""
         padding = batch["attention_mask"].cpu() == 0
         starts, ends = outputs.start_logits.float().cpu(), outputs.end_logits.float().cpu()
@@ -166,7 +166,7 @@ class QuestionAnswering(Task):
         ]
         return candidates, [None] * len(candidates)
 
-    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    def compute_metrics(self, predictions: list[Candidates], references: list[None]) -> dict[str, float]:
         """Compute metrics for the first windows of the evaluated set, one window per prediction."""
         answers = best_answers(predictions, self.features, self.examples, may_be_null=self.may_be_null)
         truths = {number: [text for text, _ in self.examples[number].answers] for number in answers}
@@ -191,10 +191,10 @@ class QuestionAnswering(Task):
             rows[feature.example].features.append(Feature(0, feature.offsets))
         return Inputs(rows, np.asarray([max(len(s["input_ids"]) for s in row.samples) for row in rows]))
 
-    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[_Windows], generation: Generation) -> list[Record]:
         """Return the answers. They may be empty if the model was trained with unanswerable questions."""
         windows = [sample for row in rows for sample in row.samples]
-        candidates: list[Any] = []
+        candidates: list[Candidates] = []
         for start in range(0, len(windows), len(rows)):  # at most one window per row in each batch
             candidates += self.predict(*self.outputs(model, windows[start : start + len(rows)]))[0]
         records, done = [], 0
@@ -211,7 +211,7 @@ class _Windows:
     """A row to predict, with the samples and features of its windows."""
 
     example: QuestionExample
-    samples: list[dict[str, Any]]
+    samples: list[Sample]
     features: list[Feature]
 
 

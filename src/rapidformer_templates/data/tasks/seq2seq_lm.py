@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import prompt_and_answer_columns
 from rapidformer_templates.data.finetuning.column_names import SOURCE_COLUMNS
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate
+from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import (
@@ -30,7 +28,7 @@ from rapidformer_templates.data.tasks.base import (
 )
 from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.types import Data, Sample, Tensors
 
 TARGET_COLUMNS = ("target", "summary", "output", "response", "answer", "highlights", "label")
 
@@ -72,7 +70,7 @@ class Seq2SeqLM(Task):
         source, target, _ = self._columns(part)
         assert target is not None
 
-        def check(source_text: Any, target_text: Any) -> None:
+        def check(source_text: object, target_text: object) -> None:
             text_value(source_text, source, may_be_empty=not bad.skip)
             text_value(target_text, target, may_be_empty=not bad.skip)
 
@@ -95,14 +93,14 @@ class Seq2SeqLM(Task):
     def _tokenized_sources(self, part: DataPart, source: str, extra: Sequence[str | None]) -> Ragged:
         """Tokenize the sources. Only ``input_ids`` are kept because the models take no token types."""
         texts = _sources(part, source, extra)
-        fields = tokenized(self.tokenizer, texts, truncation=True, max_length=self.seq_length)
+        fields = tokenized(self.tokenizer, texts, max_length=self.seq_length)
         return with_tokens(fields["input_ids"], part, source)
 
     def merge_decisions(self, others: Sequence[Task]) -> None:
         super().merge_decisions(others)
         self.longest_target = max(task.longest_target for task in others if isinstance(task, Seq2SeqLM))
 
-    def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
+    def generate(self, model: TrainedModel, batch: Tensors) -> list[str]:
         """Generate greedily, up to the length of the longest target in the data."""
         tokens = generate(model, self.tokenizer, batch, self.longest_target, together=True)
         return self._decoded(tokens.cpu().numpy())
@@ -111,7 +109,7 @@ class Seq2SeqLM(Task):
         source, _, extra = self._columns(part, with_targets=False)
         return Inputs.of(TokenizedSamples({"input_ids": self._tokenized_sources(part, source, extra)}))
 
-    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
         batch = to_device(PadCollate(padding_of(self.tokenizer))(list(rows)), device_of(model))
         new_tokens = generation.max_new_tokens or min(DEFAULT_NEW_TOKENS, self.seq_length)
         tokens = generate(model, self.tokenizer, batch, new_tokens, generation.temperature)
@@ -121,12 +119,12 @@ class Seq2SeqLM(Task):
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [text.strip() for text in texts]
 
-    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    def predict(self, outputs: list[str], batch: Tensors) -> tuple[list[str], list[str]]:
         """Return the generated texts in ``outputs``, and the decoded labels."""
         labels = batch["labels"].cpu().numpy()
-        return list(outputs), self._decoded(np.where(labels == IGNORED, self.tokenizer.pad_token_id, labels))
+        return outputs, self._decoded(np.where(labels == IGNORED, self.tokenizer.pad_token_id, labels))
 
-    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    def compute_metrics(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         pairs = list(zip(predictions, references, strict=True))
         return {
             "rouge_l": float(np.mean([rouge_l(guess, truth) for guess, truth in pairs])),

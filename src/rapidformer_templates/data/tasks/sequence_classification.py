@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.column_names import PAIRS, TEXT_COLUMNS
@@ -21,9 +20,10 @@ from rapidformer_templates.data.finetuning.labels import (
     problem_of,
 )
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.tasks.base import (
     Inputs,
+    Predictions,
     Record,
     Task,
     as_data,
@@ -36,7 +36,7 @@ from rapidformer_templates.data.tasks.base import (
     with_tokens,
 )
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.types import Data, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError
 
 LABEL_COLUMNS = ("label", "labels", "sentiment", "class", "category", "target")
@@ -78,20 +78,21 @@ class SequenceClassification(Task):
         texts = [text, pair] if pair else [text]
         read_label = label_reader(part, label, self.problem)
 
-        def check(*values: Any) -> None:
+        def check(*values: object) -> None:
             for column, value in zip(texts, values, strict=False):
                 text_value(value, column, may_be_empty=False)
             read_label(values[-1])
 
         return part.usable([*texts, label], check, bad)
 
-    def merge_decisions(self, others: Sequence[Any]) -> None:
+    def merge_decisions(self, others: Sequence[Task]) -> None:
         super().merge_decisions(others)
-        if len(problems := {task.problem for task in others}) > 1:
+        tasks = [task for task in others if isinstance(task, SequenceClassification)]
+        if len(problems := {task.problem for task in tasks}) > 1:
             hint = "set what the labels are with --problem-type, or mix sets of one kind"
             message = f"the sets of the mixture are of different kinds ({', '.join(sorted(problems))})"
             raise DataError(message, where="--data-name", hint=hint)
-        self.problem, self.best_metric = others[0].problem, others[0].best_metric
+        self.problem, self.best_metric = tasks[0].problem, tasks[0].best_metric
 
     def _label_names(self, labelled: Sequence[DataPart], column: str) -> list[str]:
         """Return the class names. A regression head has one output, with the default name."""
@@ -112,34 +113,34 @@ class SequenceClassification(Task):
         return text, self.column_if_any(part, "pair_column", (PAIRS[text],) if text in PAIRS else ())
 
     def _samples(self, part: DataPart) -> TokenizedSamples:
-        labels = self._encoded_labels(part, self.column(part, "label_column", LABEL_COLUMNS))
+        column = self.column(part, "label_column", LABEL_COLUMNS)
+        labels: Sequence[object]
+        if self.problem == "regression":
+            labels = measures(part, column)
+        elif self.problem == "multi_label_classification":
+            labels = encode_label_sets(part, column, self.labels)
+        else:
+            labels = encode_labels(part, column, self.labels)
         return TokenizedSamples({**self._tokens(part), "labels": labels})
 
     def _tokens(self, part: DataPart) -> dict[str, Ragged]:
         text, pair = self._text_columns(part)
         texts = texts_of(part, text)
         pairs = texts_of(part, pair) if pair else None
-        fields = tokenized(self.tokenizer, texts, pairs, truncation=True, max_length=self.seq_length)
+        fields = tokenized(self.tokenizer, texts, pairs, max_length=self.seq_length)
         return {**fields, "input_ids": with_tokens(fields["input_ids"], part, text)}
-
-    def _encoded_labels(self, part: DataPart, column: str) -> list[Any]:
-        if self.problem == "regression":
-            return measures(part, column)
-        encode = encode_label_sets if self.problem == "multi_label_classification" else encode_labels
-        encoded: list[Any] = encode(part, column, self.labels)
-        return encoded
 
     def config_overrides(self) -> dict[str, Any]:
         return {**label_map(self.labels), "problem_type": self.problem}
 
-    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[Predictions, Predictions]:
         if self.problem == "regression":
             return outputs.logits[:, 0].tolist(), batch["labels"].tolist()
         if self.problem == "multi_label_classification":
             return (outputs.logits > 0).int().tolist(), batch["labels"].int().tolist()
         return outputs.logits.argmax(dim=-1).tolist(), batch["labels"].tolist()
 
-    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    def compute_metrics(self, predictions: Predictions, references: Predictions) -> dict[str, float]:
         if self.problem == "regression":
             return _errors(np.asarray(predictions), np.asarray(references))
         # Imported here because it takes a second and only an evaluation needs it.
@@ -166,22 +167,21 @@ class SequenceClassification(Task):
     def inputs(self, part: DataPart) -> Inputs:
         return Inputs.of(TokenizedSamples(self._tokens(part)))
 
-    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
         logits = self.outputs(model, rows)[0].logits.float().cpu()
         if self.problem == "regression":
             return [{"value": round_score(value)} for value in logits[:, 0].tolist()]
-        if self.problem == "multi_label_classification":
-            return [self._several(row) for row in logits.sigmoid().tolist()]
-        return [self._one(row) for row in logits.softmax(dim=-1).tolist()]
+        has_several = self.problem == "multi_label_classification"
+        shares = (logits.sigmoid() if has_several else logits.softmax(dim=-1)).tolist()
+        return [self._record(row, has_several=has_several) for row in shares]
 
-    def _one(self, shares: list[float]) -> Record:
+    def _record(self, shares: list[float], *, has_several: bool) -> Record:
+        """Return the label of a row, or its labels, with the score of every label."""
         scores = {name: round_score(value) for name, value in zip(self.labels, shares, strict=True)}
+        if has_several:
+            return {"labels": [n for n, v in zip(self.labels, shares, strict=True) if v > 0.5], "scores": scores}
         name = self.labels[int(np.argmax(shares))]
         return {"label": name, "score": scores[name], "scores": scores}
-
-    def _several(self, shares: list[float]) -> Record:
-        scores = {name: round_score(value) for name, value in zip(self.labels, shares, strict=True)}
-        return {"labels": [n for n, v in zip(self.labels, shares, strict=True) if v > 0.5], "scores": scores}
 
 
 def _errors(guesses: np.ndarray, truths: np.ndarray) -> dict[str, float]:

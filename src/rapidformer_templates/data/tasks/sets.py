@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -33,14 +32,15 @@ class Block:
     bad: BadLines
 
 
-def sets_of(raw: LoadedDataset, task: Task, make: Make) -> dict[str, Any]:
+def sets_of(raw: LoadedDataset, task: Task, make: Make) -> dict[str, TokenizedSamples | StreamedSamples]:
     """Return the samples of each existing part by name.
 
     Raises:
         DataError: rows cannot be used.
     """
     whole = {name: part for name, part in raw.parts().items() if name != "train" or raw.stream is None}
-    sets: dict[str, Any] = {name: make(name, part, None) for name, part in whole.items()}
+    sets: dict[str, TokenizedSamples | StreamedSamples]
+    sets = {name: make(name, part, None) for name, part in whole.items()}
     task.bad.raise_all()
     if raw.stream is not None:
         sets["train"] = _streamed(raw.stream, task, make)
@@ -67,7 +67,7 @@ class _BlockOfRows:
     usable: UsableRows
     skip: bool
 
-    def __call__(self, rows: list[StreamedRow], remainder: Any, generator: np.random.Generator) -> BlockResult:
+    def __call__(self, rows: list[StreamedRow], remainder: object, generator: np.random.Generator) -> BlockResult:
         assert remainder is None
         block = Block(generator, BadLines(skip=self.skip))
         part = self.usable(part_of_stream(rows, block.bad), block.bad)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
+from tokenizers import Encoding
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.column_names import WORD_COLUMNS
@@ -20,7 +20,7 @@ from rapidformer_templates.data.finetuning.labels import (
     unknown_label,
 )
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import (
     Inputs,
@@ -32,7 +32,7 @@ from rapidformer_templates.data.tasks.base import (
     with_tokens,
 )
 from rapidformer_templates.data.text.bad_lines import BadLines
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.types import Data, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError
 
 TAG_COLUMNS = ("ner_tags", "tags", "pos_tags", "labels")
@@ -99,10 +99,10 @@ class TokenClassification(Task):
         ]
         return TokenizedSamples({"input_ids": self._ids(part, encodings), "labels": Ragged(labels)})
 
-    def _ids(self, part: DataPart, encodings: Sequence[Any]) -> Ragged:
+    def _ids(self, part: DataPart, encodings: Sequence[Encoding]) -> Ragged:
         return with_tokens(Ragged(e.ids for e in encodings), part, self._words_column(part))
 
-    def _encodings(self, words: list[list[str]]) -> list[Any]:
+    def _encodings(self, words: list[list[str]]) -> list[Encoding]:
         # Byte-level tokenizers recognize a word inside a sentence by the space before it.
         space = " " if getattr(self.tokenizer, "add_prefix_space", None) is False else ""
         spaced = [[space + word for word in row] for row in words]
@@ -112,7 +112,7 @@ class TokenClassification(Task):
             for encoding in self._encoded(spaced[start : start + 1000])
         ]
 
-    def _encoded(self, words: list[list[str]]) -> Sequence[Any]:
+    def _encoded(self, words: list[list[str]]) -> Sequence[Encoding]:
         encoded = self.tokenizer(
             words, is_split_into_words=True, truncation=True, max_length=self.seq_length, verbose=False
         )
@@ -122,7 +122,7 @@ class TokenClassification(Task):
     def config_overrides(self) -> dict[str, Any]:
         return label_map(self.labels)
 
-    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[list[str]], list[list[str]]]:
         guesses, truths = outputs.logits.argmax(dim=-1).cpu().numpy(), batch["labels"].cpu().numpy()
         labelled = truths != IGNORED
         return self._names(guesses, labelled), self._names(truths, labelled)
@@ -130,7 +130,7 @@ class TokenClassification(Task):
     def _names(self, numbers: np.ndarray, labelled: np.ndarray) -> list[list[str]]:
         return [[self.labels[i] for i in row[keep]] for row, keep in zip(numbers, labelled, strict=True)]
 
-    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    def compute_metrics(self, predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
         # Imported here because it takes a second and only an evaluation needs it.
         from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
 
@@ -153,7 +153,7 @@ class TokenClassification(Task):
         rows = [{"input_ids": ids[i], "places": place, "words": len(words[i])} for i, place in enumerate(places)]
         return Inputs(rows, ids.lengths)
 
-    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
         """Return a tag for each word, or None for a word that is cut off at the sequence length."""
         outputs, _ = self.outputs(model, [{"input_ids": row["input_ids"]} for row in rows])
         records = []
@@ -175,11 +175,13 @@ def _first_pieces(word_ids: Sequence[int | None], tags: Sequence[int]) -> list[i
     return labels
 
 
-def _reader_of_rows(part: DataPart, words: str, tags: str) -> Callable[[Any, Any], tuple[list[str], list[str | None]]]:
+def _reader_of_rows(
+    part: DataPart, words: str, tags: str
+) -> Callable[[object, object], tuple[list[str], list[str | None]]]:
     """Return a function that reads the words and tags of a row. It raises an error for a row that cannot be used."""
     names = declared_names(part, tags)
 
-    def read(text: Any, marks: Any) -> tuple[list[str], list[str | None]]:
+    def read(text: object, marks: object) -> tuple[list[str], list[str | None]]:
         split = _words(text, words)
         if not split:
             raise DataError(f"the text in column '{words}' is empty", hint="fill it, or remove the row")
@@ -192,14 +194,14 @@ def _reader_of_rows(part: DataPart, words: str, tags: str) -> Callable[[Any, Any
     return read
 
 
-def _words(text: Any, column: str) -> list[str]:
+def _words(text: object, column: str) -> list[str]:
     words = _in_list(text, column)
     if None in words:
         raise DataError(f"a word in column '{column}' is empty", hint="fill it, or remove it with its tag")
     return [str(word) for word in words]
 
 
-def _in_list(value: Any, column: str) -> list[Any]:
+def _in_list(value: object, column: str) -> Sequence[object]:
     """Return a list unchanged, and split a text at spaces."""
     if value is None:
         raise DataError(f"the column '{column}' is empty", hint="fill it, or remove the row")
@@ -211,7 +213,7 @@ def _in_list(value: Any, column: str) -> list[Any]:
     return value
 
 
-def _tag(value: Any, declared: Sequence[str] | None, column: str) -> str | None:
+def _tag(value: object, declared: Sequence[str] | None, column: str) -> str | None:
     if is_missing_label(value, declared):
         return None
     name = label_name(value, declared, column)
