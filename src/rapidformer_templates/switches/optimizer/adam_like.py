@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """The options of a parameter group. See :class:`AdamLike`."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
 
 
 class AdamLike(Optimizer):
@@ -23,7 +34,7 @@ class AdamLike(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -39,11 +50,12 @@ class AdamLike(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            options = AdamOptions(group["lr"], group["betas"], group["eps"], group["weight_decay"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, options)
         return loss
 
     @abstractmethod
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter that has a gradient."""
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
+        """Update a parameter."""

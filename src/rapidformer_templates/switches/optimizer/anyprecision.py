@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rapidformer_templates.engines.shards import local_part
-from rapidformer_templates.switches.optimizer.adam_like import AdamLike
+from rapidformer_templates.switches.optimizer.adam_like import AdamLike, AdamOptions
 
 TURN = 40503
 """65536 divided by the golden ratio.
@@ -29,8 +27,8 @@ class AnyPrecisionAdamW(AdamLike):
     updated separately, so shards of parameters give the same result as whole ones.
     """
 
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state = self.state[parameter]
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         for moment in ("exp_avg", "exp_avg_sq"):
@@ -42,20 +40,19 @@ class AnyPrecisionAdamW(AdamLike):
             state["compensation"] = torch.zeros_like(parameter)
         return state
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
         state = self._state_of(parameter)
         state["step"] += 1
-        step, (beta1, beta2) = int(state["step"]), group["betas"]
-        assert parameter.grad is not None
-        gradient = local_part(parameter.grad).float()
+        step, (beta1, beta2) = int(state["step"]), options.betas
+        gradient = local_part(gradient).float()
         kept_first, kept_second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
         first = kept_first.float().lerp_(gradient, 1 - beta1)
         second = kept_second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        update = torch.div(first, root, out=root).mul_(group["lr"] / (1 - beta1**step))
+        root = (second / (1 - beta2**step)).sqrt_().add_(options.eps)
+        update = torch.div(first, root, out=root).mul_(options.lr / (1 - beta1**step))
         kept_first.copy_(_round_to_bfloat16(first, step))
         kept_second.copy_(_round_to_bfloat16(second, step))
-        decay, weight = 1 - group["lr"] * group["weight_decay"], local_part(parameter)
+        decay, weight = 1 - options.lr * options.weight_decay, local_part(parameter)
         if "compensation" not in state:
             weight.mul_(decay).sub_(update)
             return

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bitsandbytes.optim.adamw import AdamW8bit
+from torch.optim.optimizer import StateDict
 
 
 class BitsAndBytesAdamW8bit(AdamW8bit):
@@ -16,7 +15,7 @@ class BitsAndBytesAdamW8bit(AdamW8bit):
     4,096 elements keep moments in fp32.
     """
 
-    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+    def load_state_dict(self, state_dict: StateDict, move_to_device: bool = True) -> None:
         """Load a state as every optimizer does. The step counter becomes the plain integer that the kernels expect."""
         super().load_state_dict(state_dict, move_to_device)
         for state in self.state.values():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
+from torch.optim.optimizer import ParamsT
 
-from rapidformer_templates.switches.optimizer.adam_like import AdamLike
+from rapidformer_templates.switches.optimizer.adam_like import AdamLike, AdamOptions
 
 
 class Lamb(AdamLike):
@@ -19,11 +17,18 @@ class Lamb(AdamLike):
     ``weight_decay`` is added to the update before the trust ratio is computed.
     """
 
-    def __init__(self, params: Iterable[Any], eps: float = 1e-6, weight_decay: float = 0.0, **options: Any) -> None:
-        super().__init__(params, eps=eps, weight_decay=weight_decay, **options)
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
+        state, (beta1, beta2) = self.state[parameter], options.betas
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -31,10 +36,10 @@ class Lamb(AdamLike):
         state["step"] += 1
         step = float(state["step"])
         first, second = state["exp_avg"], state["exp_avg_sq"]
-        first.lerp_(parameter.grad, 1 - beta1)
-        second.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-        root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        update = (first / (1 - beta1**step)).div_(root).add_(parameter, alpha=group["weight_decay"])
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (second / (1 - beta2**step)).sqrt_().add_(options.eps)
+        update = (first / (1 - beta1**step)).div_(root).add_(parameter, alpha=options.weight_decay)
         weight_norm, update_norm = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
         ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
-        parameter.sub_(update.mul_(ratio * group["lr"]))
+        parameter.sub_(update.mul_(ratio * options.lr))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from rapidformer_templates.engines.recipe import GroupOptions, undecayed
 from rapidformer_templates.models.blocks import canonical_name
@@ -35,7 +35,7 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
         momentum: float = 0.95,
@@ -72,8 +72,8 @@ class Muon(Optimizer):
 
 def tables_of(model: nn.Module) -> frozenset[str]:
     """Return names of parameters that are read by row or column: embeddings, and the head that scores the tokens."""
-    head_of: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = head_of()
+    get_head: object = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
     ids = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
     return frozenset(canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in ids)
@@ -87,7 +87,7 @@ def groups_of(model: nn.Module) -> GroupOptions:
 def rule_by_shape(tables: frozenset[str]) -> GroupOptions:
     """Return group options that assign everything except matrices to AdamW, and the named tables too."""
 
-    def options(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+    def options(name: str, parameter: nn.Parameter) -> Mapping[str, object]:
         rule = "muon" if parameter.ndim == 2 and name not in tables else "adamw"
         return {**undecayed(name, parameter), "rule": rule}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 from torchao.optim import AdamW4bit, AdamW8bit
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -29,13 +29,13 @@ class _TorchAOAdamW(Optimizer):
         with torch.compiler.set_stance("force_eager") if devices == {"cpu"} else nullcontext():
             return super().step(closure)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state as every optimizer does. Entries ``moment.part`` become a quantized ``moment`` again."""
         flattened = [parameter for group in self.param_groups for parameter in group["params"]]
         state = {index: self._assembled(flattened[index], entries) for index, entries in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
 
-    def _assembled(self, parameter: torch.Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+    def _assembled(self, parameter: torch.Tensor, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         whole = {key: value for key, value in entries.items() if "." not in key}
         for moment, signed in MOMENTS.items():
             if f"{moment}.codes" in entries:
