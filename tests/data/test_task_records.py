@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch.nn import functional
 
+from rapidformer_templates.data.finetuning.column_names import INPUT_COLUMNS
 from rapidformer_templates.data.streaming.samples import StreamedSamples
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch
@@ -89,6 +90,11 @@ def test_the_flag_has_the_names_of_the_records() -> None:
 
 def test_the_tasks_of_fine_tuning_are_read_below() -> None:
     assert SOURCES.keys() == TASKS.keys() - {"pretraining"}
+
+
+def test_the_columns_of_predictions_are_known() -> None:
+    """Rewards are predicted for conversations, or for pairs of answers, which have no single column."""
+    assert INPUT_COLUMNS.keys() == TASKS.keys() - {"pretraining", "reward"}
 
 
 @pytest.mark.parametrize("name", TASKS)
