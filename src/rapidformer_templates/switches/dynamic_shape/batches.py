@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -14,8 +14,14 @@ from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.shapes import Shape, choose_shapes, count_batches
+from rapidformer_templates.data.types import Data, SampleSet
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes, multiple
+
+if TYPE_CHECKING:
+    from rapidformer_templates.data.tasks import Task
 
 
 class DynamicOrder:
@@ -94,7 +100,7 @@ class DynamicOrder:
             shape = self.shapes[self._shape_of[batch]]
             yield BatchRequest(samples.tolist(), (self.seed, Stream.SAMPLE), positions.tolist(), idle, shape, tokens)
 
-    def depends_on(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, object]:
         """Return everything that the samples of a step depend on."""
         return {
             "--data-iterator": "dynamic-shape",
@@ -134,7 +140,16 @@ class DynamicOrder:
         return self._epochs[epoch]
 
 
-def order_of(run: Any, samples: Any) -> tuple[DynamicOrder, str]:
+class RunWithData(Protocol):
+    """The parts of a run that its shapes depend on."""
+
+    config: RunConfig
+    plan: Plan
+    data: Data
+    task: Task | None
+
+
+def order_of(run: RunWithData, samples: SampleSet) -> tuple[DynamicOrder, str]:
     """Return the order of a run's training samples, and a line that describes its shapes.
 
     Raises:
