@@ -87,7 +87,7 @@ def words_of_saved(
     check_values(values, options, mistakes)
     saved = None
     with mistakes.collect():
-        saved = find_saved(path)
+        saved = find_saved(str(path))
     with mistakes.collect():
         check(values)
     mistakes.raise_all()

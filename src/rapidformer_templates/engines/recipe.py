@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.deepspeed_file.schedules import rates
+from rapidformer_templates.planning.deepspeed_file.schedules import FileSchedule, rates
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.optimizers import RULES
 from rapidformer_templates.planning.plan import Plan
@@ -96,7 +96,7 @@ def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions
 
 
 def schedule(
-    training: TrainingFlags, total_steps: int, parameters: Mapping[str, Any] | None = None, *, global_batch: int = 1
+    training: TrainingFlags, total_steps: int, parameters: FileSchedule | None = None, *, global_batch: int = 1
 ) -> Schedule:
     """Return a schedule: warmup, then linear or cosine decay to ``--min-lr``, a constant rate, or a transformers one.
 
@@ -116,7 +116,7 @@ def schedule(
     assert warmup is not None
     if parameters is not None:
         peak = training.lr or 0.0
-        rate = rates(parameters["type"], parameters["params"], lr=peak, warmup=warmup, total=decay_steps)
+        rate = rates(parameters, lr=peak, warmup=warmup, total=decay_steps)
         return lambda step: rate(step) / peak if peak else 0.0
     for steps, what in ((decay_steps, "decay"), (total_steps, "run")):
         if warmup > steps:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.switch import Change, Request
@@ -18,7 +17,7 @@ DROP = 4.0
 WITHOUT = "without "  # begins the text of a change that only removes flags
 
 
-def spell(values: Mapping[str, Any]) -> str:
+def spell(values: Mapping[str, object]) -> str:
     """Spell values as flags, such as ``--optimizer adafactor``. Flags that are turned off are left out."""
     words = (
         spelling(name) if value is True else f"{spelling(name)} {value}" for name, value in values.items() if value
@@ -26,17 +25,17 @@ def spell(values: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def add(values: Mapping[str, Any], note: str = "") -> Change:
+def add(values: Mapping[str, object], note: str = "") -> Change:
     """Add required flags."""
     return Change(spell(values), ADD, values, note=note)
 
 
-def replace(values: Mapping[str, Any], note: str = "") -> Change:
+def replace(values: Mapping[str, object], note: str = "") -> Change:
     """Change the values of flags, or replace flags with others."""
     return Change(spell(values), REPLACE, values, note=note)
 
 
-def drop(off: Mapping[str, Any], note: str = "") -> Change:
+def drop(off: Mapping[str, object], note: str = "") -> Change:
     """Remove flags. A choice such as ``--data-iterator`` is spelled with the value that turns it off."""
     replacements = {name: value for name, value in off.items() if isinstance(value, str)}
     dropped = [spelling(name) for name in off if name not in replacements]

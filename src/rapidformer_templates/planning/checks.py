@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 from rapidformer_templates.planning.changes import move
 from rapidformer_templates.planning.switch import TEMPLATES, Change, Example, Finding, Request, Resource, Rule, Switch
@@ -48,7 +48,7 @@ class FlagValues:
     instead: Change
 
 
-Side = str | Resource | FlagValues | Callable[[Switch], bool] | tuple[Any, ...] | Mapping[str, str]
+Side: TypeAlias = "str | Resource | FlagValues | Callable[[Switch], bool] | tuple[Side, ...] | Mapping[str, str]"
 """One side of an exclusion: the name of a switch or family, a claimed resource, values of a flag, a predicate, or a
 tuple of sides.
 

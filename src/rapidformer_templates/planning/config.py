@@ -28,7 +28,7 @@ from rapidformer_templates.planning.flag_parser import FlagParser
 from rapidformer_templates.planning.flags import SECTIONS, DataFlags, LaunchFlags, ModelFlags, TrainingFlags
 from rapidformer_templates.planning.intervals import Epochs, Interval
 from rapidformer_templates.planning.peers import as_code, flag_hint
-from rapidformer_templates.planning.yaml_file import read_yaml
+from rapidformer_templates.planning.yaml_file import SourcedValue, read_yaml
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RunConfig:
     def origin(self, name: str) -> str:
         return self.origins.get(name, "default")
 
-    def replace(self, origin: str, **values: Any) -> RunConfig:
+    def replace(self, origin: str, **values: object) -> RunConfig:
         """Return a copy with other values for the named fields, which came from ``origin``."""
         sections: dict[str, Any] = {}
         switches = dict(self.switches)
@@ -85,7 +85,7 @@ class RunConfig:
         origins = {**self.origins, **dict.fromkeys(values, origin)}
         return dataclasses.replace(self, **sections, switches=switches, origins=origins)
 
-    def checked(self, name: str, value: Any, origin: str) -> Any:
+    def checked(self, name: str, value: object, origin: str) -> Any:
         """Convert ``value`` to the type of the field ``name``.
 
         Raises:
@@ -102,12 +102,12 @@ class RunConfig:
         groups = [*(getattr(self, section) for section in SECTIONS), *self.switches.values()]
         return tuple(type(group) for group in ([*groups, self.user] if self.user is not None else groups))
 
-    def fields(self) -> Iterable[dataclasses.Field[Any]]:
+    def fields(self) -> Iterable[dataclasses.Field[object]]:
         """Yield the declarations of all fields, section by section."""
         for kind in self.kinds():
             yield from fields_of(kind)
 
-    def items(self) -> Iterable[tuple[str, Any]]:
+    def items(self) -> Iterable[tuple[str, object]]:
         """Return all (field name, value) pairs, section by section."""
         return ((f.name, self.get(f.name)) for f in self.fields())
 
@@ -118,7 +118,7 @@ def spelling(name: str) -> str:
 
 
 @cache
-def fields_of(options: type) -> tuple[dataclasses.Field[Any], ...]:
+def fields_of(options: type) -> tuple[dataclasses.Field[object], ...]:
     """Return the fields of a flags dataclass, cached. A search for suggestions reads them many thousands of times."""
     return dataclasses.fields(options)
 
@@ -131,14 +131,14 @@ def _sections_of_fields(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, str
 
 
 @cache
-def field_types(options: type) -> Mapping[str, Any]:
+def field_types(options: type) -> Mapping[str, object]:
     """Return the annotated type of each field of a flags dataclass. Choices from a table are a ``Literal``, too."""
     listed = {f.name: f.metadata.get("choices") for f in fields_of(options)}
     hints = typing.get_type_hints(options)
     return hints | {name: Literal[choices] for name, choices in listed.items() if choices}
 
 
-def value_kind(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
+def value_kind(annotation: object) -> tuple[type, tuple[str, ...] | None, bool]:
     """Return (scalar type, choices, takes several values) for an annotation such as ``Literal['a'] | None``."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
@@ -147,6 +147,7 @@ def value_kind(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
         return type(choices[0]), choices, False
     if typing.get_origin(annotation) is tuple:
         return typing.get_args(annotation)[0], None, True
+    assert isinstance(annotation, type)
     return annotation, None, False
 
 
@@ -154,7 +155,7 @@ def _expected(kind: type) -> str:
     return getattr(kind, "expected", None) or f"a value of type {kind.__name__}"
 
 
-def subset_of_flags(options: type, *names: str, **defaults: Any) -> type:
+def subset_of_flags(options: type, *names: str, **defaults: object) -> type:
     """Make a dataclass with some of the flags of another one, for a command that needs only these.
 
     Args:
@@ -205,8 +206,8 @@ def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
 
 
 def _by_field(
-    values: Mapping[str, tuple[Any, str]], options: Iterable[type], mistakes: MistakeCollector
-) -> dict[str, tuple[Any, str]]:
+    values: Mapping[str, SourcedValue], options: Iterable[type], mistakes: MistakeCollector
+) -> dict[str, SourcedValue]:
     """Return the values of one source by field, after resolving aliases.
 
     It is a mistake if two spellings of one field have different values.
@@ -258,7 +259,7 @@ def parse(
     prog: str = "rapidformer",
     description: str = "",
     user: type | None = None,
-    in_code: Mapping[str, tuple[Any, str]] | None = None,
+    in_code: Mapping[str, SourcedValue] | None = None,
     mistakes: MistakeCollector | None = None,
 ) -> RunConfig:
     """Read flags into a :class:`RunConfig`.
@@ -281,10 +282,10 @@ def parse(
     words = {name: (value, "command line") for name, value in parse_words(parser, argv, collector).items()}
     command_line = _by_field(words, options, collector)
     path = command_line.get("config", script.get("config", (None, "")))[0]
-    file: dict[str, tuple[Any, str]] = {}
+    file: dict[str, SourcedValue] = {}
     if path:
         with collector.collect():
-            file = _by_field(read_yaml(path, parser, collector), options, collector)
+            file = _by_field(read_yaml(str(path), parser, collector), options, collector)
     for name in sorted(file.keys() - settable_by_files(options)):
         hint = f"give {spelling(name)} on the command line if you trust the source of the code"
         message = f"a file cannot set {name}, which runs code"
@@ -337,10 +338,10 @@ def choices(options: Iterable[type]) -> dict[str, set[str]]:
 
 
 def _merged(
-    sources: Iterable[Mapping[str, tuple[Any, str]]], excluding: Mapping[str, set[str]]
-) -> tuple[dict[str, tuple[Any, str]], tuple[str, ...]]:
+    sources: Iterable[Mapping[str, SourcedValue]], excluding: Mapping[str, set[str]]
+) -> tuple[dict[str, SourcedValue], tuple[str, ...]]:
     """Merge the values of several places, from lowest to highest. Also return a line for each replaced choice."""
-    values: dict[str, tuple[Any, str]] = {}
+    values: dict[str, SourcedValue] = {}
     lines = []
     for source in sources:
         for name, (value, origin) in source.items():
@@ -354,7 +355,7 @@ def _merged(
     return values, tuple(lines)
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown(name: str, value: object) -> str:
     return spelling(name) if value is True else f"{spelling(name)} {value}"
 
 
@@ -367,7 +368,7 @@ def dashed(argv: Sequence[str]) -> list[str]:
     return spelled
 
 
-def parse_words(parser: argparse.ArgumentParser, words: Sequence[str], mistakes: MistakeCollector) -> dict[str, Any]:
+def parse_words(parser: argparse.ArgumentParser, words: Sequence[str], mistakes: MistakeCollector) -> dict[str, object]:
     """Return the values of the command line by name. Unknown flags and flags without their value are collected.
 
     Args:
@@ -397,7 +398,7 @@ def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
     return rest
 
 
-def check_values(values: Mapping[str, Any], options: Iterable[type], mistakes: MistakeCollector) -> None:
+def check_values(values: Mapping[str, object], options: Iterable[type], mistakes: MistakeCollector) -> None:
     """Collect each value of the command line that has the wrong type or is out of range."""
     for kind in options:
         for f in dataclasses.fields(kind):
@@ -440,7 +441,7 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000) if values else ""
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Convert a value to a plain type that every YAML reader supports."""
     if isinstance(value, tuple):
         return list(value)
@@ -450,7 +451,7 @@ def _plain(value: Any) -> Any:
 
 
 def _assemble(
-    values: Mapping[str, tuple[Any, str]],
+    values: Mapping[str, SourcedValue],
     switch_options: Mapping[str, type],
     user: type | None,
     mistakes: MistakeCollector,
@@ -479,19 +480,19 @@ def _assemble(
     )
 
 
-def _converted(kind: type, value: Any) -> Any:
+def _converted(kind: type, value: object) -> Any:
     if kind is str and isinstance(value, list | tuple | set | Mapping):
         raise TypeError
     return kind(str(value)) if kind is int else kind(value)  # YAML reads 1e-5 as text; int("2.5") must not become 2
 
 
-def _several(name: str, kind: type, value: Any, origin: str) -> tuple[Any, ...]:
+def _several(name: str, kind: type, value: object, origin: str) -> tuple[object, ...]:
     if isinstance(value, (bool, dict)):
         raise ConfigError(f"{name} needs at least one string, not {value!r}", where=origin)
     return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
 
 
-def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str) -> Any:
+def _checked(f: dataclasses.Field[object], annotation: object, value: object, origin: str) -> Any:
     """Convert ``value`` to the type of its field.
 
     Raises:
@@ -513,18 +514,18 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     if Epochs in typing.get_args(annotation) and str(value).strip()[-1:].isalpha():
         kind = Epochs
     try:
-        value = _converted(kind, value)
+        converted = _converted(kind, value)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin) from None
-    if choices and value not in choices and value != bare:
-        hint = did_you_mean(str(value), choices, f"choose from {', '.join(choices)}")
-        raise ConfigError(f"{name} cannot be {value!r}", where=origin, hint=hint)
+    if choices and converted not in choices and converted != bare:
+        hint = did_you_mean(str(converted), choices, f"choose from {', '.join(choices)}")
+        raise ConfigError(f"{name} cannot be {converted!r}", where=origin, hint=hint)
     if kind in (int, float):
-        _check_range(f, value, origin)
-    return value
+        _check_range(f, converted, origin)
+    return converted
 
 
-def _check_range(f: dataclasses.Field[Any], value: float, origin: str) -> None:
+def _check_range(f: dataclasses.Field[object], value: float, origin: str) -> None:
     name, minimum, maximum = spelling(f.name), f.metadata.get("minimum"), f.metadata.get("maximum")
     if isinstance(value, float) and math.isinf(value):
         raise ConfigError(f"{name} must be a finite number, not {value}", where=origin)

@@ -6,9 +6,11 @@ from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.intervals import Interval
-from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
+from rapidformer_templates.planning.switch import Change, Example, Finding, Request, RuleList
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.planning.weights import mixture_of
+
+DATA_RULES = RuleList()
 
 OF_THE_WHOLE = {
     "group_by_length": (None, "batches of similar lengths need the lengths of all samples"),
@@ -32,6 +34,14 @@ OF_EVALUATIONS = {
 NOT_STREAMED = drop({"streaming": False, "shuffle_buffer": None})
 
 
+@DATA_RULES.add(
+    "RF151",
+    "A run over a stream is counted in steps, not in epochs.",
+    "rows are counted only as they are read, but the learning rate schedule needs the number of steps in advance",
+    "[rapidformer_templates]",
+    Example("--task causal_lm --streaming --epochs 3"),
+    refusal="A stream in a run whose length or intervals are given in epochs.",
+)
 def _by_iterations(request: Request) -> list[Finding]:
     """Refuse lengths and intervals in epochs on a stream."""
     findings = []
@@ -45,6 +55,14 @@ def _by_iterations(request: Request) -> list[Finding]:
     return findings
 
 
+@DATA_RULES.add(
+    "RF152",
+    "Streaming is for tasks in which each row is a sample.",
+    "the head of a classifier needs the labels of all rows, and an answer is scored over all windows of its text",
+    "[rapidformer_templates]",
+    Example("--task sequence_classification --streaming"),
+    refusal="A stream for a task that needs all rows in advance.",
+)
 def _row_by_row(request: Request) -> list[Finding]:
     task = request.config.training.task
     if not request.config.data.streaming or task is None or TASKS[task].is_streamed:
@@ -53,6 +71,14 @@ def _row_by_row(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("streaming", "task"), changes=(NOT_STREAMED,))]
 
 
+@DATA_RULES.add(
+    "RF153",
+    "Flags that act on all samples at once cannot be used with a stream.",
+    "a stream is read from front to back, one part at a time",
+    "[rapidformer_templates]",
+    Example("--task causal_lm --streaming --group-by-length"),
+    refusal="A stream together with a flag that needs all samples at once.",
+)
 def _asks_nothing_of_the_whole(request: Request) -> list[Finding]:
     if not request.config.data.streaming:
         return []
@@ -73,6 +99,15 @@ def _asks_nothing_of_the_whole(request: Request) -> list[Finding]:
     return findings
 
 
+@DATA_RULES.add(
+    "RF154",
+    "A mixture of data sets has its own order.",
+    "its shares are exact at any time, which batches by length or a stream would break; precomputed "
+    "log-probabilities and the windows of question answering are numbered within one data set",
+    "[rapidformer_templates]",
+    Example("--task causal_lm --data-dir DIR --data-name '0.7 a 0.3 b' --group-by-length"),
+    refusal="Mixtures of data sets with streams, batches by length, question answering or a precomputed reference.",
+)
 def _mixes_whole_sets(request: Request) -> list[Finding]:
     config = request.config
     try:
@@ -96,44 +131,3 @@ def _mixes_whole_sets(request: Request) -> list[Finding]:
         message = "--task question_answering takes one data set"
         flags.append(Finding(message, request.asked("data_name", "task"), changes=(one,)))
     return flags
-
-
-DATA_RULES = (
-    Rule(
-        "RF151",
-        "A run over a stream is counted in steps, not in epochs.",
-        "rows are counted only as they are read, but the learning rate schedule needs the number of steps in advance",
-        "[rapidformer_templates]",
-        _by_iterations,
-        Example("--task causal_lm --streaming --epochs 3"),
-        refusal="A stream in a run whose length or intervals are given in epochs.",
-    ),
-    Rule(
-        "RF152",
-        "Streaming is for tasks in which each row is a sample.",
-        "the head of a classifier needs the labels of all rows, and an answer is scored over all windows of its text",
-        "[rapidformer_templates]",
-        _row_by_row,
-        Example("--task sequence_classification --streaming"),
-        refusal="A stream for a task that needs all rows in advance.",
-    ),
-    Rule(
-        "RF153",
-        "Flags that act on all samples at once cannot be used with a stream.",
-        "a stream is read from front to back, one part at a time",
-        "[rapidformer_templates]",
-        _asks_nothing_of_the_whole,
-        Example("--task causal_lm --streaming --group-by-length"),
-        refusal="A stream together with a flag that needs all samples at once.",
-    ),
-    Rule(
-        "RF154",
-        "A mixture of data sets has its own order.",
-        "its shares are exact at any time, which batches by length or a stream would break; precomputed "
-        "log-probabilities and the windows of question answering are numbered within one data set",
-        "[rapidformer_templates]",
-        _mixes_whole_sets,
-        Example("--task causal_lm --data-dir DIR --data-name '0.7 a 0.3 b' --group-by-length"),
-        refusal="Mixtures of data sets with streams, batches by length, question answering or a precomputed reference.",
-    ),
-)

@@ -195,17 +195,14 @@ def ask_torch_if_needed(device: str) -> None:
     the driver reports a GPU, or if torch is built for CPUs. :func:`detect_accelerator` queries torch for other
     accelerators.
     """
-    if device == "cpu" or detect_gpu() is not None or _is_for_cpus():
+    if device == "cpu" or detect_gpu() is not None:
         return
-    import torch  # noqa: F401
-
-
-def _is_for_cpus() -> bool:
-    """Return whether torch is built for CPUs only, or is not installed."""
     try:
-        return importlib.metadata.version("torch").endswith("+cpu")
+        is_for_cpus = importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
-        return True
+        return
+    if not is_for_cpus:
+        import torch  # noqa: F401
 
 
 def _may_have_another_kind() -> bool:

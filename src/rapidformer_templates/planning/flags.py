@@ -15,7 +15,7 @@ from rapidformer_templates.planning.trackers import TrackerNames
 
 
 def flag(
-    default: Any,
+    default: object,
     help: str,
     *,
     bare: str | None = None,
@@ -26,7 +26,7 @@ def flag(
     minimum: float | None = None,
     maximum: float | None = None,
     choice: str | None = None,
-    only_with: tuple[str, Any] | None = None,
+    only_with: tuple[str, object] | None = None,
     in_files: bool = True,
     usual: bool = False,
 ) -> Any:
@@ -49,7 +49,13 @@ def flag(
         in_files: whether a YAML file or the plan of an earlier run may set it. False for flags that run code.
         usual: whether ``--help`` shows it. ``--help-all`` shows every flag.
     """
-    metadata: dict[str, Any] = {"help": help, "bare": bare, "metavar": metavar, "minimum": minimum, "maximum": maximum}
+    metadata: dict[str, object] = {
+        "help": help,
+        "bare": bare,
+        "metavar": metavar,
+        "minimum": minimum,
+        "maximum": maximum,
+    }
     metadata |= {"choice": choice, "only_with": only_with, "aliases": dict(aliases or {})}
     metadata |= {"choices": choices, "offered": offered, "in_files": in_files, "usual": usual}
     return field(default=default, metadata=metadata)

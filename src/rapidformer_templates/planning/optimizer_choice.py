@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.flags import decays_in_the_gradient
@@ -35,13 +33,13 @@ def implementation(request: Request) -> OptimizerClass:
     return chosen.l2 if isinstance(chosen.l2, OptimizerClass) and decays_in_the_gradient(request) else chosen
 
 
-def optimizer_options(request: Request) -> dict[str, Any]:
+def optimizer_options(request: Request) -> dict[str, object]:
     """Return the options of that class other than learning rate and weight decay.
 
     Options not listed keep its defaults.
     """
     training = request.config.training
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if training.adam_beta1 is not None or training.adam_beta2 is not None:
         betas = zip((training.adam_beta1, training.adam_beta2), facts_of(request).betas or BETAS, strict=True)
         options["betas"] = tuple(default if beta is None else beta for beta, default in betas)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from rapidformer_templates.planning.deepspeed_file.schedules import FileSchedule
+
 PARALLEL_ENGINE = "rapidformer_templates.engines.parallel.engine:ParallelEngine"
 """The engine of 3D layouts."""
 
@@ -154,8 +156,8 @@ class Plan:
     precision: str = "fp32"
     optimizer: str = "adamw"
     optimizer_implementation: str = "torch.optim.AdamW (fused)"
-    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
-    schedule: Mapping[str, Any] | None = None
+    optimizer_options: Mapping[str, object] = field(default_factory=dict)
+    schedule: FileSchedule | None = None
     notes: tuple[str, ...] = ()
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rules: tuple[str, ...] = ()

@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import TrainingFlags
-from rapidformer_templates.planning.switch import Example, Finding, Request, Rule, Switch
+from rapidformer_templates.planning.switch import Example, Finding, Request, RuleList, Switch
 from rapidformer_templates.planning.tasks import tasks_with
+
+PREFERENCE_RULES = RuleList()
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainingFlags)}
 TWO_ROWS = tasks_with(lambda task: task.compares_answers)
@@ -47,6 +49,14 @@ def _reasons(request: Request, field: str) -> list[tuple[str, str]]:
 _PRECOMPUTE = add({"precompute_reference": True}, "the model itself, before its first step")
 
 
+@PREFERENCE_RULES.add(
+    "RF130",
+    "Noise on the embeddings is for samples of one row.",
+    "it is drawn by a sample's position, and a chosen and a rejected answer share one",
+    "[rapidformer_templates]",
+    Example("--task preference --neftune-alpha 5"),
+    refusal="Noise on the embeddings in preference training.",
+)
 def _one_row_a_sample(request: Request) -> list[Finding]:
     training = request.config.training
     if training.task not in TWO_ROWS or not training.neftune_alpha:
@@ -55,6 +65,14 @@ def _one_row_a_sample(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("neftune_alpha", "task"), changes=(drop({"neftune_alpha": None}),))]
 
 
+@PREFERENCE_RULES.add(
+    "RF131",
+    "Preferences and rewards can be combined only with switches that keep the logits and add no loss.",
+    "a forward of the reference would be counted or captured as one of the trained model",
+    "[rapidformer_templates]",
+    Example("--task preference --onnx-runtime-training"),
+    refusal="Preferences or rewards together with a switch that replaces the logits or adds to the loss.",
+)
 def _one_loss(request: Request) -> list[Finding]:
     if request.config.training.task not in TWO_ROWS:
         return []
@@ -68,6 +86,14 @@ def _one_loss(request: Request) -> list[Finding]:
     ]
 
 
+@PREFERENCE_RULES.add(
+    "RF132",
+    "A forward of the reference needs an engine that can run one.",
+    "a schedule of stages runs only the trained model; with --precompute-reference there is no such forward",
+    "[rapidformer_templates]",
+    Example("--task preference --pipeline-model-parallel-size 2 --num-layers 4 --world-size 2"),
+    refusal="A second forward for the reference under an engine that cannot run one, such as a pipeline.",
+)
 def _forward_of_reference(request: Request) -> list[Finding]:
     if not _compares(request.config) or request.config.training.precompute_reference:
         return []
@@ -82,6 +108,14 @@ def _forward_of_reference(request: Request) -> list[Finding]:
     ]
 
 
+@PREFERENCE_RULES.add(
+    "RF133",
+    "The reference is the model that the run starts from.",
+    "DPO, IPO and KTO measure how far training has moved from it",
+    "[Rafailov et al., 2023]",
+    Example("--task preference --load run --weights-only"),
+    refusal="Preference training that continues from a model which its reference would not be.",
+)
 def _copy_is_the_start(request: Request) -> list[Finding]:
     training = request.config.training
     if not _compares(request.config) or training.precompute_reference or training.load is None:
@@ -96,6 +130,14 @@ def _copy_is_the_start(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("load", "preference_loss"), changes=changes)]
 
 
+@PREFERENCE_RULES.add(
+    "RF134",
+    "A reference is computed only for a loss that compares with it.",
+    "ORPO and SimPO use only the trained model",
+    "[Hong et al., 2024; Meng et al., 2024]",
+    Example("--task preference --preference-loss orpo --precompute-reference"),
+    refusal="--precompute-reference for a loss without a reference.",
+)
 def _reference_is_used(request: Request) -> list[Finding]:
     training = request.config.training
     if not training.precompute_reference or training.task != "preference" or _compares(request.config):
@@ -109,6 +151,14 @@ OF_LOSS = {"simpo_gamma": "simpo", "kto_desirable_weight": "kto", "kto_undesirab
 """Flags that act only with one loss, and that loss."""
 
 
+@PREFERENCE_RULES.add(
+    "RF136",
+    "The flags of a preference loss are given only with that loss.",
+    "with another one they would be silently ignored",
+    "[rapidformer_templates]",
+    Example("--task preference --simpo-gamma 1"),
+    refusal="A flag of one preference loss together with another loss.",
+)
 def _of_this_loss(request: Request) -> list[Finding]:
     training = request.config.training
     if training.task != "preference":
@@ -124,6 +174,14 @@ def _of_this_loss(request: Request) -> list[Finding]:
     ]
 
 
+@PREFERENCE_RULES.add(
+    "RF135",
+    "--preference-beta is above 0.",
+    "it scales the value of a choice, and IPO divides by it",
+    "[rapidformer_templates]",
+    Example("--task preference --preference-beta 0"),
+    refusal="A --preference-beta of 0 or less.",
+)
 def _bet_on_something(request: Request) -> list[Finding]:
     training = request.config.training
     if training.task != "preference" or training.preference_beta > 0:
@@ -131,70 +189,3 @@ def _bet_on_something(request: Request) -> list[Finding]:
     message = "with --preference-beta 0 no answer is better than another"
     changes = (replace({"preference_beta": 0.1}),)
     return [Finding(message, request.asked("preference_beta"), changes=changes)]
-
-
-PREFERENCE_RULES = (
-    Rule(
-        "RF130",
-        "Noise on the embeddings is for samples of one row.",
-        "it is drawn by a sample's position, and a chosen and a rejected answer share one",
-        "[rapidformer_templates]",
-        _one_row_a_sample,
-        Example("--task preference --neftune-alpha 5"),
-        refusal="Noise on the embeddings in preference training.",
-    ),
-    Rule(
-        "RF131",
-        "Preferences and rewards can be combined only with switches that keep the logits and add no loss.",
-        "a forward of the reference would be counted or captured as one of the trained model",
-        "[rapidformer_templates]",
-        _one_loss,
-        Example("--task preference --onnx-runtime-training"),
-        refusal="Preferences or rewards together with a switch that replaces the logits or adds to the loss.",
-    ),
-    Rule(
-        "RF132",
-        "A forward of the reference needs an engine that can run one.",
-        "a schedule of stages runs only the trained model; with --precompute-reference there is no such forward",
-        "[rapidformer_templates]",
-        _forward_of_reference,
-        Example("--task preference --pipeline-model-parallel-size 2 --num-layers 4 --world-size 2"),
-        refusal="A second forward for the reference under an engine that cannot run one, such as a pipeline.",
-    ),
-    Rule(
-        "RF133",
-        "The reference is the model that the run starts from.",
-        "DPO, IPO and KTO measure how far training has moved from it",
-        "[Rafailov et al., 2023]",
-        _copy_is_the_start,
-        Example("--task preference --load run --weights-only"),
-        refusal="Preference training that continues from a model which its reference would not be.",
-    ),
-    Rule(
-        "RF134",
-        "A reference is computed only for a loss that compares with it.",
-        "ORPO and SimPO use only the trained model",
-        "[Hong et al., 2024; Meng et al., 2024]",
-        _reference_is_used,
-        Example("--task preference --preference-loss orpo --precompute-reference"),
-        refusal="--precompute-reference for a loss without a reference.",
-    ),
-    Rule(
-        "RF135",
-        "--preference-beta is above 0.",
-        "it scales the value of a choice, and IPO divides by it",
-        "[rapidformer_templates]",
-        _bet_on_something,
-        Example("--task preference --preference-beta 0"),
-        refusal="A --preference-beta of 0 or less.",
-    ),
-    Rule(
-        "RF136",
-        "The flags of a preference loss are given only with that loss.",
-        "with another one they would be silently ignored",
-        "[rapidformer_templates]",
-        _of_this_loss,
-        Example("--task preference --simpo-gamma 1"),
-        refusal="A flag of one preference loss together with another loss.",
-    ),
-)

@@ -145,13 +145,13 @@ _WITHOUT = "fix the package, or uninstall it"
 
 def _check_unique(switches: Sequence[Switch]) -> None:
     """Raise a :class:`ConfigError` if a switch of another package has an existing name, flag or rule code."""
-    names: dict[str, Any] = {}
-    codes: dict[str, Any] = {rule.code: rule for rule in GENERAL}
+    names: dict[str, object] = {}
+    codes: dict[str, object] = {rule.code: rule for rule in GENERAL}
     sections = [(field.name, section) for section in SECTIONS.values() for field in dataclasses.fields(section)]
-    flags: dict[str, Any] = {spelling(name): section for name, section in sections}
+    flags: dict[str, object] = {spelling(name): section for name, section in sections}
 
     for switch in switches:
-        claims: list[tuple[dict[str, Any], str, str, Any]] = [(names, "the switch", switch.name, switch.options)]
+        claims: list[tuple[dict[str, object], str, str, object]] = [(names, "the switch", switch.name, switch.options)]
         claims += [(flags, "the flag", spelling(field), switch.options) for field in switch.fields]
         claims += [(codes, "the rule", rule.code, rule) for rule in switch.rules]
         for owners, what, name, owner in claims:

@@ -118,7 +118,7 @@ def model_facts(config: RunConfig) -> ModelFacts:
     return ModelFacts(model_type=kind if isinstance(kind, str) else None, **facts)
 
 
-def _read_config(flags: ModelFlags) -> dict[str, Any]:
+def _read_config(flags: ModelFlags) -> dict[str, object]:
     name = flags.pretrained_model_name_or_path
     if name is None:
         return {}

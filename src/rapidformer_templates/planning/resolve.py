@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rapidformer_templates.errors import Diagnostic, Refused
 from rapidformer_templates.planning.config import RunConfig, spelling
@@ -103,7 +102,7 @@ def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _values(request: Request) -> Mapping[str, Mapping[str, Any]]:
+def _values(request: Request) -> Mapping[str, Mapping[str, object]]:
     """Return each flag that was given, and the template, with its value and where it came from."""
     config, environment = request.config, request.environment
     values = {

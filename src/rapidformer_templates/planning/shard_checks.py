@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from rapidformer_templates.planning.switch import Measured
 
@@ -29,26 +28,20 @@ def check_even_shards(
     """
 
     def acted(measured: Measured) -> str | None:
-        borders = (among(measured) - 1) * whole_at_borders
-        twice = borders * (measured["largest_parameter"] or 0)
-        findings = (_check_even(measured, among(measured), name, what, twice) for name, what in quantities.items())
-        return next((finding for finding in findings if finding), None)
+        shares, whole = among(measured), sum(measured.all("trained_elements"))
+        on_two_workers = (shares - 1) * (measured["largest_parameter"] or 0) if whole_at_borders else 0
+        # Even shares add up to one whole copy. A sum more than halfway from there to whole copies on all workers
+        # cannot come from rounding.
+        expected = min(whole / shares + on_two_workers, whole)
+        for name, what in quantities.items():
+            numbers = measured.all(name)
+            if shares > 1 and not (numbers and sum(numbers) <= (expected + whole) / 2 + PADDING * len(numbers)):
+                counts = ", ".join(f"{count:,}" for count in numbers) or "nothing"
+                elements = f"{whole // measured.plan.sizes.copies:,} elements in all"
+                return f"{shares} shares of the {what}, {elements}, were expected; the workers have {counts}"
+        return None
 
     return acted
-
-
-def _check_even(measured: Measured, shares: int, name: str, what: str, twice: int) -> str | None:
-    """Check one measurement. ``twice`` is the number of elements that several workers may hold at the same time."""
-    copies, numbers, whole = measured.plan.sizes.copies, measured.all(name), sum(measured.all("trained_elements"))
-    # Even shares add up to one whole copy. A sum more than halfway from there to whole copies on all workers cannot
-    # come from rounding.
-    expected = min(whole / shares + twice, whole)
-    if shares == 1 or (numbers and sum(numbers) <= (expected + whole) / 2 + PADDING * len(numbers)):
-        return None
-    counts = ", ".join(f"{count:,}" for count in numbers) or "nothing"
-    return (
-        f"{shares} shares of the {what}, {whole // copies:,} elements in all, were expected; the workers have {counts}"
-    )
 
 
 def divides_parameters(measured: Measured) -> str | None:
@@ -67,7 +60,7 @@ def first_finding(*checks: Callable[[Measured], str | None]) -> Callable[[Measur
     return acted
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Format a measurement for a message."""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "nothing"

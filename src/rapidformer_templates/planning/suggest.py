@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from rapidformer_templates.errors import Suggestion
 from rapidformer_templates.planning.changes import REPLACE, WITHOUT, drop, spell
 from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.registry import Registry
 from rapidformer_templates.planning.request import build_request
-from rapidformer_templates.planning.switch import Change, Finding, Request, Resource, Switch
+from rapidformer_templates.planning.switch import Change, Request, Resource, Switch
 
 Path = tuple[Change, ...]
 
@@ -37,7 +36,7 @@ def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
     """
     frontier: list[tuple[float, int, Path]] = [(0.0, 0, ())]
     tie_breaker = itertools.count(1)
-    visited: set[frozenset[tuple[str, Any]]] = set()
+    visited: set[frozenset[tuple[str, object]]] = set()
     paths: list[Path] = []
     nearest_cost = 0.0
     for _ in range(MAX_LOOKS):
@@ -63,7 +62,7 @@ def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
 
 def apply(request: Request, changes: Iterable[Change], registry: Registry) -> Request:
     """Return the request after the changes."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     environment = request.environment
     for change in changes:
         values.update(change.values)
@@ -86,24 +85,18 @@ def to_suggestion(path: Sequence[Change]) -> Suggestion:
 
 def _ways_out(request: Request, registry: Registry) -> list[Change] | None:
     """Return the changes that may fix one finding of the request, or None if there is no finding."""
-    options = [_changes(request, finding, registry) for _, finding in registry.refusals(request)]
+    options = []
+    for _, finding in registry.refusals(request):
+        changes = list(finding.changes)
+        for name in finding.switches:
+            switch = request.active[name]
+            # Another one of its family can replace it, unless two of them are active already.
+            if switch.family and len(request.of_family(switch.family)) == 1:
+                family = [other for other in registry.switches if other.family == switch.family]
+                changes += [_exchange(switch, other) for other in family if other != switch]
+            changes.append(drop({name: off for name, off in switch.off.items() if request.config.get(name) != off}))
+        options.append(sorted(changes, key=lambda change: change.cost))
     return min(options, key=len) if options else None
-
-
-def _changes(request: Request, finding: Finding, registry: Registry) -> list[Change]:
-    changes = list(finding.changes)
-    for name in finding.switches:
-        switch = request.active[name]
-        changes += [_exchange(switch, other) for other in _relatives(request, switch, registry)]
-        changes.append(drop(_off_flags(request, switch)))
-    return sorted(changes, key=lambda change: change.cost)
-
-
-def _relatives(request: Request, switch: Switch, registry: Registry) -> list[Switch]:
-    """Return the switches that can replace this one. None can if another switch of its family is also active."""
-    if switch.family is None or len(request.of_family(switch.family)) > 1:
-        return []
-    return [other for other in registry.switches if other.family == switch.family and other != switch]
 
 
 def _exchange(switch: Switch, other: Switch) -> Change:
@@ -115,14 +108,9 @@ def _exchange(switch: Switch, other: Switch) -> Change:
     return Change(spell(other.on), REPLACE + difference / 10, {**switch.off, **other.on}, note=note)
 
 
-def _off_flags(request: Request, switch: Switch) -> Mapping[str, Any]:
-    """Return the values that turn the switch off, without flags that are already off."""
-    return {name: off for name, off in switch.off.items() if request.config.get(name) != off}
-
-
-def _values(path: Sequence[Change]) -> dict[str, Any]:
+def _values(path: Sequence[Change]) -> dict[str, object]:
     """Return the fields that the changes set, including the template."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for change in path:
         values.update(change.values)
         if change.template:

@@ -117,7 +117,7 @@ class Change:
 
     describe: str
     cost: float
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
     template: str | None = None
     note: str = ""
 
@@ -155,6 +155,9 @@ class Example:
     training: bool = False
 
 
+Check = Callable[[Request], list[Finding]]
+
+
 @dataclass(frozen=True)
 class Rule:
     """A rule with its code, reason and source.
@@ -175,11 +178,26 @@ class Rule:
     title: str
     why: str
     source: str
-    check: Callable[[Request], list[Finding]]
+    check: Check
     example: Example
     refuses: bool = True
     refusal: str = ""
     concerns: str = ""
+
+
+class RuleList(list[Rule]):
+    """The rules of a module, each written above its check."""
+
+    def add(
+        self, code: str, title: str, why: str, source: str, example: Example, *, refuses: bool = True, refusal: str = ""
+    ) -> Callable[[Check], Check]:
+        """Add a rule with the check that follows. The arguments are the fields of :class:`Rule`."""
+
+        def declare(check: Check) -> Check:
+            self.append(Rule(code, title, why, source, check, example, refuses, refusal))
+            return check
+
+        return declare
 
 
 FORECAST = ("parameters", "gradients", "optimizer", "activations", "time")
@@ -238,7 +256,7 @@ class Measured:
         return [values[name] for values in self.ranks if values.get(name) is not None]
 
 
-def _first_flag_given(options: Any, sizes: Sizes) -> bool:
+def _first_flag_given(options: object, sizes: Sizes) -> bool:
     kind: type = type(options)
     first = fields_of(kind)[0]
     return bool(getattr(options, first.name) != first.default)
@@ -313,8 +331,8 @@ class Switch:
     predicts: Prediction
     acted: Callable[[Measured], str | None]
     active: Callable[[Any, Sizes], bool] = _first_flag_given
-    on: Mapping[str, Any] = field(default_factory=dict)
-    off: Mapping[str, Any] = field(default_factory=dict)
+    on: Mapping[str, object] = field(default_factory=dict)
+    off: Mapping[str, object] = field(default_factory=dict)
     family: str | None = None
     claims: frozenset[Resource] = frozenset()
     templates: tuple[str, ...] = TEMPLATES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rapidformer_templates.errors import ConfigError, MistakeCollector, did_you_mean
 from rapidformer_templates.planning.config import RunConfig, spelling
@@ -82,7 +81,7 @@ def _refuse_unused(config: RunConfig, flags_of: Callable[[TaskFacts], Sequence[s
     mistakes.raise_all()
 
 
-def sample_flags(config: RunConfig) -> dict[str, Any]:
+def sample_flags(config: RunConfig) -> dict[str, object]:
     """Return the flags of the task that its samples depend on, as plain values for a checkpoint."""
     task = TASKS.get(config.training.task or "")
     values = {spelling(name): config.get(name) for name in (task.own_flags if task else ())}

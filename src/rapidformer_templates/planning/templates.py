@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request
 
-TEMPLATE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+TEMPLATE_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "Trainer": {},
     "Pretrainer": {"task": "pretraining"},
     "Finetuner": {},  # the task decides the defaults of fine-tuning, so they are the same in every template

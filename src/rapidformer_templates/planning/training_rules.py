@@ -9,14 +9,24 @@ from rapidformer_templates.planning.deepspeed_file.flags import file_schedule
 from rapidformer_templates.planning.metrics import direction_of
 from rapidformer_templates.planning.optimizer_choice import betas_reach_one, has_no_betas
 from rapidformer_templates.planning.schedules import SHAPING, STYLES, warmup_steps
-from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
+from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule, RuleList
 from rapidformer_templates.planning.task_choice import metrics_of
 from rapidformer_templates.planning.tasks import tasks_with
 from rapidformer_templates.planning.trackers import INSTALL as TRACKERS_INSTALL
 from rapidformer_templates.planning.trackers import PACKAGES as TRACKERS
 from rapidformer_templates.planning.trackers import TrackerNames, chosen_trackers
 
+TRAINING_RULES = RuleList()
 
+
+@TRAINING_RULES.add(
+    "RF098",
+    "The metric of the best checkpoint has a direction.",
+    "the wrong direction keeps and exports the worst checkpoint",
+    "[rapidformer_templates]",
+    Example("--metric-for-best utility"),
+    refusal="A metric for the best checkpoint of which it is not known whether higher or lower is better.",
+)
 def _best_is_known(request: Request) -> list[Finding]:
     training = request.config.training
     name = training.metric_for_best
@@ -45,6 +55,14 @@ def _best_is_known(request: Request) -> list[Finding]:
     return findings
 
 
+@TRAINING_RULES.add(
+    "RF111",
+    "A run that may stop early is evaluated during training and keeps its best checkpoint.",
+    "it stops when evaluations no longer improve on the best one, whose weights are exported",
+    "[rapidformer_templates]",
+    Example("--early-stopping-patience 3 --no-keep-best --epochs 20"),
+    refusal="Early stopping in a run that is not evaluated during training or does not keep its best checkpoint.",
+)
 def _stops_early(request: Request) -> list[Finding]:
     training = request.config.training
     if training.early_stopping_patience is None:
@@ -64,6 +82,14 @@ def _stops_early(request: Request) -> list[Finding]:
     return findings
 
 
+@TRAINING_RULES.add(
+    "RF114",
+    "The decay of a moving average of the weights is below 1.",
+    "with 1 the average would never change after the first step",
+    "[torch]",
+    Example("--ema-decay 1"),
+    refusal="A moving average of the weights with a decay of 1 or more.",
+)
 def _averages(request: Request) -> list[Finding]:
     if request.config.training.ema_decay != 1:
         return []
@@ -71,6 +97,14 @@ def _averages(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("ema_decay"), changes=(replace({"ema_decay": 0.999}),))]
 
 
+@TRAINING_RULES.add(
+    "RF112",
+    "Label smoothing needs a loss that is one cross-entropy over classes or words.",
+    "positions in a text are not classes, and the library does not know what your own loss consists of",
+    "[torch, transformers]",
+    Example("--task question_answering --label-smoothing 0.1"),
+    refusal="Label smoothing for a loss that is not one cross-entropy over classes or words.",
+)
 def _smooths(request: Request) -> list[Finding]:
     training = request.config.training
     tasks = tasks_with(lambda task: task.is_smoothed)
@@ -83,6 +117,14 @@ def _smooths(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("label_smoothing", "task"), changes=changes)]
 
 
+@TRAINING_RULES.add(
+    "RF113",
+    "Noise on the embeddings is for models that read one sequence.",
+    "encoder and decoder share their embeddings, but it is not known for both which tokens are padding",
+    "[transformers]",
+    Example("--task seq2seq_lm --neftune-alpha 5"),
+    refusal="Noise on the embeddings of an encoder-decoder model.",
+)
 def _one_sequence(request: Request) -> list[Finding]:
     training = request.config.training
     if not training.neftune_alpha or training.task != "seq2seq_lm":
@@ -109,6 +151,14 @@ def _shaping_nothing(request: Request) -> list[Finding]:
     return findings
 
 
+@TRAINING_RULES.add(
+    "RF099",
+    "The learning rate schedule warms up to the peak within the run and decays from there.",
+    "a schedule with a part after the end of the run, or with a decay that rises, is a mistake",
+    "[rapidformer_templates]",
+    Example("--lr 1e-4 --min-lr 1e-3"),
+    refusal="A learning rate schedule that does not fit into the run, or flags that its style does not use.",
+)
 def _schedule_fits(request: Request) -> list[Finding]:
     if file_schedule(request) is not None:
         return []  # RF103 and RF105 check the file's schedule; DeepSpeed's warmups may be longer than a run
@@ -157,6 +207,14 @@ IN_A_FOLDER = {
 """Flags that act only on a run folder, with their values when off."""
 
 
+@TRAINING_RULES.add(
+    "RF100",
+    "A training run saves to a folder, unless --no-save is given.",
+    "without a run folder the model is lost when the run ends",
+    "[rapidformer_templates]",
+    Example("--lr 5e-5 --epochs 3", training=True),
+    refusal="A training command with neither --save nor --no-save.",
+)
 def _leaves_something(request: Request) -> list[Finding]:
     training = request.config.training
     if training.save is not None and training.no_save:
@@ -179,6 +237,14 @@ def _leaves_something(request: Request) -> list[Finding]:
     return []
 
 
+@TRAINING_RULES.add(
+    "RF160",
+    "The trackers of a run are installed.",
+    "a missing curve is noticed only when the run is over",
+    "[accelerate]",
+    Example("--report-to wandb"),
+    refusal="A tracker that is not installed.",
+)
 def _trackers_are_there(request: Request) -> list[Finding]:
     requested, installed = request.config.training.report_to, request.environment.packages
     off = drop({"report_to": None, "run_name": None, "project_name": None})
@@ -197,70 +263,7 @@ def _trackers_are_there(request: Request) -> list[Finding]:
     ]
 
 
-TRAINING_RULES = (
-    Rule(
-        "RF098",
-        "The metric of the best checkpoint has a direction.",
-        "the wrong direction keeps and exports the worst checkpoint",
-        "[rapidformer_templates]",
-        _best_is_known,
-        Example("--metric-for-best utility"),
-        refusal="A metric for the best checkpoint of which it is not known whether higher or lower is better.",
-    ),
-    Rule(
-        "RF099",
-        "The learning rate schedule warms up to the peak within the run and decays from there.",
-        "a schedule with a part after the end of the run, or with a decay that rises, is a mistake",
-        "[rapidformer_templates]",
-        _schedule_fits,
-        Example("--lr 1e-4 --min-lr 1e-3"),
-        refusal="A learning rate schedule that does not fit into the run, or flags that its style does not use.",
-    ),
-    Rule(
-        "RF100",
-        "A training run saves to a folder, unless --no-save is given.",
-        "without a run folder the model is lost when the run ends",
-        "[rapidformer_templates]",
-        _leaves_something,
-        Example("--lr 5e-5 --epochs 3", training=True),
-        refusal="A training command with neither --save nor --no-save.",
-    ),
-    Rule(
-        "RF111",
-        "A run that may stop early is evaluated during training and keeps its best checkpoint.",
-        "it stops when evaluations no longer improve on the best one, whose weights are exported",
-        "[rapidformer_templates]",
-        _stops_early,
-        Example("--early-stopping-patience 3 --no-keep-best --epochs 20"),
-        refusal="Early stopping in a run that is not evaluated during training or does not keep its best checkpoint.",
-    ),
-    Rule(
-        "RF114",
-        "The decay of a moving average of the weights is below 1.",
-        "with 1 the average would never change after the first step",
-        "[torch]",
-        _averages,
-        Example("--ema-decay 1"),
-        refusal="A moving average of the weights with a decay of 1 or more.",
-    ),
-    Rule(
-        "RF112",
-        "Label smoothing needs a loss that is one cross-entropy over classes or words.",
-        "positions in a text are not classes, and the library does not know what your own loss consists of",
-        "[torch, transformers]",
-        _smooths,
-        Example("--task question_answering --label-smoothing 0.1"),
-        refusal="Label smoothing for a loss that is not one cross-entropy over classes or words.",
-    ),
-    Rule(
-        "RF113",
-        "Noise on the embeddings is for models that read one sequence.",
-        "encoder and decoder share their embeddings, but it is not known for both which tokens are padding",
-        "[transformers]",
-        _one_sequence,
-        Example("--task seq2seq_lm --neftune-alpha 5"),
-        refusal="Noise on the embeddings of an encoder-decoder model.",
-    ),
+TRAINING_RULES += [
     Rule(
         "RF110",
         "Adam's decays are below 1, and they and its epsilon need an optimizer that has them.",
@@ -270,13 +273,4 @@ TRAINING_RULES = (
         Example("--optimizer adafactor --adam-beta2 0.99"),
         refusal="Settings of Adam that are out of range, or that the optimizer does not have.",
     ),
-    Rule(
-        "RF160",
-        "The trackers of a run are installed.",
-        "a missing curve is noticed only when the run is over",
-        "[accelerate]",
-        _trackers_are_there,
-        Example("--report-to wandb"),
-        refusal="A tracker that is not installed.",
-    ),
-)
+]

@@ -39,11 +39,11 @@ def groups_of(sizes: Sizes, more: Sequence[Dimension] = ()) -> tuple[WorkerGroup
         *more,
         Dimension("pipeline", "hidden states of a stage", sizes.pipeline, neighbours * sizes.data),
     )
-    return tuple(_of_rank_0(dimension, sizes) for dimension in dimensions if dimension.size > 1)
-
-
-def _of_rank_0(dimension: Dimension, sizes: Sizes) -> WorkerGroup:
-    size, stride = dimension.size, dimension.stride
-    firsts = [rank for rank in range(sizes.world) if rank // stride % size == 0]
-    nodes = ({(first + i * stride) // sizes.local_world for i in range(size)} for first in firsts)
-    return WorkerGroup(dimension.name, dimension.exchanges, size, stride, nodes=max(map(len, nodes)))
+    groups = []
+    for dimension in dimensions:
+        size, stride = dimension.size, dimension.stride
+        if size > 1:
+            firsts = [rank for rank in range(sizes.world) if rank // stride % size == 0]
+            nodes = ({(first + i * stride) // sizes.local_world for i in range(size)} for first in firsts)
+            groups.append(WorkerGroup(dimension.name, dimension.exchanges, size, stride, nodes=max(map(len, nodes))))
+    return tuple(groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import yaml
 from yaml.constructor import SafeConstructor
@@ -12,8 +11,11 @@ from yaml.constructor import SafeConstructor
 from rapidformer_templates.errors import ConfigError, MistakeCollector, UnknownName
 from rapidformer_templates.planning.peers import as_yaml, flag_hint
 
+SourcedValue = tuple[object, str]
+"""A value and where it comes from, such as ``command line`` or ``run.yaml:3``."""
 
-def read_yaml(path: str, parser: argparse.ArgumentParser, mistakes: MistakeCollector) -> dict[str, tuple[Any, str]]:
+
+def read_yaml(path: str, parser: argparse.ArgumentParser, mistakes: MistakeCollector) -> dict[str, SourcedValue]:
     """Read the flags of a YAML file, each with its line. Unknown keys and keys that occur twice are collected.
 
     Raises:
@@ -26,7 +28,7 @@ def read_yaml(path: str, parser: argparse.ArgumentParser, mistakes: MistakeColle
     if not isinstance(document, yaml.MappingNode):
         raise ConfigError(f"{path} must map flags to values", where=f"{path}:1", hint="write 'lr: 3.0e-5'")
     fields = _fields_by_key(parser)
-    values: dict[str, tuple[Any, str]] = {}
+    values: dict[str, SourcedValue] = {}
     places: dict[str, str] = {}
     for key_node, value_node in document.value:
         where = f"{file.name}:{key_node.start_mark.line + 1}"
@@ -41,7 +43,10 @@ def read_yaml(path: str, parser: argparse.ArgumentParser, mistakes: MistakeColle
                 hint = f"it is also in {places[name]}; keep one of the two lines"
                 raise ConfigError(f"the key '{key_node.value}' is there twice", where=where, hint=hint)
             places[name] = where
-            value = _value(value_node, where)
+            try:
+                value = SafeConstructor().construct_document(value_node)
+            except yaml.MarkedYAMLError as error:
+                raise ConfigError(f"the value cannot be read: {error.problem}", where=where) from error
             if value is not None:
                 values[fields[name]] = (value, where)
     return values
@@ -69,10 +74,3 @@ def _fields_by_key(parser: argparse.ArgumentParser) -> dict[str, str]:
         names = (option.lstrip("-").replace("-", "_") for option in action.option_strings)
         fields |= {name: action.dest for name in names if not name.startswith("no_")}
     return fields
-
-
-def _value(node: yaml.Node, where: str) -> Any:
-    try:
-        return SafeConstructor().construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"the value cannot be read: {error.problem}", where=where) from error

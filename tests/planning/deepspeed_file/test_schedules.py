@@ -43,7 +43,7 @@ CASES = [
 def test_each_update_runs_at_deepspeeds_rate(kind: str, given: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
     theirs = getattr(lr_schedules, kind)(optimizer, **given)
-    ours = rates(kind, given, lr=LR, warmup=0, total=0)
+    ours = rates({"type": kind, "params": given}, lr=LR, warmup=0, total=0)
     for update in range(40):
         assert ours(update) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=0), update
         theirs.step()
@@ -63,9 +63,9 @@ def test_parameters_and_defaults_are_deepspeeds(kind: str) -> None:
 
 def test_auto_is_filled_as_the_guide_says() -> None:
     given = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
-    ours = rates("WarmupDecayLR", given, lr=LR, warmup=4, total=12)
+    ours = rates({"type": "WarmupDecayLR", "params": given}, lr=LR, warmup=4, total=12)
     told = {"warmup_min_lr": 0.0, "warmup_max_lr": LR, "warmup_num_steps": 4, "total_num_steps": 12}
-    theirs = rates("WarmupDecayLR", told, lr=0.0, warmup=0, total=0)
+    theirs = rates({"type": "WarmupDecayLR", "params": told}, lr=0.0, warmup=0, total=0)
     assert [ours(update) for update in range(14)] == [theirs(update) for update in range(14)]
     assert max(ours(update) for update in range(14)) == LR
     assert ours(13) == 0.0

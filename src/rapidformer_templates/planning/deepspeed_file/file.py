@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from rapidformer_templates.errors import ConfigError
 
@@ -84,7 +84,7 @@ def read(text: str) -> DeepSpeedFile:
     return DeepSpeedFile(name, content, lines, _rename(content))
 
 
-def _booleans(value: Any) -> Any:
+def _booleans(value: Json) -> Json:
     """Replace ``"true"`` and ``"false"`` with booleans in the file's values."""
     if isinstance(value, dict):
         return {key: _booleans(inner) for key, inner in value.items()}
@@ -112,7 +112,7 @@ def _keys(text: str) -> Iterator[tuple[str, int]]:
             word = token
 
 
-def _rename(content: dict[str, Any]) -> dict[str, str]:
+def _rename(content: dict[str, Json]) -> dict[str, str]:
     """Rename keys of the guide in place. Return the path of each in the file, by its path in the content."""
     renamed = {}
     zero = content.get("zero_optimization")

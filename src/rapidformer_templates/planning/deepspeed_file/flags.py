@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING
 
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.file import (
@@ -25,7 +25,7 @@ from rapidformer_templates.planning.deepspeed_file.file import (
     section_at,
 )
 from rapidformer_templates.planning.deepspeed_file.keys import OPTIMIZERS, are_betas, is_nonnegative, key_table, type_of
-from rapidformer_templates.planning.deepspeed_file.schedules import FLAGS, PARAMETERS
+from rapidformer_templates.planning.deepspeed_file.schedules import FLAGS, PARAMETERS, FileSchedule
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
 
 if TYPE_CHECKING:
@@ -46,13 +46,6 @@ ENTRIES = {
 ZERO = tuple(f"zero_{level}_memory_optimization" for level in (1, 2, 3))
 
 
-class FileSchedule(TypedDict):
-    """The schedule of a file: a class of DeepSpeed, and its parameters."""
-
-    type: str
-    params: dict[str, Json]
-
-
 @dataclass(frozen=True)
 class FlagValue:
     """A value of a file as a flag.
@@ -66,7 +59,7 @@ class FlagValue:
 
     field: str
     path: str
-    value: Any
+    value: object
     shown: str
 
 
@@ -154,9 +147,9 @@ def merge_file(config: RunConfig) -> RunConfig:
     return config
 
 
-def _matches(flag: FlagValue, value: Any) -> bool:
+def _matches(flag: FlagValue, value: object) -> bool:
     """Return whether a flag's value matches the file. All implementations of Adam match each other."""
-    return flag.value == value or (flag.field == "optimizer" and "adam" in flag.value and "adam" in value)
+    return flag.value == value or (flag.field == "optimizer" and "adam" in str(flag.value) and "adam" in str(value))
 
 
 def contradictions(request: Request) -> Iterator[str]:

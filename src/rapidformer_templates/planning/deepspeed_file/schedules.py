@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
-from rapidformer_templates.planning.deepspeed_file.file import AUTO
+from rapidformer_templates.planning.deepspeed_file.file import AUTO, Json
 
-PARAMETERS: dict[str, dict[str, Any]] = {
+
+class FileSchedule(TypedDict):
+    """The schedule of a file: a class of DeepSpeed, and its parameters."""
+
+    type: str
+    params: dict[str, Json]
+
+
+PARAMETERS: dict[str, dict[str, float | str | None]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"},
     "WarmupDecayLR": {
         "total_num_steps": None,
@@ -70,18 +78,18 @@ Parameters = Mapping[str, Any]
 """Numbers by name, checked by RF103, and the type of the warmup."""
 
 
-def rates(kind: str, parameters: Parameters, *, lr: float, warmup: int, total: int) -> Callable[[int], float]:
+def rates(schedule: FileSchedule, *, lr: float, warmup: int, total: int) -> Callable[[int], float]:
     """Return a function that maps an update, counted from 0, to its learning rate.
 
     Args:
-        kind: a name of :data:`PARAMETERS`.
-        parameters: the parameters. Missing ones have DeepSpeed's defaults.
+        schedule: a schedule without mistakes. Missing parameters have DeepSpeed's defaults.
         lr: the peak if it is ``"auto"`` or left to the optimizer.
         warmup, total: the numbers of steps that replace ``"auto"``.
     """
     automatic = {"warmup_max_lr": lr, "warmup_num_steps": max(1, warmup), "total_num_steps": total, "cycle_max_lr": lr}
-    p = {**PARAMETERS[kind], "lr": lr}
-    for name, value in parameters.items():
+    kind = schedule["type"]
+    p: dict[str, Json] = {**PARAMETERS[kind], "lr": lr}
+    for name, value in schedule["params"].items():
         if value != AUTO or name in automatic:
             p[name] = automatic[name] if value == AUTO else value
     if kind == "WarmupLR" and p["warmup_max_lr"] is None:

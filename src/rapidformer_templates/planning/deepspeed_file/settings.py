@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.planning.deepspeed_file.file import (
     AUTO,
+    Json,
     Section,
     file_of,
     is_neutral,
@@ -72,7 +73,7 @@ def deepspeed_settings(request: Request, precision: str) -> dict[str, Any]:
     return merged
 
 
-def _merged(content: Section, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(content: Section, defaults: Section) -> dict[str, Any]:
     """Replace defaults with the file's values, except with ``"auto"``, or with null in place of a section."""
     result = copy.deepcopy(dict(defaults))
     for name, value in content.items():
@@ -84,7 +85,7 @@ def _merged(content: Section, defaults: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _from_flags(request: Request, precision: str) -> dict[str, Any]:
+def _from_flags(request: Request, precision: str) -> dict[str, Json]:
     """Return the flags as DeepSpeed's configuration."""
     config, sizes = request.config, request.sizes
     return {
@@ -108,13 +109,11 @@ def _from_flags(request: Request, precision: str) -> dict[str, Any]:
     }
 
 
-def _zero_stage_settings(request: Request) -> dict[str, Any]:
+def _zero_stage_settings(request: Request) -> dict[str, Json]:
     config = request.config
     stage = next(level for level in (1, 2, 3) if f"zero-{level}" in request.active)
     width = None if request.environment.white_box else request.model.hidden_size
-    sizes: dict[str, Any] = bucket_sizes(width or 1)
-    if width is None:
-        sizes = dict.fromkeys(sizes, AUTO)  # only the model has it
+    sizes: dict[str, Json] = {name: AUTO if width is None else size for name, size in bucket_sizes(width or 1).items()}
     for path, field in ENTRIES.items():
         name = path.rpartition(".")[2]
         if name in sizes and config.get(field) is not None:
@@ -131,10 +130,10 @@ def _zero_stage_settings(request: Request) -> dict[str, Any]:
     return {name: value for name, value in section.items() if stage == 3 or not name.startswith("stage3_")}
 
 
-def _offloads(request: Request, stage: int) -> dict[str, Any]:
+def _offloads(request: Request, stage: int) -> dict[str, Json]:
     """Return the sections that move states to the host or to a disk."""
     pinned = request.environment.device != "cpu"
-    section: dict[str, Any] = {}
+    section: dict[str, Json] = {}
     if "nvme-offload" in request.active:
         device = {"device": "nvme", "nvme_path": request.config.get("nvme_path"), "pin_memory": pinned}
         # The optimizer state passes through memory one sub-group at a time, in four buffers of that size.
