@@ -20,6 +20,7 @@ from benchmarks.contest import Answer, Columns, Contest, Flag, Row, bars, table
 from benchmarks.models import gpt2
 from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.commands.bench.worker import peak_mb, resident_mb
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.fused_loss.memory import saved_bytes
 from rapidformer_templates.switches.fused_loss.transform import fuse_loss
@@ -50,8 +51,10 @@ class Contender:
         torch.manual_seed(SEED)
         heads = max(1, options.hidden // 64)
         model = gpt2(options.layers, options.hidden, heads, options.vocabulary, options.length).to(device).train()
-        building: Any = SimpleNamespace(workers=SimpleNamespace(device=device, ends_pipeline=True))
-        self.model = fuse_loss(model, building) if name == FUSED else model
+        if name == FUSED:
+            building: Any = SimpleNamespace(workers=SimpleNamespace(device=device, ends_pipeline=True))
+            fuse_loss(Assembly(model), building)
+        self.model = model
         self.half = options.bf16
         self.device = device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)

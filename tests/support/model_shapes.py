@@ -19,6 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 
 TOKENS, LENGTH = 128, 32
@@ -62,4 +63,4 @@ def batch(samples: int) -> dict[str, torch.Tensor]:
 
 def shapes(model: str, blocks: int = 5) -> ModelShapes:
     make = MODELS[model]
-    return ModelShapes(lambda count: make(blocks if count is None else count), batch)
+    return ModelShapes(lambda count: Assembly(make(blocks if count is None else count)), batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -31,8 +31,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.models.blocks import find_blocks
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
@@ -181,21 +180,19 @@ def build(case: Case, workers: Workers | None = None) -> nn.Module:
         elif "bias" in name:
             parameter.data.mul_(0.5)
     model = model.to(torch.float64 if case.kind == "float64" else torch.float32).train()
-    blocks = find_blocks(model)
+    assembly = Assembly(model)
     if case.fused:
-        model = fuse_loss(model, _building(blocks, workers or alone()))
+        fuse_loss(assembly, _building(workers or alone()))
     if workers is not None:
         switches = ("tensor-parallel", *(("sequence-parallel",) if case.sequence else ()))
-        model = tensor_parallel.apply(model, _building(blocks, workers, *switches))
+        tensor_parallel.apply(assembly, _building(workers, *switches))
     if case.checkpointed:
-        checkpoint_activations(model, _building(blocks, workers or alone()))
+        checkpoint_activations(assembly, _building(workers or alone()))
     return model
 
 
-def _building(blocks: Mapping[str, nn.Module], workers: Workers, *switches: str) -> Building:
-    return Building(
-        blocks, CheckpointActivationsFlags(), Plan("Trainer", switches), workers, try_loss=lambda model: None
-    )
+def _building(workers: Workers, *switches: str) -> Building:
+    return Building(CheckpointActivationsFlags(), Plan("Trainer", switches), workers, try_loss=lambda model: None)
 
 
 def divided(workers: Workers, tensor: int) -> Workers:

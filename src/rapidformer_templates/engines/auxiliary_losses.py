@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,9 +11,6 @@ from transformers import PreTrainedModel
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.system.workers import Workers
-
-ATTRIBUTE = "auxiliary_losses"
-"""The attribute of a model that has auxiliary losses. Its value is an :class:`AuxiliaryLosses`."""
 
 
 class DividedSequences(Protocol):
@@ -66,16 +63,14 @@ class AuxiliaryLosses(Protocol):
         """Return measurements of the whole run for the summary. Call it on every rank."""
 
 
-def auxiliary_losses_of(model: nn.Module) -> AuxiliaryLosses | None:
-    """Return the auxiliary losses of a model, or None."""
-    losses: AuxiliaryLosses | None = getattr(model, ATTRIBUTE, None)
-    return losses
+class LossLayer(nn.Module):
+    """A layer that adds auxiliary losses to the gradient.
 
+    Attributes:
+        losses: the auxiliary losses of the whole model.
+    """
 
-def receipts_of(model: nn.Module, workers: Workers) -> Mapping[str, Any]:
-    """Return measurements of a model's auxiliary losses. Empty if it has none."""
-    losses = auxiliary_losses_of(model)
-    return losses.receipts(workers) if losses else {}
+    losses: AuxiliaryLosses
 
 
 def notes_about(model: nn.Module) -> list[str]:

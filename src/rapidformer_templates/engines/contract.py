@@ -12,6 +12,7 @@ from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.shards import Shard, ShardKind, StateReader
 from rapidformer_templates.system.workers import Workers
@@ -43,6 +44,7 @@ class Engine(Protocol):
     """Trains a model. The engine owns synchronization, precision, loss scale, clipping, the update and zeroing.
 
     Attributes:
+        assembly: the model with the facts about it.
         model: the model as built, with its parameters as the engine has changed them.
         optimizer: the optimizer of those parameters.
         compute_loss: the user's hook.
@@ -53,6 +55,7 @@ class Engine(Protocol):
         before_update: called between the last backward and the update, while the gradients exist.
     """
 
+    assembly: Assembly
     model: nn.Module
     optimizer: torch.optim.Optimizer
     compute_loss: ComputeLoss
@@ -65,7 +68,7 @@ class Engine(Protocol):
     def build_context(self) -> AbstractContextManager[Any]:
         """Return the context in which ``build_model`` runs."""
 
-    def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
+    def setup(self, assembly: Assembly, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
         """Wrap or shard the model and build the optimizer."""
 
     def train_batch(

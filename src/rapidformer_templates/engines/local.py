@@ -21,7 +21,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines import group_values, weight_average
-from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses, auxiliary_losses_of
+from rapidformer_templates.engines.assembly import Assembly
+from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses
 from rapidformer_templates.engines.contract import ComputeLoss, StepResult
 from rapidformer_templates.engines.embedding_noise import rows_of
 from rapidformer_templates.engines.host_optimizer import HostOptimizer, is_in_host_memory
@@ -84,6 +85,7 @@ class SingleEngine:
         self.micro_steps = 0
         self.receipts: dict[str, Any] = {}
         self.before_update: Callable[[], None] | None = None
+        self.assembly: Assembly
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
         self._callable: nn.Module  # the model that compute_loss receives
@@ -97,9 +99,10 @@ class SingleEngine:
         return nullcontext()
 
     @final
-    def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
-        self.compute_loss = compute_loss
-        self._auxiliary = auxiliary_losses_of(model)
+    def setup(self, assembly: Assembly, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
+        self.assembly, self.compute_loss = assembly, compute_loss
+        model = assembly.model
+        self._auxiliary = assembly.losses
         if not any(self.workers.gather(any(p.requires_grad for p in model.parameters()))):
             raise RapidformerError("the model has no parameter that requires a gradient", where="build_model()")
         self._build(model, optimizer)
@@ -416,7 +419,7 @@ class SingleEngine:
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
         if kind == "weights":
-            yield from model_shards(self.model, self.workers).values()
+            yield from model_shards(self.assembly, self.workers).values()
         elif kind == "optimizer":
             yield from optimizer_shards(self._updated_shards, self.optimizer)
         else:
@@ -428,13 +431,13 @@ class SingleEngine:
     def _updated_shards(self) -> Mapping[torch.Tensor, Shard]:
         """The shard of each tensor that the optimizer updates."""
         return {
-            tensor: shard_of(tensor, name, self.model, self.workers)
-            for name, tensor in named_tensors(self.model).items()
+            tensor: shard_of(tensor, name, self.assembly, self.workers)
+            for name, tensor in named_tensors(self.assembly).items()
             if tensor.requires_grad
         }
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
-        check_names(self.model, reader, self.workers, optimizer=optimizer)
+        check_names(self.assembly, reader, self.workers, optimizer=optimizer)
         if optimizer:
             load_optimizer(self._updated_shards, self.optimizer, reader)
         load_weights(self.shards("weights"), reader)

@@ -14,14 +14,13 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.boxes import Index, divided_over
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.models.blocks import canonical_name, shape_of
-from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.system.workers import Workers
 
 ShardKind = Literal["weights", "optimizer", "gradients"]
@@ -133,12 +132,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(assembly: Assembly) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by canonical name. Tied ones appear once, under their first name.
 
     For a model with adapters, the frozen base is left out.
     """
-    base = frozen_base_of(model)
+    model, base = assembly.model, frozen_base_of(assembly.model)
     left_out = base.names if base else frozenset()
     named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
     tensors: dict[str, torch.Tensor] = {name: parameter for name, parameter in named if name not in left_out}
@@ -149,13 +148,13 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def shard_of(tensor: torch.Tensor, name: str, model: nn.Module, workers: Workers) -> Shard:
+def shard_of(tensor: torch.Tensor, name: str, assembly: Assembly, workers: Workers) -> Shard:
     """Return this worker's shard of a tensor of a model.
 
     Args:
         name: canonical name in this worker's part of the model.
     """
-    placement = placement_of(model)
+    placement = assembly.placement
     whole = placement.whole_name(name)
     first_stage = placement.stages.get(whole, (workers.pipeline_rank,))[0]
     counts = first_stage == workers.pipeline_rank and (divided_over(tensor, "tensor") > 1 or workers.tensor_rank == 0)
@@ -163,9 +162,9 @@ def shard_of(tensor: torch.Tensor, name: str, model: nn.Module, workers: Workers
     return Shard(whole, shape_of(tensor), Index.of(tensor), local, copies_of(tensor, workers), counts)
 
 
-def model_shards(model: nn.Module, workers: Workers) -> dict[str, Shard]:
+def model_shards(assembly: Assembly, workers: Workers) -> dict[str, Shard]:
     """Return this worker's shards of all parameters and persistent buffers, by their names in the whole model."""
-    shards = (shard_of(tensor, name, model, workers) for name, tensor in named_tensors(model).items())
+    shards = (shard_of(tensor, name, assembly, workers) for name, tensor in named_tensors(assembly).items())
     return {shard.name: shard for shard in shards}
 
 
@@ -183,7 +182,7 @@ def shards_to_write(shards: Iterable[Shard]) -> Iterator[Shard]:
             yield shard
 
 
-def check_names(model: nn.Module, reader: StateReader, workers: Workers, *, optimizer: bool) -> None:
+def check_names(assembly: Assembly, reader: StateReader, workers: Workers, *, optimizer: bool) -> None:
     """Compare the tensors of the whole model with those of a checkpoint. Call it on every rank.
 
     Args:
@@ -192,8 +191,8 @@ def check_names(model: nn.Module, reader: StateReader, workers: Workers, *, opti
     Raises:
         CheckpointError: names or shapes differ, or there is optimizer state of parameters that are not trained.
     """
-    whole_name = placement_of(model).whole_name
-    tensors = {whole_name(name): tensor for name, tensor in named_tensors(model).items()}
+    whole_name = assembly.placement.whole_name
+    tensors = {whole_name(name): tensor for name, tensor in named_tensors(assembly).items()}
     shapes_here = {name: shape_of(tensor) for name, tensor in tensors.items()}
     trained_here = {name for name, tensor in tensors.items() if tensor.requires_grad}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, shape_of
-from rapidformer_templates.models.placement import placement_of
 
 T = TypeVar("T")
 
@@ -17,7 +16,7 @@ class TrainedAndFrozen(Receipt):
     """Elements and bytes of the trained and of the frozen parameters, in full size and over all pipeline stages."""
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        whole_name = placement_of(engine.model).whole_name
+        whole_name = engine.assembly.placement.whole_name
         local = {
             whole_name(canonical_name(name)): (p.requires_grad, math.prod(shape_of(p)), bytes_of(p))
             for name, p in engine.model.named_parameters()

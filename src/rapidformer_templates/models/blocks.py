@@ -8,8 +8,6 @@ from collections import Counter
 import torch
 from torch import nn
 
-from rapidformer_templates.models.placement import placement_of
-
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _SHAPE = "_shape_of_numbers"
 
@@ -47,11 +45,8 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of ``model`` by name, in order.
 
     A transformers model names the classes that must not be split (``_no_split_modules``). Otherwise the blocks are the
-    longest ``ModuleList`` or ``Sequential`` of modules of one class. For a model that was split into pipeline stages,
-    these are the local blocks.
+    longest ``ModuleList`` or ``Sequential`` of modules of one class.
     """
-    if placement_of(model).parts is not None:
-        return placement_of(model).blocks
     named = set(getattr(model, "_no_split_modules", None) or ())
     blocks = {name: module for name, module in model.named_modules() if type(module).__name__ in named}
     # An embedding may also be listed as unsplittable. Only blocks have a number as their name in a list.

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-_ATTRIBUTE = "_pipeline_placement"
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -42,17 +40,6 @@ class Placement:
     def blocks(self) -> dict[str, nn.Module]:
         """All local blocks of a pipeline stage, by name."""
         return {name: block for part in self.parts or () for name, block in part.items()}
-
-
-def placement_of(model: nn.Module) -> Placement:
-    """Return the placement of a pipeline stage, or an empty placement for an undivided model."""
-    placement: Placement | None = getattr(model, _ATTRIBUTE, None)
-    return placement or Placement()
-
-
-def set_placement(model: nn.Module, placement: Placement) -> None:
-    """Register the placement of a model."""
-    setattr(model, _ATTRIBUTE, placement)
 
 
 def whole(*parameters: Any) -> AbstractContextManager[Any]:

@@ -294,7 +294,7 @@ class Switch:
         order: ``module:function`` that makes the order of the training samples from (template, samples).
         engine: ``module:Class`` of the engine that it needs. If several switches have one, the first applied wins.
         engine_options: returns the options of the engine with those of this switch. The plan shows them.
-        transform: ``module:function`` that applies it to the built model.
+        transform: ``module:function`` that applies it to the model, an ``engines.assembly.Transform``.
         exported: module that marks and reads folders of changed models that ``from_pretrained`` cannot read.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
         receipt_hooks: ``module:Class`` of an ``engines.receipt.Receipt`` that takes the measurements of this switch

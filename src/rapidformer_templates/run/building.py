@@ -15,15 +15,14 @@ from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
 from rapidformer_templates.data.types import Endless, SampleSet
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.auxiliary_losses import notes_about
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
 from rapidformer_templates.engines.layerwise_rates import FirstUses, depths_of, layerwise
-from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.recipe import undecayed
 from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.label_use import can_be_tried, in_evaluation, label_use
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
@@ -103,7 +102,7 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
         run.parameter_groups = layerwise(depths, training.layerwise_lr_decay, training.lr or 0.0, run.parameter_groups)
 
     # 2. The transforms of the switches.
-    model = _transformed(run, model)
+    assembly = _transformed(run, model)
     for note in notes_about(model):
         say(workers, f"note       {note}")
     if training.neftune_alpha:
@@ -112,11 +111,11 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
     # 3. The engine. It wraps or shards the model, and then builds the optimizer.
     recipe = checked_optimizer(run.hooks.build_optimizer())
     run.peak_lr = float(recipe.kwargs.get("lr", 0.0))
-    engine.setup(model, recipe, run.hooks.compute_loss)
+    engine.setup(assembly, recipe, run.hooks.compute_loss)
     if training.ema_decay is not None:
         engine.keep_average(training.ema_decay)
     run.engine = engine
-    provide_reference(run, build_reference or (lambda: _transformed(run, _build_model(run, engine))))
+    provide_reference(run, build_reference or (lambda: _transformed(run, _build_model(run, engine)).model))
     if not is_tried:
         with engine.measuring() as whole:
             _try_labels(run, whole)
@@ -137,16 +136,16 @@ def _turn_off_cache(model: nn.Module) -> None:
             settings.use_cache = False
 
 
-def _transformed(run: Run, model: nn.Module) -> nn.Module:
+def _transformed(run: Run, model: nn.Module) -> Assembly:
     """Apply the active switches to the model, in the order of their stages."""
+    assembly = Assembly(model)
     for switch in (REGISTRY[name] for name in run.plan.switches):
         if switch.transform:
             options = run.config.switches[switch.name]
-            building = Building(find_blocks(model), options, run.plan, run.workers, partial(_loss_of_one, run))
+            building = Building(options, run.plan, run.workers, partial(_loss_of_one, run))
             with allow_trial(run.task):
-                model = load_object(switch.transform)(model, building)
-            del building
-    return model
+                load_object(switch.transform)(assembly, building)
+    return assembly
 
 
 def _parameters_by_use(run: Run, model: nn.Module, engine: Engine) -> list[str] | None:

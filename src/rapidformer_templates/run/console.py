@@ -11,10 +11,8 @@ from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
-from torch import nn
 
 from rapidformer_templates.models.blocks import canonical_name, shape_of
-from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.planning.environment import version_of_package
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
@@ -27,6 +25,7 @@ from rapidformer_templates.system.terminal import console, print_lines
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
+    from rapidformer_templates.engines.assembly import Assembly
     from rapidformer_templates.run.loop import Loop
 
 REPORTED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "fairscale", "onnxruntime")
@@ -88,7 +87,7 @@ def what_was_done(run: Run, meter: Meter, receipts: dict[str, Any]) -> dict[str,
     """Return the part of the summary that runs and sessions share. Call it on every rank."""
     rates = meter.totals()
     memory = run.workers.gather(rates["peak_memory_mb"])
-    parameters, trainable = count_parameters(run.model, run.workers)
+    parameters, trainable = count_parameters(run.engine.assembly, run.workers)
     return {
         "template": run.plan.template,
         "switches": list(run.plan.switches),
@@ -106,10 +105,10 @@ def what_was_done(run: Run, meter: Meter, receipts: dict[str, Any]) -> dict[str,
     }
 
 
-def count_parameters(model: nn.Module, workers: Workers) -> tuple[int, int]:
+def count_parameters(assembly: Assembly, workers: Workers) -> tuple[int, int]:
     """Return (all, trained) parameter elements of the whole model. Call it on every rank."""
-    placement, total, trained = placement_of(model), 0, 0
-    for name, parameter in model.named_parameters():
+    placement, total, trained = assembly.placement, 0, 0
+    for name, parameter in assembly.model.named_parameters():
         stages = placement.stages.get(placement.whole_name(canonical_name(name)), (workers.pipeline_rank,))
         if stages[0] == workers.pipeline_rank:
             size = math.prod(shape_of(parameter))

@@ -16,12 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.order import Order
-from rapidformer_templates.engines.auxiliary_losses import receipts_of
 from rapidformer_templates.engines.boxes import divided_over
 from rapidformer_templates.engines.receipt import Probe, Receipt, bytes_by_kind, storage_elements
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import SwitchDidNothing
-from rapidformer_templates.models.blocks import bytes_of, find_blocks, is_quantized, shape_of
+from rapidformer_templates.models.blocks import bytes_of, is_quantized, shape_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import Measured, acting_together
@@ -161,7 +160,7 @@ class Receipts:
             "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
             "matmul_precision": torch.get_float32_matmul_precision,
             "optimizer_is_fused": lambda: any(group.get("fused") for group in engine.optimizer.param_groups),
-            "blocks": lambda: list(find_blocks(engine.model)),
+            "blocks": lambda: list(engine.assembly.blocks),
             "freed_memory": freed_memory,
             "swapped_bytes": lambda: getattr(engine, "swapped_bytes", 0),
             "layout": lambda: engine.workers.dimensions,
@@ -192,8 +191,9 @@ class Receipts:
         }
 
     def _by_rank(self) -> list[dict[str, Any]]:
-        values = self.measured() | self._elements() | dict(receipts_of(self.engine.model, self.engine.workers))
-        return self.engine.workers.gather(values | (self._padding() if "fill" in self.requested else {}))
+        workers, losses = self.engine.workers, self.engine.assembly.losses
+        values = self.measured() | self._elements() | (losses.receipts(workers) if losses else {})
+        return workers.gather(values | (self._padding() if "fill" in self.requested else {}))
 
     def check(self) -> None:
         """Check after the first step that each active switch has acted. Call it on every rank.

@@ -21,9 +21,7 @@ from rapidformer_templates.planning.switch import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from rapidformer_templates.engines.model_building import Building
+    from rapidformer_templates.engines.assembly import Assembly, Building
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def _adapters_decide(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for("lora"), switches=("frozen-parameters", "lora"))]
 
 
-def freeze(model: nn.Module, building: Building) -> nn.Module:
+def freeze(assembly: Assembly, building: Building) -> None:
     """Freeze parameters by name.
 
     Raises:
@@ -80,12 +78,11 @@ def freeze(model: nn.Module, building: Building) -> nn.Module:
     """
     from rapidformer_templates.errors import ModelError
     from rapidformer_templates.models.blocks import canonical_name
-    from rapidformer_templates.models.placement import placement_of
 
-    options = building.options
+    model, options = assembly.model, building.options
     field = "freeze" if options.freeze is not None else "train_only"
     expression = re.compile(getattr(options, field))
-    whole_name = placement_of(model).whole_name
+    whole_name = assembly.placement.whole_name
     named = {whole_name(canonical_name(name)): parameter for name, parameter in model.named_parameters()}
     everywhere = sorted(set().union(*building.workers.gather(list(named))))  # a pipeline stage has only some of them
     matching = {name for name in everywhere if expression.search(name)}
@@ -97,7 +94,6 @@ def freeze(model: nn.Module, building: Building) -> nn.Module:
         raise ModelError("no parameter is left to train", where=spelling(field), hint=hint)
     for name in frozen & named.keys():
         named[name].requires_grad_(False)
-    return model
 
 
 def _acted(measured: Measured) -> str | None:

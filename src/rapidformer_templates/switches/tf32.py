@@ -20,9 +20,7 @@ from rapidformer_templates.planning.switch import (
 from rapidformer_templates.switches.mixed_precision import AMPERE
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from rapidformer_templates.engines.model_building import Building
+    from rapidformer_templates.engines.assembly import Assembly, Building
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,11 @@ def _needs_ampere(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for("tf32"), switches=("tf32",))]
 
 
-def allow_tf32(model: nn.Module, building: Building) -> nn.Module:
+def allow_tf32(assembly: Assembly, building: Building) -> None:
     """Let fp32 matrix products round their inputs to TF32, with a 10-bit mantissa. cuDNN does so by default."""
     import torch
 
     torch.set_float32_matmul_precision("high")
-    return model
 
 
 def _acted(measured: Measured) -> str | None:

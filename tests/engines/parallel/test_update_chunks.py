@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Trainer
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.parallel import engine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.planning.resolve import resolve
@@ -169,7 +170,7 @@ def test_the_planner_predicts_the_peak(apart: bool) -> None:
     ):
         job = Large([*STEPS.split(), *BF16.split()])
         job.fit()
-        shapes = ModelShapes(lambda blocks: job.make().train(), batch)
+        shapes = ModelShapes(lambda blocks: Assembly(job.make().train()), batch)
         setting = replace(memory_options_of(job.plan, shapes.width), updates_in_chunks=apart)
         predicted = predict(shapes, Layout(micro_batch=2, accumulation=4), setting)
     assert predicted.total == pytest.approx(max(job.peaks[1:]), rel=0.03)

@@ -6,9 +6,8 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
 
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 
 
 class Shrunk:
@@ -34,9 +33,8 @@ class Shrunk:
         return shrunk
 
 
-def shrink(model: nn.Module, building: Building) -> nn.Module:
+def shrink(assembly: Assembly, building: Building) -> None:
     """Wrap the model's word embedding."""
-    read: Any = model
-    embedding = read.get_input_embeddings()
+    model: Any = assembly.model
+    embedding = model.get_input_embeddings()
     embedding.forward = Shrunk(embedding.forward, building.options.embedding_gradient_shrink)
-    return model

@@ -11,6 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Trainer
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.deepspeed_file.settings import bucket_sizes
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
@@ -64,7 +65,7 @@ def test_the_copy_is_divided_as_it_is_predicted(gpt_folder: Path, tmp_path: Path
     assert config.n_embd == 32
     ranks: list[Mapping[str, int]] = run_in_workers(2, measured, [*flags, "--train-iters", "1"])
     alone, beside = (
-        ModelShapes(lambda blocks: GPT2LMHeadModel(config), lambda samples: {}, has_copy=copied)
+        ModelShapes(lambda blocks: Assembly(GPT2LMHeadModel(config)), lambda samples: {}, has_copy=copied)
         for copied in (False, True)
     )
     for name, (_, partitioning, setting) in ENGINES.items():

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.stand_in_host import ROOM, StandInHost
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.parallel.buckets import bucket_size_for
 from rapidformer_templates.engines.parallel.compute_dtype import GradientTypes, parameters_with_masters
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
@@ -219,13 +219,12 @@ def test_switches_that_change_the_model_are_in_the_trace(name: str, values: dict
     config = REGISTRY.complete(RunConfig()).replace("test", **values)
     plan = resolve(config, Environment(template="Trainer"))
     plain = shapes(name)
-    model = ModelShapes(lambda blocks: with_switches(plain.build(blocks), config, plan), batch)
+    model = ModelShapes(lambda blocks: with_switches(plain.build(blocks).model, config, plan), batch)
     real = real_model(name, 5, Variant(4))
+    assembly = Assembly(real)
     for switch in (REGISTRY[switch] for switch in plan.switches if REGISTRY[switch].transform):
         alone = Workers(0, 0, 1, torch.device("cpu"))
-        real = load_object(switch.transform)(
-            real, Building(find_blocks(real), config.switches[switch.name], plan, alone, no_loss)
-        )
+        load_object(switch.transform)(assembly, Building(config.switches[switch.name], plan, alone, no_loss))
     with LiveStorages([*real.parameters(), *real.buffers()]) as live:
         real_step(real, Variant(4))
     predicted = model.trace(Variant(4))
@@ -240,10 +239,11 @@ def test_chunks_of_a_share_of_the_words_are_in_the_trace(sequence_parallel: bool
     config = REGISTRY.complete(RunConfig()).replace("test", fused_linear_cross_entropy=True)
     plan = resolve(config, Environment(template="Trainer"))
     plain, variant = shapes("llama"), Variant(4, tensor=2, sequence_parallel=sequence_parallel)
-    model = ModelShapes(lambda blocks: with_switches(plain.build(blocks), config, plan), batch)
+    model = ModelShapes(lambda blocks: with_switches(plain.build(blocks).model, config, plan), batch)
     with silent_group(2) as workers:
-        real: Any = with_switches(MODELS["llama"](5), config, plan)
-        real = divide(real, workers, sequence_parallel=sequence_parallel)
+        assembly = with_switches(MODELS["llama"](5), config, plan)
+        real: Any = assembly.model
+        divide(assembly, workers, sequence_parallel=sequence_parallel)
         with LiveStorages([*map(local_part, real.parameters()), *real.buffers()]) as live:
             real_step(real, variant)
     predicted = model.trace(variant)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,8 @@ from transformers import (
     MptForCausalLM,
 )
 
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.context_parallel.attention import repeats_of
 from rapidformer_templates.switches.context_parallel.divided_rows import DividedRows
@@ -113,7 +111,7 @@ def _shards(workers: Workers) -> list[int]:
     packed = torch.tensor([[*range(5), *range(8)], [*range(9), *range(4)]])
     batch = {"input_ids": ids, "labels": ids, "position_ids": packed}
     whole = model(**batch, use_cache=False)
-    divided = divide_context(model, Building(find_blocks(model), None, Plan("Trainer"), place, lambda model: None))
+    divided = _divided(model, place)
     output = divided(**batch, use_cache=False)
     torch.testing.assert_close(output.loss, whole.loss, rtol=1e-6, atol=0)  # from logits in fp32
     rows = output.logits.local.shape[0]
@@ -126,6 +124,11 @@ def _shards(workers: Workers) -> list[int]:
     return [rows, generated.shape[1]]
 
 
+def _divided(model: nn.Module, workers: Workers) -> Any:
+    divide_context(Assembly(model), Building(None, Plan("Trainer"), workers, lambda model: None))
+    return model
+
+
 def _pooled(workers: Workers) -> None:
     """A head that uses one token of each sample."""
     torch.manual_seed(3)
@@ -133,7 +136,7 @@ def _pooled(workers: Workers) -> None:
     place = dataclasses.replace(workers, context=workers.world)
     batch = {"input_ids": torch.randint(0, 20, (3, 5)), "labels": torch.tensor([0, 2, 1])}
     whole = model(**batch).loss
-    divided = divide_context(model, Building(find_blocks(model), None, Plan("Trainer"), place, lambda model: None))
+    divided = _divided(model, place)
     torch.testing.assert_close(divided(**batch).loss, whole, rtol=1e-12, atol=0)
 
 
@@ -143,16 +146,7 @@ def _masks(workers: Workers) -> dict[str, list[torch.Tensor]]:
     model: Any = GPT2LMHeadModel(
         GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.5, embd_pdrop=0.5)
     ).train()
-    model = divide_context(
-        model,
-        Building(
-            find_blocks(model),
-            None,
-            Plan("Trainer"),
-            dataclasses.replace(workers, context=workers.world),
-            lambda model: None,
-        ),
-    )
+    _divided(model, dataclasses.replace(workers, context=workers.world))
     masks: dict[str, list[torch.Tensor]] = {"whole": [], "shard": []}
     original = functional.dropout
 
@@ -246,6 +240,5 @@ def _mpt() -> nn.Module:
     ids=["own", "mpt"],
 )
 def test_what_cannot_be_divided_is_refused(model: nn.Module, message: str) -> None:
-    building = Building(find_blocks(model), SimpleNamespace(), Plan("Trainer"), alone(), lambda model: None)
     with pytest.raises(ModelError, match=message):
-        divide_context(model, building)
+        _divided(model, alone())

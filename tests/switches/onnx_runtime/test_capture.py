@@ -15,8 +15,8 @@ pytest.importorskip("onnxscript")
 
 import onnxruntime
 
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.switches.onnx_runtime import session
 from rapidformer_templates.switches.onnx_runtime.receipt import graphs_of
@@ -24,8 +24,9 @@ from rapidformer_templates.switches.onnx_runtime.transform import captured, run_
 
 
 def _capture(model: nn.Module) -> nn.Module:
-    building: Any = SimpleNamespace(blocks=find_blocks(model), workers=SimpleNamespace(device=torch.device("cpu")))
-    return run_in_onnx_runtime(model, building)
+    building: Any = SimpleNamespace(workers=SimpleNamespace(device=torch.device("cpu")))
+    run_in_onnx_runtime(Assembly(model), building)
+    return model
 
 
 def _names(model: nn.Module) -> list[str]:

@@ -31,10 +31,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError, RapidformerError
-from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.pipeline_parallel.stage_forward import StageRunner
 from rapidformer_templates.switches.pipeline_parallel.transform import cut_into_stages
@@ -122,10 +120,12 @@ def _loss(model: nn.Module) -> torch.Tensor:
     return nn.functional.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
 
 
-def _cut(model: nn.Module, rank: int, loss: Any = _loss, *, workers: int = 2, **options: Any) -> nn.Module:
+def _cut(model: nn.Module, rank: int, loss: Any = _loss, *, workers: int = 2, **options: Any) -> Assembly:
     worker = Workers(rank, rank, workers, torch.device("cpu"), pipeline=workers)
     flags = SimpleNamespace(**{"virtual_pipeline_size": 1, "pipeline_stages": None, **options})
-    return cut_into_stages(model, Building(find_blocks(model), flags, Plan("Trainer"), worker, loss))
+    assembly = Assembly(model)
+    cut_into_stages(assembly, Building(flags, Plan("Trainer"), worker, loss))
+    return assembly
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_stages_are_the_model(kind: str, options: dict[str, Any]) -> None:
     hidden = None
     for number in range(2 * options.get("virtual_pipeline_size", 1)):
         given = None if hidden is None else hidden.detach().requires_grad_()
-        hidden = passages[number % 2].run(number // 2, given, lambda model=stages[number % 2]: _loss(model))
+        hidden = passages[number % 2].run(number // 2, given, lambda model=stages[number % 2].model: _loss(model))
         chain.append((given, hidden))
     gradient = None
     for given, output in reversed(chain):
@@ -156,9 +156,9 @@ def test_the_stages_are_the_model(kind: str, options: dict[str, Any]) -> None:
     torch.testing.assert_close(chain[-1][1], expected, rtol=0, atol=0)
     found: dict[str, torch.Tensor] = {}
     for stage in stages:
-        for name, parameter in stage.named_parameters():
+        for name, parameter in stage.model.named_parameters():
             if parameter.grad is not None:
-                name = placement_of(stage).whole_name(name)
+                name = stage.placement.whole_name(name)
                 found[name] = found[name] + parameter.grad if name in found else parameter.grad
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     assert found.keys() == gradients.keys()
@@ -169,25 +169,25 @@ def test_the_stages_are_the_model(kind: str, options: dict[str, Any]) -> None:
 def test_a_stage_has_its_blocks_and_ends_under_their_own_names() -> None:
     whole = MODELS["gpt2"]()
     first, last = (_cut(copy.deepcopy(whole), rank) for rank in range(2))
-    assert list(find_blocks(first)) == ["transformer.h.0", "transformer.h.1"]
-    assert list(find_blocks(last)) == ["transformer.h.2", "transformer.h.3"]
-    assert {n for n, _ in first.named_parameters() if ".h." not in n} == {
+    assert list(first.blocks) == ["transformer.h.0", "transformer.h.1"]
+    assert list(last.blocks) == ["transformer.h.2", "transformer.h.3"]
+    assert {n for n, _ in first.model.named_parameters() if ".h." not in n} == {
         "transformer.wte.weight",
         "transformer.wpe.weight",
     }
-    assert {n for n, _ in last.named_parameters() if ".h." not in n} == {
+    assert {n for n, _ in last.model.named_parameters() if ".h." not in n} == {
         "transformer.ln_f.weight",
         "transformer.ln_f.bias",
         "lm_head.weight",
     }
     # The head's matrix is the embedding's matrix and is saved under the embedding's name.
-    assert placement_of(last).names == {"lm_head.weight": "transformer.wte.weight"}
-    assert placement_of(first).stages == placement_of(last).stages == {"transformer.wte.weight": (0, 1)}
+    assert last.placement.names == {"lm_head.weight": "transformer.wte.weight"}
+    assert first.placement.stages == last.placement.stages == {"transformer.wte.weight": (0, 1)}
 
 
 def test_a_heavy_head_leaves_its_stage_fewer_blocks() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=900, n_embd=16, n_layer=8, n_head=2, tie_word_embeddings=False))
-    sizes = [len(find_blocks(_cut(copy.deepcopy(model), rank, workers=4))) for rank in range(4)]
+    sizes = [len(_cut(copy.deepcopy(model), rank, workers=4).blocks) for rank in range(4)]
     assert sum(sizes) == 8
     assert sizes[0] < sizes[1]
     assert sizes[3] < sizes[2]
@@ -206,8 +206,8 @@ def test_hidden_states_have_the_places_that_they_have_in_the_whole_model() -> No
 
     first, last = (_cut(copy.deepcopy(whole), rank, loss) for rank in range(2))
     seen.clear()
-    hidden = StageRunner(first, begins=True, ends=False).run(0, None, lambda: loss(first))
-    StageRunner(last, begins=False, ends=True).run(0, hidden, lambda: loss(last))
+    hidden = StageRunner(first, begins=True, ends=False).run(0, None, lambda: loss(first.model))
+    StageRunner(last, begins=False, ends=True).run(0, hidden, lambda: loss(last.model))
     assert [state is None for state in seen[0]] == [True, True, False, False, False]
     for mine, theirs in zip(seen[0][2:], expected[2:], strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -273,7 +273,7 @@ def test_a_hook_that_does_not_call_the_model_once(loss: Any, message: str) -> No
 
 def test_a_hook_that_calls_the_model_twice_later_on() -> None:
     """The first sample need not show it."""
-    model = _cut(MODELS["gpt2"](), 1)
+    last = _cut(MODELS["gpt2"](), 1)
     hidden = torch.zeros(3, 7, 16)
     with pytest.raises(RapidformerError, match="called the model twice"):
-        StageRunner(model, begins=False, ends=True).run(0, hidden, lambda: _loss(model) + _loss(model))
+        StageRunner(last, begins=False, ends=True).run(0, hidden, lambda: _loss(last.model) + _loss(last.model))

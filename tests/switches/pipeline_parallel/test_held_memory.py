@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan, Sizes
@@ -119,12 +119,13 @@ def _engine(name: str, workers: Workers, precision: str, recompute: str) -> Pipe
     model = MODELS[name](BLOCKS)
     model.loss_type = "ForCausalLM"
     options = SimpleNamespace(virtual_pipeline_size=1, pipeline_stages=None)
-    building = Building(find_blocks(model), options, plan, workers, lambda model: model(**batch(1)).loss)
-    model = cut_into_stages(model, building)
-    for block in find_blocks(model).values() if recompute != "none" else ():
+    building = Building(options, plan, workers, lambda model: model(**batch(1)).loss)
+    assembly = Assembly(model)
+    cut_into_stages(assembly, building)
+    for block in assembly.blocks.values() if recompute != "none" else ():
         block.forward = Checkpointed(block.forward, selective=recompute == "selective")
     engine = PipelineEngine(plan, workers, clip_grad=1.0)
-    engine.setup(model, OptimizerSpec(torch.optim.AdamW, {"lr": 1e-6}), lambda model, rows: model(**rows).loss)
+    engine.setup(assembly, OptimizerSpec(torch.optim.AdamW, {"lr": 1e-6}), lambda model, rows: model(**rows).loss)
     return engine
 
 

@@ -11,8 +11,7 @@ import torch._dynamo
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.models.blocks import find_blocks
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags
@@ -186,11 +185,11 @@ def _apply(model: nn.Module, *switches: str) -> None:
         "torch-compile": TorchCompileFlags(COMPILED[16:]),
     }
     plan = Plan(template="Trainer")
-    blocks = find_blocks(model)
+    assembly = Assembly(model)
     for name in switches:
         transform = REGISTRY[name].transform
         assert transform is not None
-        load_object(transform)(model, Building(blocks, options[name], plan, alone(), lambda model: None))
+        load_object(transform)(assembly, Building(options[name], plan, alone(), lambda model: None))
 
 
 def _gradients(model: nn.Module, precision: torch.dtype | None) -> list[torch.Tensor]:

@@ -33,7 +33,6 @@ from rapidformer_templates.engines.shards import (
     model_shards,
 )
 from rapidformer_templates.models.blocks import canonical_name, width_of
-from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.planning.optimizers import updates_elementwise, updates_in_chunks
 from rapidformer_templates.planning.plan import MasterTypes, Plan
 from rapidformer_templates.system import accelerator
@@ -88,7 +87,7 @@ class ParallelEngine(SingleEngine):
         return [unit for unit in self._shards.units if self._updated_shards[unit.values].counts_once]
 
     def _trained_parameters(self) -> list[TrainedParameter]:
-        placement, trained = placement_of(self.model), []
+        placement, trained = self.assembly.placement, []
         with_masters = parameters_with_masters(self.model) if self._gradient_types else set()
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -107,7 +106,7 @@ class ParallelEngine(SingleEngine):
         """
         workers, groups = self.workers, {}
         line = workers.copies * workers.tensor
-        for stages in sorted(set(placement_of(self.model).stages.values())):
+        for stages in sorted(set(self.assembly.placement.stages.values())):
             for first in range(line):
                 group = dist.new_group([stage * line + first for stage in stages])
                 if first == workers.rank % line and workers.pipeline_rank in stages:
@@ -116,7 +115,7 @@ class ParallelEngine(SingleEngine):
 
     def _sync_initial_weights(self, tied: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
         """Broadcast initial weights from the first replica, and from the first stage for copies in several stages."""
-        placement = placement_of(self.model)
+        placement = self.assembly.placement
         tensors = {
             placement.whole_name(canonical_name(name)): tensor.detach()
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
@@ -188,13 +187,13 @@ class ParallelEngine(SingleEngine):
         else:
             with_masters = self._shards.with_masters
             updated = self._updated_shards.values()
-            shards = model_shards(self.model, self.workers)
+            shards = model_shards(self.assembly, self.workers)
             yield from (shard for name, shard in shards.items() if name not in with_masters)
             yield from (shard for shard in updated if shard.name in with_masters)
 
     @cached_property
     def _updated_shards(self) -> Mapping[torch.Tensor, Shard]:
-        shards = model_shards(self.model, self.workers)
+        shards = model_shards(self.assembly, self.workers)
         return {unit.values: _shard_of_unit(unit, shards[unit.of.name]) for unit in self._shards.units}
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:

@@ -15,10 +15,9 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rapidformer_templates.data.pretraining.spans import span_sizes
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.architectures import DECODER_TWINS, SEQUENCE_CLASSIFICATION, objective_of
-from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.loading import build_config, model_type_of, seq_length_of
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
@@ -82,7 +81,7 @@ class Subject:
         expert_counts = [len(experts.up) for experts in whole.modules() if isinstance(experts, Experts)]
         return math.gcd(*expert_counts, *(experts.num_experts for experts in own_experts(whole)))
 
-    def _build(self, blocks: int | None) -> nn.Module:
+    def _build(self, blocks: int | None) -> Assembly:
         model_config = self._model_config if blocks is None else _shortened(self._model_config, blocks)
         try:
             model: Any = getattr(transformers, self._auto_class).from_config(model_config, dtype=torch.float32)
@@ -115,20 +114,20 @@ class Subject:
         return {"input_ids": rows, "labels": labels, **padded}
 
 
-def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> nn.Module:
+def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> Assembly:
     """Apply the transforms of all switches in the plan whose effect the planner traces, to a model without data.
 
     Raises:
         ModelError: a switch cannot act on this model.
     """
-    alone = Workers(0, 0, 1, torch.device("cpu"))
+    assembly, alone = Assembly(model), Workers(0, 0, 1, torch.device("cpu"))
     for switch in (REGISTRY[name] for name in plan.switches):
         if switch.predicts.traced and switch.transform:
             options = config.switches[switch.name]
-            building = Building(find_blocks(model), options, plan, alone, no_loss, has_values=False)
+            building = Building(options, plan, alone, no_loss, has_values=False)
             with FakeDataReads(dense=True):
-                model = load_object(switch.transform)(model, building)
-    return model
+                load_object(switch.transform)(assembly, building)
+    return assembly
 
 
 def _auto_class(config: RunConfig, model_type: str) -> str:

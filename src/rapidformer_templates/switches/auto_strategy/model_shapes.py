@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
 from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, buckets_by_key
 from rapidformer_templates.engines.parallel.compute_dtype import cast_to_compute_dtype, parameters_with_masters
@@ -144,7 +145,7 @@ class ModelShapes:
         has_copy: whether there is also a frozen copy of the model, divided in the same way.
     """
 
-    build: Callable[[int | None], nn.Module]
+    build: Callable[[int | None], Assembly]
     batch: Callable[[int], Batch]
     gpu: bool = False
     stages: Sequence[int] | None = None
@@ -162,7 +163,7 @@ class ModelShapes:
     def whole(self) -> nn.Module:
         """The full model on the meta device."""
         with torch.device("meta"):
-            return self.build(None)
+            return self.build(None).model
 
     @cached_property
     def all_parameters(self) -> dict[str, ParameterShape]:
@@ -330,11 +331,12 @@ class ModelShapes:
         of_all = variants[0]
         compute_type = COMPUTE_TYPES[of_all.precision]
         with silent_group(of_all.tensor, of_all.context) as workers, fake_tensors():
-            model = self.build(TRACED_BLOCKS if self.repeats else None).train()
+            assembly = self.build(TRACED_BLOCKS if self.repeats else None)
+            model = assembly.model.train()
             if compute_type is not None:
                 _cast_to_compute_dtype(model, of_all.weights, compute_type)
-            model = divide(model, workers, sequence_parallel=of_all.sequence_parallel)
-            model = divide_sequences(model, workers, of_all.context_kind)
+            divide(assembly, workers, sequence_parallel=of_all.sequence_parallel)
+            divide_sequences(assembly, workers, of_all.context_kind)
             sum_type = SUM_TYPES[of_all.sums] if of_all.weights == "masters" else None
             self._gradients[_of_model(of_all)] = gradient_bytes(model, sum_type)
             for variant in variants:
@@ -509,7 +511,7 @@ class ModelShapes:
             ModelError: the model cannot be cut into stages.
         """
         with fake_tensors(), without_warnings():
-            model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).train()
+            model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).model.train()
             with FakeDataReads(dense=True):
                 return ends_of(model, lambda model: model(**self.batch(1)).loss)
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.models.blocks import canonical_name, find_blocks
+from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.planning.optimizer_states import ParameterShape, part_of
 from rapidformer_templates.planning.plan import ContextKind, EngineOptions, Plan, Sizes
 from rapidformer_templates.switches.context_parallel.transform import divide_context
@@ -43,30 +43,30 @@ def silent_group(tensor: int, context: int = 1) -> Iterator[Workers]:
         dist.destroy_process_group()
 
 
-def divide(model: nn.Module, workers: Workers, *, sequence_parallel: bool) -> nn.Module:
-    """Return the first worker's share of a model.
+def divide(assembly: Assembly, workers: Workers, *, sequence_parallel: bool) -> None:
+    """Reduce a model to the first worker's share.
 
     Raises:
         ModelError: the model has no tensor plan, or its sizes cannot be divided.
     """
     if workers.tensor == 1:
-        return model
+        return
     switches = ("tensor-parallel", "sequence-parallel") if sequence_parallel else ("tensor-parallel",)
     plan = Plan("Trainer", switches=switches, sizes=Sizes(world=workers.world, tensor=workers.tensor))
-    return tensor_parallel.apply(model, Building(find_blocks(model), None, plan, workers, no_loss))
+    tensor_parallel.apply(assembly, Building(None, plan, workers, no_loss))
 
 
-def divide_sequences(model: nn.Module, workers: Workers, kind: ContextKind | None) -> nn.Module:
-    """Return the model as the first worker has it, which computes its shard of each sequence.
+def divide_sequences(assembly: Assembly, workers: Workers, kind: ContextKind | None) -> None:
+    """Make the model compute the first worker's shard of each sequence.
 
     Raises:
         ModelError: the model cannot be divided.
     """
     if workers.context == 1:
-        return model
+        return
     sizes = Sizes(world=workers.world, tensor=workers.tensor, context=workers.context)
     plan = Plan("Trainer", ("context-parallel",), sizes, engine_options=EngineOptions(context_kind=kind))
-    return divide_context(model, Building(find_blocks(model), None, plan, workers, no_loss, has_values=False))
+    divide_context(assembly, Building(None, plan, workers, no_loss, has_values=False))
 
 
 def no_loss(model: nn.Module) -> Any:
@@ -107,8 +107,7 @@ def ends_of(model: nn.Module, try_loss: Callable[[nn.Module], Any]) -> dict[str,
         ModelError: the model cannot be cut between its blocks.
     """
     stages = ("first", "middle", "last")
-    workers = Workers(0, 0, 3, torch.device("cpu"), 1, 3)
-    cut = PipelineCut(model, Building(find_blocks(model), None, Plan("Trainer"), workers, try_loss))
+    cut = PipelineCut(Assembly(model), len(stages), try_loss)
     return {
         canonical_name(name): frozenset(stages[rank] for rank in cut._ranks_of(name, {}))
         for name, _ in model.named_parameters(remove_duplicate=False)

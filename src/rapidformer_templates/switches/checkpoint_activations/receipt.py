@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.checkpoint_activations.transform import PRODUCTS, Checkpointed, checkpointed_forward
 
 
@@ -22,10 +21,10 @@ class SavedTensors(Receipt):
     """Reports ``saved_tensor_bytes`` and ``saved_tensor_bytes_without``."""
 
     def before_step(self, probe: Probe) -> dict[str, int]:
-        model = probe.engine.model
-        with _saved_products(model) as products:
+        assembly = probe.engine.assembly
+        with _saved_products(assembly) as products:
             with_it = _saved_by_forward(probe, products)
-        checkpointed = list(_checkpointed(model))
+        checkpointed = list(_checkpointed(assembly))
         for forward in checkpointed:
             forward.enabled = False
         try:
@@ -38,9 +37,9 @@ class SavedTensors(Receipt):
         return {"saved_tensor_bytes": with_it, "saved_tensor_bytes_without": without}
 
 
-def _checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
+def _checkpointed(assembly: Assembly) -> Iterator[Checkpointed]:
     """Yield the checkpointed forwards of the blocks."""
-    forwards = (checkpointed_forward(block) for block in find_blocks(model).values())
+    forwards = (checkpointed_forward(block) for block in assembly.blocks.values())
     return (forward for forward in forwards if forward is not None)
 
 
@@ -112,11 +111,10 @@ def _recording(forward: Callable[..., Any], storages: Storages) -> Callable[...,
 
 
 @contextmanager
-def _saved_products(model: nn.Module) -> Iterator[Storages]:
+def _saved_products(assembly: Assembly) -> Iterator[Storages]:
     """Yield the products that blocks save in a forward. Autograd saves those of compiled blocks."""
     storages: Storages = {}
-    compiled = "compile_records" in vars(model)
-    plain = {f: f.forward for f in _checkpointed(model) if f.keeps and not compiled}
+    plain = {f: f.forward for f in _checkpointed(assembly) if f.keeps and not assembly.is_compiled}
     for checkpointed, forward in plain.items():
         checkpointed.forward = _recording(forward, storages)
     try:

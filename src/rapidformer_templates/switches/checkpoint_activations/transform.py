@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import Cache
 
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
 
 PRODUCTS = frozenset(
@@ -30,7 +30,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers with running statistics, which must see each batch only once."""
 
 
-def checkpoint_activations(model: nn.Module, building: Building) -> nn.Module:
+def checkpoint_activations(assembly: Assembly, building: Building) -> None:
     """Keep only the inputs of each block, selectively also its products, and recompute the rest in the backward.
 
     The block's ``forward`` is replaced on the instance: its parameters keep their names, and hooks
@@ -40,11 +40,11 @@ def checkpoint_activations(model: nn.Module, building: Building) -> nn.Module:
     Raises:
         ModelError: the model has no repeated blocks.
     """
-    blocks = building.blocks
+    blocks = assembly.blocks
     if not blocks:
         raise ModelError(
             "activation checkpointing found no repeated blocks",
-            where=type(model).__name__,
+            where=type(assembly.model).__name__,
             hint="keep the blocks in an nn.ModuleList, or leave --checkpoint-activations out",
         )
     options = building.options
@@ -52,7 +52,6 @@ def checkpoint_activations(model: nn.Module, building: Building) -> nn.Module:
     for block in islice(blocks.values(), options.recompute_num_layers):
         norms = [module for module in block.modules() if isinstance(module, NORMS)]
         block.forward = Checkpointed(block.forward, selective=selective, norms=norms)
-    return model
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -17,7 +17,7 @@ class ContextDivision(Receipt):
     """
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        shards: ContextSequenceShards | None = getattr(engine.model, "context_shards", None)
+        shards = engine.assembly.find(ContextSequenceShards)
         return (
             {}
             if shards is None

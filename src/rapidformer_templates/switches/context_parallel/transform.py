@@ -6,8 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from rapidformer_templates.engines.auxiliary_losses import auxiliary_losses_of
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.plan import ContextKind
 from rapidformer_templates.switches.context_parallel.attention import attend_over_context, check_attention
@@ -20,7 +19,7 @@ from rapidformer_templates.switches.tensor_parallel.transform import TensorParal
 from rapidformer_templates.system.workers import Workers
 
 
-def divide_context(model: nn.Module, building: Building) -> nn.Module:
+def divide_context(assembly: Assembly, building: Building) -> None:
     """Divide each sequence over the workers of a context group, starting at the first block of the model.
 
     Every worker keeps all weights. A backward from this worker's share of the loss leaves the part of the gradient that
@@ -30,17 +29,17 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     Raises:
         ModelError: the model has no blocks, its attention cannot be divided, or other layers mix positions, too.
     """
-    workers = building.workers
+    model, workers = assembly.model, building.workers
     part = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if part is None:
         raise _refusal(model, "is not a transformers model: only the attention of those can be divided from outside")
     if getattr(part.config, "is_encoder_decoder", False):
         raise _refusal(model, "has an encoder and a decoder, with two sequences")
-    blocks = block_lists(building, model)
+    blocks = block_lists(assembly)
     if not blocks:
         raise _refusal(model, "has no repeated blocks")
     check_attention(part)
-    losses = auxiliary_losses_of(model)
+    losses = assembly.losses
     called = part if losses is None else model  # a mixture's losses read the batch of the outer model
     trial = DivisionTrial(part, called, workers) if building.has_values and workers.pipeline == 1 else None
     peers = Peers(group_of(workers), workers.context, workers.context_rank)
@@ -49,16 +48,15 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     shards = ContextSequenceShards(peers, streams, kind, ends=workers.ends_pipeline)
     attend_over_context(part, shards)
     shards.install(model, blocks)
-    divided: TensorParallel | None = getattr(model, "tensor_parallel", None)
+    divided = assembly.find(TensorParallel)
     if divided is not None and divided.head is not None:
         head = divided.head.module
         head.forward = OnRows(head.forward)
     if losses is not None:
         losses.sequences = shards
-    model.context_shards = shards  # type: ignore[assignment]
+    assembly.record(shards)
     if trial is not None:
         trial.check(shards)
-    return model
 
 
 def _kind_for(model: PreTrainedModel, workers: Workers) -> ContextKind:

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
 
@@ -29,18 +29,17 @@ NAMES = {"flash": "rapidformer_torch", "efficient": "rapidformer_efficient", "fl
 ANY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def use_flash_attention(model: nn.Module, building: Building) -> nn.Module:
+def use_flash_attention(assembly: Assembly, building: Building) -> None:
     """Make the model call the kernel that the plan names.
 
     Raises:
         ModelError: its attention cannot be chosen, or needs something that the kernel lacks.
     """
-    kernel = building.plan.engine_options.attention_kernel
+    model, kernel = assembly.model, building.plan.engine_options.attention_kernel
     assert kernel is not None
     check_attention(model, building.plan.device)
     assert isinstance(model, PreTrainedModel)
     model.set_attn_implementation(NAMES[kernel])
-    return model
 
 
 def check_attention(model: nn.Module, device: str) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.fused_loss.logits import SWITCH_FLAG, FusedHead
 
 
-def fuse_loss(model: nn.Module, building: Building) -> nn.Module:
+def fuse_loss(assembly: Assembly, building: Building) -> None:
     """Make the layer that scores the words compute the loss. Its parameters keep their names.
 
     In a pipeline, only the last stage changes.
@@ -21,7 +21,8 @@ def fuse_loss(model: nn.Module, building: Building) -> nn.Module:
         ModelError: the model has no such layer, or it is not a plain ``torch.nn.Linear``.
     """
     if not building.workers.ends_pipeline:
-        return model
+        return
+    model = assembly.model
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
     if type(head) is not nn.Linear:
@@ -36,4 +37,3 @@ def fuse_loss(model: nn.Module, building: Building) -> nn.Module:
     on_gpu = building.workers.device.type == "cuda"
     fused.kernel = "liger" if on_gpu and find_spec("liger_kernel") else "torch"
     fused.used, fused.rows, fused.columns = set(), 0, 0
-    return model

@@ -20,8 +20,8 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.local import COMPUTE_TYPES
-from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import (
     FrozenBase,
@@ -33,7 +33,7 @@ from rapidformer_templates.models.adapters import (
 )
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placeholders import AbsentModule, SkippedBlock
-from rapidformer_templates.models.placement import placement_of, whole
+from rapidformer_templates.models.placement import whole
 from rapidformer_templates.switches.lora import matrices
 from rapidformer_templates.switches.lora.exported import ADAPTER, CONFIG
 from rapidformer_templates.switches.lora.quantized import QuantizedLinear, quantize_stack
@@ -46,18 +46,18 @@ NEW_HEADS = ("classifier", "score", "qa_outputs")
 """transformers' names for heads that a pretrained language model does not have. They are trained in full."""
 
 
-def add_adapters(model: nn.Module, building: Building) -> nn.Module:
+def add_adapters(assembly: Assembly, building: Building) -> None:
     """Freeze the model and add adapters to its layers.
 
     Raises:
         ModelError: no layer matches the requested names or kinds.
     """
-    options = building.options
+    model, options = assembly.model, building.options
     targets = targets_of(model, options.lora_target_modules, options.lora_modules_to_save)
     _check_matrices(model, targets, options)
     of_all = targets.of_all(building.workers) if building.has_values else targets
     refuse_missing(model, of_all, options.lora_target_modules, options.lora_modules_to_save)
-    identity, fingerprints = _identify(model, building.workers, of_all) if building.has_values else ("", {})
+    identity, fingerprints = _identify(assembly, building.workers, of_all) if building.has_values else ("", {})
     config = _peft_config(targets, options)
     with warnings.catch_warnings(), nullcontext() if building.has_values else _without_device_moves():
         warnings.simplefilter("ignore")  # peft warns that Conv1D stores its matrix transposed, and then handles it
@@ -82,7 +82,6 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
     # peft sets this while it adds adapters to a Conv1D.
     described.fan_in_fan_out = any(building.workers.gather(config.fan_in_fan_out)) if building.has_values else False
     vars(model)[CONFIG] = peft_loadable_config(described, model, of_all)
-    return model
 
 
 def _peft_config(targets: Targets, options: Any) -> LoraConfig:
@@ -317,11 +316,11 @@ def _inside(name: str, modules: list[str]) -> bool:
     return any(f".{module}." in f".{name}." for module in modules)
 
 
-def _identify(model: nn.Module, workers: Workers, targets: Targets) -> tuple[str, dict[str, str]]:
+def _identify(assembly: Assembly, workers: Workers, targets: Targets) -> tuple[str, dict[str, str]]:
     """Return the identity of the model and the fingerprints of its frozen tensors, the same for all pipeline stages."""
-    whole_name = placement_of(model).whole_name
+    whole_name = assembly.placement.whole_name
     values: dict[str, tuple[str, str]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in assembly.model.named_parameters():
         with whole(parameter):
             own = fingerprint(parameter)
             in_fp32 = own if parameter.dtype == torch.float32 else fp32_fingerprint(parameter)

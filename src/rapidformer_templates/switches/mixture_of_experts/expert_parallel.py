@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.local import DDPEngine
-from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.shards import COPIES, NO_COPIES, copies_of, local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import base_of
@@ -29,11 +29,11 @@ from rapidformer_templates.switches.mixture_of_experts.layer import group_by_exp
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts
 
 
-def divide_experts(model: nn.Module, building: Building) -> nn.Module:
+def divide_experts(assembly: Assembly, building: Building) -> None:
     """Keep this worker's share of the experts in every sparse layer."""
-    workers, over = building.workers, building.plan.engine_options.experts_over
+    model, workers, over = assembly.model, building.workers, building.plan.engine_options.experts_over
     if over == 1:
-        return model
+        return
     stacks = [*(base_of(layer.experts) for _, layer in sparse_layers(model)), *own_experts(model)]
     _check(stacks, over)
     shape = (workers.pipeline, workers.copies // over, over, workers.tensor)
@@ -48,7 +48,6 @@ def divide_experts(model: nn.Module, building: Building) -> nn.Module:
         layer.set_submodule("experts", DividedExperts(layer.experts, TokenDispatcher(group)))
     for experts in own_experts(model):
         experts.token_dispatcher = TokenDispatcher(group)
-    return model
 
 
 def _check(stacks: Sequence[nn.Module], over: int) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer_templates.engines.auxiliary_losses import LossLayer
 from rapidformer_templates.models.adapters import base_of
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.gate import Gate
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 
 
-class SparseFeedForward(nn.Module):
+class SparseFeedForward(LossLayer):
     """Replaces a dense feed-forward. Each token is processed by the experts that its gate chooses.
 
     Args:
@@ -24,6 +25,8 @@ class SparseFeedForward(nn.Module):
         dropout: applied to the output, if the dense feed-forward had dropout there.
     """
 
+    losses: BalanceLosses
+
     def __init__(
         self, gate: Gate, experts: Experts, losses: BalanceLosses, layer: int, dropout: nn.Module | None = None
     ) -> None:
@@ -31,14 +34,14 @@ class SparseFeedForward(nn.Module):
         self.gate = gate
         self.experts = experts
         self.dropout = dropout
-        self._losses = losses
+        self.losses = losses
         self._layer = layer
 
     @torch.compiler.disable(reason="which tokens an expert gets is known only from the data")
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [B, T, hidden] to the same shape. Padding gives zeros."""
         rows = hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
-        losses = self._losses
+        losses = self.losses
         logits = losses.gather(self.gate(rows))
         mask = losses.mask_of(logits)
         routing = base_of(self.gate).route(logits, mask)  # type: ignore[operator]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.auxiliary_losses import ATTRIBUTE, DividedSequences
+from rapidformer_templates.engines.auxiliary_losses import DividedSequences
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers
 
@@ -96,7 +96,7 @@ class BalanceLosses:
     # Calls from the model.
 
     def watch(self, model: nn.Module) -> None:
-        """Read the padding mask in each forward of the model, and register these losses for the engine."""
+        """Read the padding mask in each forward of the model."""
         names = list(inspect.signature(model.forward).parameters)
 
         def read_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,7 +107,6 @@ class BalanceLosses:
             self._without_backward = {}
 
         model.register_forward_pre_hook(read_mask, with_kwargs=True)
-        setattr(model, ATTRIBUTE, self)
 
     def mask_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Return the mask [B, T] that is False for padding, or None without padding."""

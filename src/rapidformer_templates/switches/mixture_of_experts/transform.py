@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse, sparse_layers
 from rapidformer_templates.switches.mixture_of_experts.exported import describe
-from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import (
     has_own_experts,
     patch_native_experts,
@@ -20,20 +17,21 @@ BALANCE, Z = 0.01, 0.001
 """Coefficients of Fedus et al. (2021) and of Zoph et al. (2022)."""
 
 
-def mixture_of_experts(model: nn.Module, building: Building) -> nn.Module:
+def mixture_of_experts(assembly: Assembly, building: Building) -> None:
     """Replace feed-forwards with mixtures, or add the losses to a model that already has experts.
 
     Raises:
         ModelError: the kind of a feed-forward or router is unknown.
     """
-    options = building.options
+    model, options = assembly.model, building.options
     balance, z = options.moe_loss_coeff, options.moe_z_loss_coeff
     if has_own_experts(model):
-        patch_native_experts(model, balance=balance, z=0.0 if z is None else z)
-        return model
+        assembly.losses = patch_native_experts(model, balance=balance, z=0.0 if z is None else z)
+        return
     balance, z = BALANCE if balance is None else balance, Z if z is None else z
-    if any(sparse_layers(model)):  # a model that was exported by this library
-        losses: BalanceLosses = model.auxiliary_losses  # type: ignore[assignment]
+    exported = [layer for _, layer in sparse_layers(model)]  # by this library
+    if exported:
+        losses = exported[0].losses  # of all layers
         losses.balance, losses.z = balance, z
     else:
         if "lora" in building.plan.switches:
@@ -43,9 +41,8 @@ def mixture_of_experts(model: nn.Module, building: Building) -> nn.Module:
                 hint="train the whole mixture first, then adapters on its export/",
             )
         sizes = _sizes(options, balance, z)
-        make_sparse(model, building.blocks, sizes)
+        assembly.losses = make_sparse(model, assembly.blocks, sizes)
         describe(model, sizes)
-    return model
 
 
 def _sizes(options: Any, balance: float, z: float) -> MixtureSizes:

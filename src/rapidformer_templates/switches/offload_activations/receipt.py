@@ -16,7 +16,7 @@ class Offloading(Receipt):
         self._first: dict[str, int] | None = None
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        offloader: Offloader | None = vars(engine.model).get("activation_offloader")
+        offloader = engine.assembly.find(Offloader)
         if offloader is not None and self._first is None:
             counts = offloader.counts
             self._first = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.side_effects import backward_may_follow
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
@@ -17,22 +17,22 @@ from rapidformer_templates.switches.offload_activations.offloader import Offload
 from rapidformer_templates.switches.offload_activations.selective import offloaded_products
 
 
-def offload_activations(model: nn.Module, building: Building) -> nn.Module:
+def offload_activations(assembly: Assembly, building: Building) -> None:
     """Keep the activations that blocks save for their backward in host memory. See ``offloader``.
 
     Raises:
         ModelError: the model has no repeated blocks.
     """
-    if not building.blocks:
+    blocks = list(assembly.blocks.values())
+    if not blocks:
         raise ModelError(
             "activation offloading found no repeated blocks",
-            where=type(model).__name__,
+            where=type(assembly.model).__name__,
             hint="keep the blocks in an nn.ModuleList, or leave --offload-activations out",
         )
     offloader = Offloader(PinnedMemory(building.workers.device), building.workers.device)
-    offload_blocks(list(building.blocks.values()), offloader)
-    vars(model)["activation_offloader"] = offloader
-    return model
+    offload_blocks(blocks, offloader)
+    assembly.record(offloader)
 
 
 def offload_blocks(blocks: list[nn.Module], offloader: Offloader) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError, RapidformerError
 from rapidformer_templates.models.vocabulary_loss import LossHead
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
@@ -52,7 +52,7 @@ class Captured:
         return ModelError(f"{self.backend.name} cannot run in ONNX Runtime: {why}", hint=ADVICE)
 
 
-def run_in_onnx_runtime(model: nn.Module, building: Building) -> nn.Module:
+def run_in_onnx_runtime(assembly: Assembly, building: Building) -> None:
     """Capture the blocks, and all other modules that multiply matrices. Embeddings are not captured.
 
     Raises:
@@ -61,10 +61,11 @@ def run_in_onnx_runtime(model: nn.Module, building: Building) -> nn.Module:
     from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend
     from rapidformer_templates.switches.onnx_runtime.session import check_provider
 
-    if not building.blocks:
+    blocks = set(assembly.blocks.values())
+    if not blocks:
         raise ModelError(
             "ONNX Runtime found no repeated blocks to capture",
-            where=type(model).__name__,
+            where=type(assembly.model).__name__,
             hint="keep the blocks in an nn.ModuleList, or leave --onnx-runtime-training out",
         )
     check_provider(building.workers.device)
@@ -73,11 +74,10 @@ def run_in_onnx_runtime(model: nn.Module, building: Building) -> nn.Module:
     # DDP need not split blocks: they are small enough to send their gradients while others are computed.
     torch._dynamo.config.optimize_ddp = False
     backends: dict[type, OnnxBackend] = {}
-    for module in _parts(model, set(building.blocks.values())):
+    for module in _parts(assembly.model, blocks):
         kind = type(module)
         backend = backends.setdefault(kind, OnnxBackend(kind.__name__, building.workers.device))
         module.forward = Captured(module, backend)
-    return model
 
 
 def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:

@@ -18,7 +18,6 @@ from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.side_effects import restored_buffers
-from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
 from rapidformer_templates.switches.pipeline_parallel.schedule import LEAVING, Action, Kind, with_transfers
 from rapidformer_templates.switches.pipeline_parallel.stage_forward import StageRunner
@@ -36,12 +35,12 @@ class PipelineEngine(ParallelEngine):
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         gc.collect()  # modules of other stages are in reference cycles with their hooks
         super()._build(model, recipe)
-        parts = placement_of(model).parts
+        parts, workers = self.assembly.placement.parts, self.workers
         assert parts is not None, "the pipeline switch cuts the model"
         self._parts = len(parts)
-        self._stage_runner = StageRunner(model, begins=self.workers.pipeline_rank == 0, ends=self.workers.ends_pipeline)
-        self._links = Links(self.workers, leaving=LEAVING * self._parts)
-        self._keeps_casts = not _are_recomputed(placement_of(model).blocks.values())
+        self._stage_runner = StageRunner(self.assembly, begins=workers.pipeline_rank == 0, ends=workers.ends_pipeline)
+        self._links = Links(workers, leaving=LEAVING * self._parts)
+        self._keeps_casts = not _are_recomputed(self.assembly.blocks.values())
 
     def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
         step = _StepRunner(self, microbatches, weight)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.placeholders import SkippedBlock, replaced
-from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.switches.pipeline_parallel.tracing import (
     called_twice_error,
     hidden_of,
@@ -39,17 +39,18 @@ class StageRunner:
     everything around the blocks (masks, position tables) on each stage.
 
     Args:
-        model: cut by ``cut_into_stages``.
+        assembly: a model that ``cut_into_stages`` has cut.
         begins: whether the first local part has the beginning of the model.
         ends: whether the last local part has the end of the model.
     """
 
-    def __init__(self, model: nn.Module, *, begins: bool, ends: bool) -> None:
-        placement = placement_of(model)
+    def __init__(self, assembly: Assembly, *, begins: bool, ends: bool) -> None:
+        model, placement = assembly.model, assembly.placement
         assert placement.parts is not None, "the model was not cut"
         self.model, self.parts, self._ends = model, placement.parts, ends
         self._begins, self._stands_in = begins, False
-        self._skipped = {name: SkippedBlock(placement.form, block) for name, block in placement.blocks.items()}
+        self._blocks = placement.blocks
+        self._skipped = {name: SkippedBlock(placement.form, block) for name, block in self._blocks.items()}
         self._first: nn.Module | None = None
         self._last: nn.Module | None = None
         self._hidden: torch.Tensor | None = None
@@ -57,7 +58,7 @@ class StageRunner:
         self._missing = placement.blocks_in_all - len(self.parts[-1])
         if len(self.parts) > 1:
             _capture_outputs(model)  # while the model still has all blocks
-        for block in placement.blocks.values():
+        for block in self._blocks.values():
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
             block.register_forward_hook(self._leave_stage)
         if ends:
@@ -97,7 +98,7 @@ class StageRunner:
 
     @contextmanager
     def _open(self, part: int | None, hidden: torch.Tensor | None) -> Iterator[None]:
-        blocks = self._all if part is None else self.parts[part]
+        blocks = self._blocks if part is None else self.parts[part]
         chosen = list(blocks.values())
         others = {name: module for name, module in self._skipped.items() if name not in blocks}
         self._first, self._hidden, self._entered = chosen[0], hidden, 0
@@ -108,10 +109,6 @@ class StageRunner:
                 yield
         finally:
             self._first = self._last = self._hidden = None
-
-    @property
-    def _all(self) -> dict[str, nn.Module]:
-        return placement_of(self.model).blocks
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if block is not self._first:

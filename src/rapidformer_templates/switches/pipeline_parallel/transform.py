@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.shards import named_tensors
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placeholders import AbsentModule, OutputShape, SkippedBlock, put
-from rapidformer_templates.models.placement import Placement, set_placement
+from rapidformer_templates.models.placement import Placement
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.pipeline_parallel.tracing import AFTER, BEFORE, WITHIN, holders, trace
 
 
-def cut_into_stages(model: nn.Module, building: Building) -> nn.Module:
+def cut_into_stages(assembly: Assembly, building: Building) -> None:
     """Keep the blocks of this worker and the modules around them. Other workers have the rest.
 
     The model keeps its own forward, and remaining modules keep their names. Removed modules are replaced with modules
@@ -30,10 +31,9 @@ def cut_into_stages(model: nn.Module, building: Building) -> nn.Module:
         RapidformerError: the hook does not call the model exactly once.
     """
     workers, options = building.workers, building.options
-    cut = PipelineCut(model, building)
+    cut = PipelineCut(assembly, workers.pipeline, building.try_loss)
     sizes = cut.sizes(workers.pipeline * options.virtual_pipeline_size, options.pipeline_stages)
-    set_placement(model, cut.remove_other_stages(sizes, workers.pipeline_rank))
-    return model
+    assembly.placement = cut.remove_other_stages(sizes, workers.pipeline_rank)
 
 
 class PipelineCut:
@@ -43,20 +43,24 @@ class PipelineCut:
     modules are never called, compute another input of the blocks, or have parameters that reach the loss without the
     blocks. They stay on every rank where they may matter, and the gradients of their copies are summed.
 
+    Args:
+        pipeline: number of pipeline ranks.
+        try_loss: computes the loss of one sample.
+
     Attributes:
         module_ranks: the pipeline ranks of each such module, by name. All other modules are on every rank.
     """
 
-    def __init__(self, model: nn.Module, building: Building) -> None:
-        self.model, self.blocks = model, building.blocks
-        self.pipeline = building.workers.pipeline
+    def __init__(self, assembly: Assembly, pipeline: int, try_loss: Callable[[nn.Module], Any]) -> None:
+        self.assembly, self.model = assembly, assembly.model
+        self.blocks, self.pipeline = assembly.blocks, pipeline
         if not self.blocks:
             raise ModelError(
                 "pipeline parallelism found no repeated blocks",
-                where=type(model).__name__,
+                where=type(self.model).__name__,
                 hint="keep the blocks in an nn.ModuleList, or leave --pipeline-model-parallel-size out",
             )
-        self.flow = trace(model, self.blocks, building.try_loss)
+        self.flow = trace(self.model, self.blocks, try_loss)
         self.module_ranks = self._module_ranks()
 
     def _module_ranks(self) -> dict[str, frozenset[int]]:
@@ -123,7 +127,7 @@ class PipelineCut:
     def remove_other_stages(self, sizes: list[int], rank: int) -> Placement:
         """Remove the modules of other pipeline ranks. Return the placement of the rest, by names of the whole model."""
         stage_of = dict(zip(self.blocks, (s for s, size in enumerate(sizes) for _ in range(size)), strict=True))
-        first_names = {id(tensor): name for name, tensor in named_tensors(self.model).items()}
+        first_names = {id(tensor): name for name, tensor in named_tensors(self.assembly).items()}
         ranks: dict[str, set[int]] = defaultdict(set)
         parts: dict[str, set[int | None]] = defaultdict(set)
         for name, tensor in _all_names(self.model):
@@ -137,7 +141,7 @@ class PipelineCut:
         for name in [*self.module_ranks, *self.blocks]:
             if rank not in self._ranks_of(name, stage_of) and _has_module(self.model, name):
                 put(self.model, name, self._placeholder(name))
-        remaining = {name: first_names[id(tensor)] for name, tensor in named_tensors(self.model).items()}
+        remaining = {name: first_names[id(tensor)] for name, tensor in named_tensors(self.assembly).items()}
         return Placement(
             names={name: whole for name, whole in remaining.items() if name != whole},
             stages={name: tuple(sorted(holding)) for name, holding in ranks.items() if len(holding) > 1},

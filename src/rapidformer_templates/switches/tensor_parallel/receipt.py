@@ -17,7 +17,7 @@ class TensorDivision(Receipt):
     """
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        applied: TensorParallel | None = getattr(engine.model, "tensor_parallel", None)
+        applied = engine.assembly.find(TensorParallel)
         if applied is None:
             return {}
         head, shards = applied.head, applied.shards

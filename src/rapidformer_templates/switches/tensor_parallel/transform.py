@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers.pytorch_utils import Conv1D
 
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.boxes import local_values
-from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.switches.tensor_parallel import styles as tensor_styles
 from rapidformer_templates.switches.tensor_parallel import tensor_plan
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
@@ -54,7 +53,7 @@ MIXED = "got mixed torch.Tensor and DTensor"
 
 @dataclass
 class TensorParallel:
-    """The state that the transform stores in the model, as its attribute ``tensor_parallel``.
+    """How the transform has divided a model.
 
     Attributes:
         peers: the workers that share the model.
@@ -67,7 +66,7 @@ class TensorParallel:
     shards: SequenceShards | None
 
 
-def apply(model: nn.Module, building: Building) -> nn.Module:
+def apply(assembly: Assembly, building: Building) -> None:
     """Divide a model over the workers of its tensor-parallel group, with sequence parallelism if the plan has it.
 
     Afterwards, each parameter is a DTensor on ``mesh["tensor"]`` under its old name, and the model computes the same as
@@ -79,6 +78,7 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     Raises:
         ModelError: the model has no tensor plan, or the plan is not supported.
     """
+    model = assembly.model
     assert building.workers.mesh is not None
     mesh = building.workers.mesh["tensor"]
     peers = Peers(mesh.get_group(), mesh.size(), building.workers.tensor_rank)
@@ -86,7 +86,7 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     tensor_plan.check_sizes(model, plan, peers.size)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
     shards = SequenceShards(peers, streams) if "sequence-parallel" in building.plan.switches else None
-    blocks = block_lists(building, model)
+    blocks = block_lists(assembly)
     if shards is not None and not blocks:
         raise ModelError("sequence parallelism found no repeated blocks", where=type(model).__name__)
     if shards is not None and plan.is_user_plan:
@@ -98,9 +98,8 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     if shards is not None:
         shards.install(model, blocks)
     _shard_parameters(model, plan, mesh, peers)
-    model.tensor_parallel = TensorParallel(peers, head, shards)  # type: ignore[assignment]
+    assembly.record(TensorParallel(peers, head, shards))
     model.forward = _explain_foreign_parameters(model.forward, type(model).__name__)
-    return model
 
 
 def _explain_foreign_parameters(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -120,16 +119,13 @@ def _explain_foreign_parameters(forward: Callable[..., Any], name: str) -> Calla
     return explained
 
 
-def block_lists(building: Building, model: nn.Module) -> list[list[nn.Module]]:
-    """Return the lists of blocks of this model. In a pipeline, there is one list per stage on this worker."""
-    parts = placement_of(model).parts
-    if parts is not None:
-        return [list(part.values()) for part in parts]
-    modules = set(model.modules())
+def block_lists(assembly: Assembly) -> list[list[nn.Module]]:
+    """Return the lists of blocks of a model. In a pipeline, there is one list per stage on this worker."""
+    if assembly.placement.parts is not None:
+        return [list(part.values()) for part in assembly.placement.parts]
     lists: dict[str, list[nn.Module]] = {}
-    for name, block in building.blocks.items():
-        if block in modules:
-            lists.setdefault(name.rpartition(".")[0], []).append(block)
+    for name, block in assembly.blocks.items():
+        lists.setdefault(name.rpartition(".")[0], []).append(block)
     return list(lists.values())
 
 

@@ -57,7 +57,7 @@ class Compilation(Receipt):
     compiles = True
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        records: CompileRecords | None = vars(engine.model).get("compile_records")
+        records = engine.assembly.find(CompileRecords)
         return {"compile": records and _most(engine.workers.gather(records.measured()))}
 
 

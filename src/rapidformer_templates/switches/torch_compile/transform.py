@@ -13,7 +13,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
 from rapidformer_templates.switches.context_parallel.sequence_shards import ContextSequenceShards
@@ -32,7 +32,7 @@ AUTOMATIC = 4 + EVALUATION
 """Graphs per kind of block if shapes are not known in advance: as many again for training."""
 
 
-def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
+def compile_blocks(assembly: Assembly, building: Building) -> None:
     """Compile the ``forward`` of each block with the backend of ``--torch-compile``.
 
     It is replaced on the instance: parameters keep their names, and the hooks of a sharding engine
@@ -45,10 +45,9 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     Raises:
         ModelError: products must be saved, and blocks do not become one graph.
     """
-    plan = building.plan
+    model, plan = assembly.model, building.plan
     shapes = plan.engine_options.compile_shapes
-    local_modules = set(model.modules())  # the other blocks are on other stages
-    parts = [block for block in building.blocks.values() if block in local_modules] or [model]
+    parts = list(assembly.blocks.values()) or [model]
     kinds = len({type(part) for part in parts})
     torch.compiler.reset()
     # Blocks are small, so DDP need not split their graphs at its bucket ends. Checkpointed graphs fail if split.
@@ -62,11 +61,11 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
         _gather_whole(parts, model)
     for part in parts:
         layers = local_parameter_layers(part)
-        owner = _owner(part, breaks=_breaks(model, divided=bool(layers)))
+        owner = _owner(part, breaks=_breaks(assembly, divided=bool(layers)))
         _share_code(part)
         owner.forward = Compiled(owner.forward, backend, static=shapes > 0, layers=layers)
-    vars(model)["compile_records"] = CompileRecords(backend, regions=len(parts), limit=limit)
-    return model
+    assembly.is_compiled = True
+    assembly.record(CompileRecords(backend, regions=len(parts), limit=limit))
 
 
 def _gather_whole(parts: Sequence[nn.Module], model: nn.Module) -> None:
@@ -93,11 +92,11 @@ def _gather_whole(parts: Sequence[nn.Module], model: nn.Module) -> None:
         set_z3_leaf_module(part, True)
 
 
-def _breaks(model: nn.Module, *, divided: bool) -> bool:
+def _breaks(assembly: Assembly, *, divided: bool) -> bool:
     """Whether each block of a model has a part that no graph can contain: separate random streams, or a ring."""
-    shards: ContextSequenceShards | None = vars(model).get("context_shards")
+    shards = assembly.find(ContextSequenceShards)
     rings = shards is not None and shards.kind == "ring"
-    return rings or ((divided or shards is not None) and draws_random_numbers(model))
+    return rings or ((divided or shards is not None) and draws_random_numbers(assembly.model))
 
 
 def _owner(part: nn.Module, *, breaks: bool) -> Any:

@@ -80,7 +80,7 @@ class DeepSpeedEngine(SingleEngine):
         )
         self.model, self.optimizer = model.train(), self._deepspeed.basic_optimizer
         kind = zero_state.PartitionedParameters if self.zero_stage == 3 else zero_state.FlatGroups
-        self._state = kind(self._deepspeed.optimizer, model, self.workers)
+        self._state = kind(self._deepspeed.optimizer, self.assembly, self.workers)
         if self.compute_type == torch.float16:  # at its minimum the loss scale stays, as in the other engines
             self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
         if masters is not None:

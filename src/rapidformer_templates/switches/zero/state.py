@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines import group_values, weight_average
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.boxes import Index
 from rapidformer_templates.engines.shards import (
     Copies,
@@ -71,11 +72,11 @@ class ZeroState(ABC):
         fragments: the fragments of each flat partition, in its order.
     """
 
-    def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
+    def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
         self.optimizer = optimizer
-        self.model = model
+        self.assembly, self.model = assembly, assembly.model
         self.workers = workers
-        self.names = {id(p): canonical_name(n) for n, p in model.named_parameters()}
+        self.names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
         self.fragments: list[list[Fragment]] = []
 
     # Methods that differ between the stages.
@@ -174,7 +175,7 @@ class ZeroState(ABC):
 
     def _unpartitioned_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the frozen parameters and persistent buffers."""
-        return [(n, t) for n, t in named_tensors(self.model).items() if not t.requires_grad]
+        return [(n, t) for n, t in named_tensors(self.assembly).items() if not t.requires_grad]
 
     def load(self, reader: StateReader, *, optimizer_state: bool) -> None:
         """Load masters, model and optionally the optimizer from a checkpoint. Each rank reads only its part.
@@ -182,7 +183,7 @@ class ZeroState(ABC):
         Raises:
             CheckpointError: the checkpoint does not fit. Nothing was changed.
         """
-        check_names(self.model, reader, self.workers, optimizer=optimizer_state)
+        check_names(self.assembly, reader, self.workers, optimizer=optimizer_state)
         for index, fragments in enumerate(self.fragments):
             with self.partition(index, write=True) as flat:
                 if optimizer_state:
@@ -242,7 +243,7 @@ class ZeroState(ABC):
     def full_weights(self) -> dict[str, torch.Tensor] | None:
         """Gather whole weights on the host of rank 0, one tensor at a time. Return None on the other ranks."""
         weights = {}
-        for name, tensor in named_tensors(self.model).items():
+        for name, tensor in named_tensors(self.assembly).items():
             if tensor.requires_grad:
                 whole = self._gather_trained(tensor)
                 if self.workers.is_main:
@@ -257,8 +258,8 @@ class ZeroState(ABC):
 class FlatGroups(ZeroState):
     """ZeRO-1 and ZeRO-2: each group of parameters is flattened and divided into one part per worker."""
 
-    def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
-        super().__init__(optimizer, model, workers)
+    def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
+        super().__init__(optimizer, assembly, workers)
         self.fragments = [
             [self._fragment(p) for p in group if p._hp_mapping is not None] for group in optimizer.bit16_groups
         ]
@@ -310,8 +311,8 @@ class FlatGroups(ZeroState):
 class PartitionedParameters(ZeroState):
     """ZeRO-3: each flattened parameter is divided into one part per worker. A part may be stored on a disk."""
 
-    def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
-        super().__init__(optimizer, model, workers)
+    def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
+        super().__init__(optimizer, assembly, workers)
         group_values.step_once(optimizer)
         for group in optimizer.fp16_groups:
             fragments, offset = [], 0

@@ -1,0 +1,78 @@
+"""A model between ``build_model`` and the end of a run, with the facts that switches and engines share about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import nn
+
+from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses, LossLayer
+from rapidformer_templates.models.blocks import find_blocks
+from rapidformer_templates.models.placement import Placement
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.system.workers import Workers
+
+F = TypeVar("F")
+
+
+@dataclass
+class Assembly:
+    """A model with the facts that the transforms, the engine and the receipts of a run share about it.
+
+    A switch may record one fact of each class that it defines.
+
+    Attributes:
+        model: the model. A transform may replace it.
+        losses: the auxiliary losses. A model that was built with layers that have them begins with these.
+        placement: which part of the whole model this worker has.
+        is_compiled: whether its blocks run as compiled graphs.
+    """
+
+    model: nn.Module
+    losses: AuxiliaryLosses | None = field(init=False)
+    placement: Placement = field(default_factory=Placement)
+    is_compiled: bool = False
+    _facts: dict[type, object] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        layers = (module for module in self.model.modules() if isinstance(module, LossLayer))
+        self.losses = next((layer.losses for layer in layers), None)
+
+    @property
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The repeated blocks on this worker by name, in order."""
+        return find_blocks(self.model) if self.placement.parts is None else self.placement.blocks
+
+    def record(self, fact: object) -> None:
+        """Add the fact of a switch. It replaces an earlier one of the same class."""
+        self._facts[type(fact)] = fact
+
+    def find(self, kind: type[F]) -> F | None:
+        """Return the recorded fact of a class, or None."""
+        fact = self._facts.get(kind)
+        return fact if isinstance(fact, kind) else None
+
+
+@dataclass(frozen=True)
+class Building:
+    """The run that a model is assembled for, as its transforms see it.
+
+    Attributes:
+        options: the flags of the switch that the transform belongs to.
+        plan: the plan of the run.
+        workers: this process and its peers.
+        try_loss: computes the user's loss of one sample with a given model, so that a transform can observe the model.
+        has_values: False if only shapes are planned and the tensors of the model have no data.
+    """
+
+    options: Any
+    plan: Plan
+    workers: Workers
+    try_loss: Callable[[nn.Module], Any]
+    has_values: bool = True
+
+
+Transform = Callable[[Assembly, Building], None]
+"""Applies a switch to a model, in place."""
