@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rapidformer_templates.data.finetuning.tables import read_dataset
@@ -269,6 +271,12 @@ def test_a_file_is_the_training_part(configure: Callable[..., RunConfig], tmp_pa
         read_dataset(configure(data_dir=str(tmp_path / "data.xlsx")))
 
 
+def parquet(columns: dict[str, list[str]]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table(columns), file)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
@@ -280,6 +288,14 @@ def test_a_file_is_the_training_part(configure: Callable[..., RunConfig], tmp_pa
         (b'"te"xt,label\na,b\n', "a.csv", "broken quoting"),
         (b'[{"text": "\xe9"}]', "a.json", "the text is not UTF-8"),
         (b'[{"text": "a"}, ["b"]]', "a.json", "a row must be an object, not list"),
+        (b'[{"text": ' + b"9" * 5000 + b"}]", "a.json", "broken JSON: a number that is too long"),
+        (b'[{"text": ' + b"[" * 100_000, "a.json", "brackets that are nested too deeply"),
+        (b'[{"text": "a", "half \\ud83d": 1}]', "a.json", r"the column 'half \\ud83d' cannot be read"),
+        (b'{"text": "a", "zero \\u0000": 1}', "a.jsonl", r"the column 'zero \\x00' cannot be read"),
+        (b'[{"text": {"\\u0000": [], "": {}}}]', "a.json", "the rows cannot be read as a table"),
+        (b"text,la\0bel\na,b\n", "a.csv", "the header holds a zero byte"),
+        (b"PAR1 is not enough PAR1", "a.parquet", "the file is not Parquet"),
+        (parquet({"text": ["a"]}).replace(b"text", b"te\xabt"), "a.parquet", "the file is not Parquet: 'utf-8' codec"),
     ],
 )
 def test_files_that_cannot_be_read(

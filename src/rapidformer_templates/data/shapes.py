@@ -123,7 +123,16 @@ def least_padding(lengths: np.ndarray, counts: np.ndarray, most: int) -> list[np
         origin = _origins(np.concatenate([[0], cost]), before, lengths)
         origins.append(origin)
         cost = np.concatenate([[0], cost])[origin] + (before[1:] - before[origin]) * lengths
-    return [_walk_back(origins[: k + 1]) for k in range(most)]
+    groups = []
+    for k in range(most):
+        # Walk back from the last length, without empty groups.
+        end, ends = len(lengths), []
+        for origin in reversed(origins[: k + 1]):
+            if end:
+                ends.append(end)
+                end = int(origin[end - 1])
+        groups.append(np.array(ends[::-1]))
+    return groups
 
 
 def _origins(cost: np.ndarray, before: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -151,13 +160,3 @@ def _origins(cost: np.ndarray, before: np.ndarray, lengths: np.ndarray) -> np.nd
         best[ends] = q[first[np.searchsorted(first, starts)]]
         step = half
     return best[1:-1]
-
-
-def _walk_back(origins: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the ends of the groups that lead to the last length, without empty groups."""
-    end, ends = len(origins[0]), []
-    for origin in reversed(origins):
-        if end:
-            ends.append(end)
-            end = int(origin[end - 1])
-    return np.array(ends[::-1])

@@ -250,6 +250,7 @@ BAD: list[tuple[Any, str]] = [
     ([GOOD[0], {"role": "assistant"}], "message 2 of the conversation has no content"),
     ([GOOD[0], {"role": "assistant", "content": " \n"}], "message 2 of the conversation is an empty answer"),
     ([GOOD[0], {"role": "asistant", "content": "a"}], "message 2 of the conversation has the unknown role 'asistant'"),
+    ([{"from": ["user"], "value": "a"}, GOOD[0]], "message 1 of the conversation has the unknown role ['user']"),
     (GOOD[:1], "the conversation has no answer: no message is the assistant's"),
     ([], "the conversation has no message"),
     (None, "the conversation is empty, not a list of messages"),

@@ -184,6 +184,16 @@ def test_squads_own_file(make: Make, tmp_path: Path, configure: Configure) -> No
     )
 
 
+def test_squads_own_file_of_another_form(make: Make, tmp_path: Path) -> None:
+    flat = make([row(0)])
+    (tmp_path / "train.jsonl").unlink()
+    articles = [{"paragraphs": [{"context": "a cat", "qas": []}]}, {"paragraphs": [{"context": "a dog"}]}]
+    (tmp_path / "train.json").write_text(json.dumps({"data": articles}), encoding="utf-8")
+    with pytest.raises(DataError, match="the column 'paragraphs' does not hold paragraphs with questions") as caught:
+        load_task(flat.config).build_data()
+    assert caught.value.where == f"{tmp_path / 'train.json'}, row 2"
+
+
 def test_answers_that_cannot_be_used(make: Make, tmp_path: Path) -> None:
     good = row(0)
     where = f"{tmp_path / 'train.jsonl'}:2"

@@ -116,6 +116,9 @@ def test_other_columns_and_bad_lines(corpus: Path, tmp_path: Path, capsys: pytes
     assert "left out 1 row that cannot be used\n  1 × broken JSON" in shown
     assert f"(first: {corpus}:31)" in shown
     assert "so there are fewer tokens" in shown
+    corpus.write_bytes(corpus.read_bytes() + b'{"text": "half \\ud83d"}\n')
+    assert train(corpus, tmp_path / "half", "--skip-bad-lines", "--vocab-size", "999") == 0
+    assert f"half of a surrogate pair, which is not a character (first: {corpus}:32)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

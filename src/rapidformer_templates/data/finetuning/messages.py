@@ -48,7 +48,7 @@ def _message(value: object, what: str) -> Message:
     message = {key: entry for key, entry in value.items() if entry is not None}
     if "role" not in message and "from" in message:
         role = message.pop("from")
-        message = {"role": OLDER_ROLES.get(role, role), "content": message.pop("value", None), **message}
+        message = {"role": OLDER_ROLES.get(str(role), role), "content": message.pop("value", None), **message}
     role, content = message.get("role"), message.get("content")
     roles = f"roles are {', '.join(ROLES)}"
     if role is None:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import datasets
 import numpy as np
 
-from rapidformer_templates.data.finetuning.tables import DataPart
+from rapidformer_templates.data.finetuning.tables import DataPart, part_of
+from rapidformer_templates.data.text.files import Row
 from rapidformer_templates.errors import DataError
 
 MAX_ANSWER_TOKENS = 30
@@ -55,16 +55,30 @@ class Candidates:
 
 
 def flattened(part: DataPart) -> DataPart:
-    """Flatten SQuAD's nested file (articles, paragraphs, questions) to one row per question. Keep other parts."""
+    """Flatten SQuAD's nested file (articles, paragraphs, questions) to one row per question. Keep other parts.
+
+    Raises:
+        DataError: an article has another form.
+    """
     if "paragraphs" not in part.table.column_names:
         return part
-    rows, articles = [], []
+    rows: list[Row] = []
+    origins: list[tuple[int, int]] = []
     for article, paragraphs in enumerate(part.table["paragraphs"][:]):
-        for paragraph in paragraphs:
-            for qa in paragraph["qas"]:
-                rows.append({"question": qa["question"], "context": paragraph["context"], "answers": qa["answers"]})
-                articles.append(article)
-    return DataPart(datasets.Dataset.from_list(rows), part.origins[articles], part.files)
+        try:
+            questions = [
+                {"question": qa["question"], "context": paragraph["context"], "answers": qa["answers"]}
+                for paragraph in paragraphs
+                for qa in paragraph["qas"]
+            ]
+        except (KeyError, TypeError):
+            hint = 'write [{"context": …, "qas": [{"question": …, "answers": …}]}], or one row per question'
+            message = "the column 'paragraphs' does not hold paragraphs with questions"
+            raise DataError(message, where=part.where(article), hint=hint) from None
+        rows += questions
+        file, line = part.origins[article].tolist()
+        origins += [(file, line)] * len(questions)
+    return part_of(rows, origins, part.files)
 
 
 def read_example(question: str, context: str, answers: Any, column: str) -> QuestionExample:

@@ -363,9 +363,19 @@ def part_of(
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
     untabled = DataPart(datasets.Dataset.from_dict({}), np.asarray(origins), files)
     for key, values in columns.items():
+        if "\0" in key or _is_refused([key]):
+            row = next(number for number, row in enumerate(rows) if key in row)
+            hint = "rename it: the name of a column cannot have a zero byte or half of a character"
+            raise DataError(f"the column {key!r} cannot be read", where=untabled.where(row), hint=hint)
         if _is_refused(values):
             raise _refused_error(key, values, untabled)
-    return DataPart(datasets.Dataset.from_dict(columns), untabled.origins, files)
+    try:
+        table = datasets.Dataset.from_dict(columns)
+    except (pa.ArrowException, ValueError) as error:  # names of inner fields, for instance, that a table cannot have
+        reason = str(error).partition("\n")[0]
+        hint = "write texts, numbers, and lists or objects of them with plain names"
+        raise DataError(f"the rows cannot be read as a table: {reason}", where=files[0], hint=hint) from error
+    return DataPart(table, untabled.origins, files)
 
 
 def _of_one_type(

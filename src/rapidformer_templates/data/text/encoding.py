@@ -17,10 +17,12 @@ import numpy as np
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.fast_tokenizers import EncodingMethod, compare, verified
 from rapidformer_templates.data.text.files import (
+    HALF_CHARACTER,
     Row,
     Span,
     TextUnit,
     data_suffix,
+    has_half_character,
     jsonl_rows,
     note_column,
     text_documents,
@@ -156,10 +158,8 @@ class Encoder:
             else:
                 note_column(row, key, self.recipe.keys_flag, path, number, bad)
                 return None
-            try:
-                "".join(texts).encode()
-            except UnicodeEncodeError:
-                bad.note(path, number, f"the column '{key}' holds half of a surrogate pair, which is not a character")
+            if has_half_character("".join(texts)):
+                bad.note(path, number, f"the column '{key}' {HALF_CHARACTER}")
                 return None
             columns.append([text for text in texts if not text.isspace()])
         return columns

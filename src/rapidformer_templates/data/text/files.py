@@ -169,17 +169,20 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
         if not_utf8 is not None:
             _note_record(header, path, not_utf8, NOT_UTF8, UTF8_HINT, bad)
         elif header is None:
-            names = [cell.strip() for cell in cells]
-            if len(set(names)) != len(names):
-                twice = next(name for name in names if names.count(name) > 1)
-                raise DataError(
-                    f"the header names the column '{twice}' twice", where=f"{path}:1", hint="rename one of them"
-                )
-            header = names
+            header = [cell.strip() for cell in cells]
+            _check_header(header, path)
         elif cells and len(cells) != len(header):
             bad.note(path, start, f"the line has {len(cells)} columns, the header has {len(header)}")
         elif cells:
             yield start, dict(zip(header, cells, strict=True))
+
+
+def _check_header(names: Sequence[str], path: Path) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"the header names the column '{twice}' twice", where=f"{path}:1", hint="rename one of them")
+    if any("\0" in name for name in names):
+        raise DataError("the header holds a zero byte", where=f"{path}:1", hint="remove it")
 
 
 def _note_record(header: list[str] | None, path: Path, line: int, reason: str, hint: str, bad: BadLines) -> None:
@@ -197,6 +200,9 @@ def _decoded(path: Path, broken: set[int]) -> Iterator[str]:
         yield text
 
 
+UNREADABLE_JSON = "broken JSON: a number that is too long, or brackets that are nested too deeply"
+
+
 def jsonl_rows(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[tuple[int, Row]]:
     """Yield (line number, object) for each line of a ``.jsonl`` file or of a part of it."""
     for number, text in text_lines(path, bad, span):
@@ -209,7 +215,7 @@ def jsonl_rows(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[
             bad.note(path, number, f"broken JSON: {error.msg} (column {error.colno})")
             continue
         except (ValueError, RecursionError):
-            bad.note(path, number, "broken JSON: a number that is too long, or brackets that are nested too deeply")
+            bad.note(path, number, UNREADABLE_JSON)
             continue
         if isinstance(row, dict):
             yield number, row
@@ -229,6 +235,8 @@ def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
         raise DataError(
             f"broken JSON: {error.msg} (column {error.colno})", where=f"{path}:{error.lineno}", hint=hint
         ) from None
+    except (ValueError, RecursionError):
+        raise DataError(UNREADABLE_JSON, where=str(path), hint="fix it") from None
     if isinstance(rows, dict):
         rows = rows.get("data")
     if not isinstance(rows, list) or (rows and not any(isinstance(row, dict) for row in rows)):
@@ -249,7 +257,7 @@ def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(path) as file:
             yield file
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:  # a damaged file may have any bytes in its names
         raise DataError(f"the file is not Parquet: {error}", where=str(path), hint="write it again") from None
 
 
@@ -353,11 +361,24 @@ def documents(
         return
     for number, row in ROW_READERS[data_suffix(path)](path, bad):
         text = row.get(column)
-        if isinstance(text, str):
-            if text.strip():
-                yield text
-        else:
+        if not isinstance(text, str):
             note_column(row, column, flag, path, number, bad)
+        elif has_half_character(text):
+            bad.note(path, number, f"the column '{column}' {HALF_CHARACTER}")
+        elif text.strip():
+            yield text
+
+
+HALF_CHARACTER = "holds half of a surrogate pair, which is not a character"
+
+
+def has_half_character(text: str) -> bool:
+    """Return whether a text holds half of a surrogate pair, as JSON can write it. Such a text cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def note_column(row: Row, column: str, flag: str, path: Path, line: int, bad: BadLines) -> None:
