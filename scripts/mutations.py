@@ -59,9 +59,9 @@ LINES = {
         ("tests/rehearsal/test_sabotage.py", "tests/rehearsal/test_runs.py"),
     ),
     "the norm of a 3D layout covers only one worker": Line(
-        "engines/parallel/engine.py",
-        "norm = self.workers.sum_tensor(square).sqrt()",
-        "norm = square.sqrt()",
+        "engines/shards.py",
+        "return workers.sum_tensor(square).sqrt().to(dtype)",
+        "return square.sqrt().to(dtype)",
         ("tests/engines/parallel/test_engine.py",),
     ),
     "copies of a tied parameter are not added up": Line(
@@ -87,8 +87,8 @@ LINES = {
     ),
     "the norm of a sharded gradient covers only one worker": Line(
         "switches/oss/engine.py",
-        "return self.workers.sum_tensor(square).sqrt().to(owned.dtype)",
-        "return square.sqrt().to(owned.dtype)",
+        "self._divides_gradients = True",
+        "pass",
         ("tests/switches/oss/test_engine.py",),
     ),
     "gradients of divided experts are not summed": Line(

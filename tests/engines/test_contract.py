@@ -20,6 +20,7 @@ CONTRACT = {
         "_exchange",
         "_loss_of",
         "_begin_backward",
+        "_grad_norm",
     ),
     *("keep_average", "averaged"),
 }

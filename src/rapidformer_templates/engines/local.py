@@ -37,6 +37,7 @@ from rapidformer_templates.engines.shards import (
     StateReader,
     check_names,
     gather_whole,
+    global_norm,
     load_weights,
     local_part,
     model_shards,
@@ -70,11 +71,14 @@ class SingleEngine:
     - :meth:`_schedule`, :meth:`_accumulation_context`, :meth:`_backward`: the order of micro batches, and when
       gradients are exchanged
     - :attr:`_gradient_divisor`, :meth:`_unused_here`, :meth:`_drop_unused`: how the exchange changes gradients
-    - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_grad_norm`, :meth:`_iter_update_chunks`,
-      :meth:`_clip`, :meth:`_update`, together with :meth:`_drop_gradients` and :meth:`_supports_async_step`
+    - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_iter_update_chunks`, :meth:`_update`, together with
+      :meth:`_drop_gradients` and :meth:`_supports_async_step`
+    - :meth:`shards`, :attr:`_divides_gradients`: which part of weights, gradients and optimizer state a worker has
     """
 
     _needs_zero_gradients = False  # whether even a batch without targets must produce gradients
+    _divides_gradients = False  # whether a worker has only a part of the gradients after the exchange
+    _adds_norms_in_fp64 = False  # see global_norm
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         self.workers = workers
@@ -208,7 +212,7 @@ class SingleEngine:
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {length}")
         for _ in self._iter_update_chunks() if finite else ():
             if self.loss_scale is not None:
-                for gradients in by_mesh(self._gradients()):
+                for gradients in _by_mesh(self._gradients()):
                     torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
             if 0 < self.clip_grad < length + 1e-6:  # otherwise torch would multiply every gradient by one
                 self._clip(norm)
@@ -236,7 +240,7 @@ class SingleEngine:
         return skipped
 
     def _clip(self, norm: torch.Tensor) -> None:
-        for parameters in by_mesh(self._parameters):
+        for parameters in _by_mesh(self._parameters):
             clip_grads_with_norm_(parameters, self.clip_grad, norm)
 
     def _iter_update_chunks(self) -> Iterator[None]:
@@ -354,9 +358,13 @@ class SingleEngine:
         """Run the backward of one micro batch. ``loss`` includes the loss scale."""
         loss.backward()
 
+    @final
     def _grad_norm(self) -> torch.Tensor:
         """Return the global norm of the gradient, without the loss scale."""
-        norm = get_total_norm(self._gradients())
+        if self._divides_gradients:
+            norm = global_norm(self.shards("gradients"), self.workers, in_fp64=self._adds_norms_in_fp64)
+        else:
+            norm = get_total_norm(self._gradients())
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -518,7 +526,7 @@ class DDPEngine(SingleEngine):
         return self._unused
 
 
-def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group tensors that one operation may process together: by device mesh, or without a mesh."""
     together: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.boxes import Index, divided_over
@@ -263,3 +264,42 @@ def gather_whole(shards: Iterable[Shard], workers: Workers) -> dict[str, torch.T
             for offset, part in index.parts(values):
                 target[tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))] = part.cpu()
     return whole
+
+
+def global_norm(gradients: Iterable[Shard], workers: Workers, *, in_fp64: bool) -> torch.Tensor:
+    """Return the norm of the gradients of all workers. Call it on every rank.
+
+    Each value counts once, on the first of its copies. It is a single sum over all workers, so that all copies are
+    clipped equally.
+
+    Args:
+        in_fp64: whether the norms of a worker's shards are added in fp64. Otherwise torch adds them in their own type,
+            as on a single worker, and the result has this type.
+    """
+    shards = list(gradients)
+    unique = [shard for shard in shards if shard.counts_once]
+    if in_fp64:
+        dtype, norms = torch.float64, _norm_of_each(unique)
+    else:
+        together: dict[Copies, list[torch.Tensor]] = {}
+        for shard in unique:
+            together.setdefault(shard.copies, []).append(shard.values)
+        dtype = reduce(torch.promote_types, {shard.values.dtype for shard in shards}, torch.bfloat16)
+        norms = [get_total_norm(values) for values in together.values()]
+    square = torch.zeros((), dtype=torch.float64, device=workers.device)
+    if norms:
+        square = torch.stack(norms).to(square).square().sum()
+    return workers.sum_tensor(square).sqrt().to(dtype)
+
+
+def _norm_of_each(shards: Sequence[Shard]) -> list[torch.Tensor]:
+    """Return the norm of each shard, in fp32 or more."""
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for shard in shards:
+        by_type.setdefault(shard.values.dtype, []).append(shard.values)
+    groups = by_type.items()
+    return [
+        norm
+        for dtype, values in groups
+        for norm in torch._foreach_norm(values, dtype=torch.promote_types(dtype, torch.float32))
+    ]

@@ -47,6 +47,9 @@ class ParallelEngine(SingleEngine):
     replicas. For 16-bit parameters it updates fp32 masters.
     """
 
+    _divides_gradients = True
+    _adds_norms_in_fp64 = True
+
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
         self._sharding = plan.engine_options.shard_over_data
@@ -78,13 +81,8 @@ class ParallelEngine(SingleEngine):
         if not named:  # only frozen blocks, or fewer elements than replicas: optimizers reject an empty list
             named, differing = [("", nn.Parameter(torch.empty(0, 0, device=self.workers.device)))], {"": {}}
         self._parameters = [values for _, values in named]
-        self._norm_units = self._units_in_norm()
         self.optimizer = self._build_optimizer(recipe, named, differing)
         self._updates_in_chunks = updates_in_chunks(_path_of(type(self.optimizer)))
-
-    def _units_in_norm(self) -> list[UpdateShard]:
-        """Units that this worker adds to the global norm. Over all workers, each value counts once."""
-        return [unit for unit in self._shards.units if self._updated_shards[unit.values].counts_once]
 
     def _trained_parameters(self) -> list[TrainedParameter]:
         placement, trained = self.assembly.placement, []
@@ -152,15 +150,6 @@ class ParallelEngine(SingleEngine):
                 self._kept_buffers
             )  # running statistics, for example, as DDP broadcasts them
 
-    def _grad_norm(self) -> torch.Tensor:
-        """Return the global norm of the summed gradients of all units, without the loss scale."""
-        norms = self._shards.norms(self._norm_units)
-        square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
-        if norms:
-            square = torch.stack(norms).to(torch.float64).square().sum()
-        norm = self.workers.sum_tensor(square).sqrt()
-        return norm if self.loss_scale is None else norm / self.loss_scale.scale
-
     def _iter_update_chunks(self) -> Iterator[None]:
         yield from self._shards.iter_update_chunks(in_chunks=self._updates_in_chunks)
         self._shards.all_gather_parameters()
@@ -178,18 +167,19 @@ class ParallelEngine(SingleEngine):
         return {**tensors, "gradients": self._shards.gradients(), "optimizer": [*tensors["optimizer"], *masters]}
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
-        self._shards.sync_masters()
+        updated = self._updated_shards
         if kind == "gradients":
             for unit, gradient in self._shards.reduced_gradients():
-                yield replace(self._updated_shards[unit.values], values=gradient)
-        elif kind == "optimizer":
+                yield replace(updated[unit.values], values=gradient)
+            return
+        self._shards.sync_masters()
+        if kind == "optimizer":
             yield from super().shards(kind)
         else:
             with_masters = self._shards.with_masters
-            updated = self._updated_shards.values()
             shards = model_shards(self.assembly, self.workers)
             yield from (shard for name, shard in shards.items() if name not in with_masters)
-            yield from (shard for shard in updated if shard.name in with_masters)
+            yield from (shard for shard in updated.values() if shard.name in with_masters)
 
     @cached_property
     def _updated_shards(self) -> Mapping[torch.Tensor, Shard]:

@@ -361,16 +361,6 @@ class ShardedGradients:
         """Return the summed gradient of each unit that has one, between :meth:`reduce` and the update."""
         return self._reduced_gradients.items()
 
-    def norms(self, units: Iterable[UpdateShard]) -> list[torch.Tensor]:
-        """Return the gradient norm of each unit that has a gradient, in the unit's type."""
-        by_types: dict[tuple[torch.dtype, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        for unit in units:
-            if unit in self._reduced_gradients:
-                gradient = self._reduced_gradients[unit]
-                by_types[unit.values.dtype, gradient.dtype].append(gradient)
-        groups = by_types.items()
-        return [norm for (dtype, _), values in groups for norm in torch._foreach_norm(values, dtype=dtype)]
-
     def iter_update_chunks(self, *, in_chunks: bool) -> Iterator[None]:
         """Yield while units have their gradients, in their own type. The caller then updates those units.
 

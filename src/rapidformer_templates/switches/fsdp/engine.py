@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
-from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.local import SingleEngine, by_mesh
+from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.receipt import bytes_by_kind
 from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, local_part
 from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
@@ -50,6 +48,8 @@ class FSDPEngine(SingleEngine):
             in shards, on this rank when a backward begins. ``whole_in_backward`` is the fraction of them that is whole.
             ``gradients_summed_in`` lists the types of the gradient sums.
     """
+
+    _divides_gradients = True
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
@@ -219,20 +219,6 @@ class FSDPEngine(SingleEngine):
                 # expert.
                 local_part(parameter.grad).div_(self._experts_over)
 
-    def _grad_norm(self) -> torch.Tensor:
-        """Return the norm of all gradients, counting each part once.
-
-        It is a single sum over all workers, so that all copies are clipped equally.
-        """
-        square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
-        kind = torch.float32
-        for gradients in by_mesh(self._gradients()):
-            local = get_total_norm([local_part(gradient) for gradient in gradients])
-            square += local.double().square() / _copies_of(gradients[0], self.workers.world)
-            kind = local.dtype
-        norm = self.workers.sum_tensor(square).sqrt().to(kind)  # on a single worker this is the usual norm
-        return norm if self.loss_scale is None else norm / self.loss_scale.scale
-
     def _unsharded_fraction(self) -> float:
         """Return the fraction of the parameters' elements that are whole on this rank."""
         sizes = [(p.numel(), _has_mesh_dimension(p, SHARDS)) for p in self.model.parameters()]
@@ -288,14 +274,6 @@ def _shared_modules(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 def _has_mesh_dimension(parameter: nn.Parameter, dimension: str) -> bool:
     """Return whether a parameter is placed on a mesh with this dimension."""
     return isinstance(parameter, DTensor) and dimension in (parameter.device_mesh.mesh_dim_names or ())
-
-
-def _copies_of(tensor: torch.Tensor, workers: int) -> int:
-    """Return the number of workers that have the same part of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return workers
-    sides = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return math.prod(size for size, placement in sides if placement.is_replicate())
 
 
 def _is_trained(parameter: Any) -> bool:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.local import DDPEngine
@@ -162,9 +161,10 @@ def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: d
 class ExpertParallelEngine(DDPEngine):
     """DDP for everything except the experts, which differ between the workers."""
 
+    _divides_gradients = True
+
     def _distribute(self) -> nn.Module:
         self._divided_parameters = [p for p in self._parameters if isinstance(p, DTensor)]
-        self._replicated_parameters = [p for p in self._parameters if not isinstance(p, DTensor)]
         named = [(name, p) for name, p in self.model.named_parameters() if isinstance(p, DTensor)]
         # A single worker divides nothing.
         self._replica_group = copies_of(named[0][1], self.workers) if named else NO_COPIES
@@ -189,16 +189,3 @@ class ExpertParallelEngine(DDPEngine):
                 if parameter.grad is None:  # it has a gradient in another copy
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(local_part(parameter.grad), group=self._replica_group.group)
-
-    def _grad_norm(self) -> torch.Tensor:
-        divided = [local_part(p.grad) for p in self._divided_parameters if p.grad is not None]
-        copied = [p.grad for p in self._replicated_parameters if p.grad is not None]
-        local_norm = get_total_norm(divided).to(self.workers.device, torch.float64)
-        square_of_experts = self.workers.sum_tensor(local_norm.square()) / self._replica_group.size
-        norm = get_total_norm(copied)
-        norm = (norm.double().square() + square_of_experts).sqrt().to(norm.dtype)
-        return norm if self.loss_scale is None else norm / self.loss_scale.scale
-
-    def _clip(self, norm: torch.Tensor) -> None:
-        for parameters in (self._replicated_parameters, self._divided_parameters):
-            clip_grads_with_norm_(parameters, self.clip_grad, norm)

@@ -95,6 +95,7 @@ class SDPEngine(_ShardedState):
         if not self._shards:
             return self.model
         self._sdp = SequencedSDP(self.model, self._oss)
+        self._divides_gradients = True
         return self._sdp
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -104,17 +105,6 @@ class SDPEngine(_ShardedState):
         if not self._shards or not self._sdp.unreached:
             return ()
         return [position for position, p in enumerate(self._parameters) if id(p) in self._sdp.unreached]
-
-    def _grad_norm(self) -> torch.Tensor:
-        """Return the norm of all gradients.
-
-        Each rank contributes those that it owns, because it no longer has the others.
-        """
-        owned = super()._grad_norm()
-        if not self._shards:
-            return owned
-        square = owned.to(self.workers.device, torch.float64) ** 2
-        return self.workers.sum_tensor(square).sqrt().to(owned.dtype)
 
 
 class SequencedSDP(ShardedDataParallel):
