@@ -27,7 +27,7 @@ from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.registry import switch_options
-from rapidformer_templates.planning.templates import with_template_defaults
+from rapidformer_templates.planning.resolve import with_template_defaults
 
 FLAGS = (
     Flag("megabytes", "10 100 1000", "sizes of the text in MB", kind=str),

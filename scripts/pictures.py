@@ -30,8 +30,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from rapidformer_templates.commands.main import main as rapidformer  # noqa: E402
-from rapidformer_templates.planning.plan import Sizes  # noqa: E402
-from rapidformer_templates.planning.worker_groups import groups_of  # noqa: E402
+from rapidformer_templates.planning.plan import Sizes, groups_of  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
 WIDTH = 100  # columns of a terminal. Longer lines are wrapped

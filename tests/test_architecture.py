@@ -88,7 +88,6 @@ def test_loop_and_templates_name_no_switch() -> None:
 
 BELOW = ("planning", "system", "models", "data", "engines", "run")
 NAMING = {
-    "planning/peers.py": "the flags that other trainers have, and ours",
     "planning/optimizers.py": "which switches cut what an optimizer must have whole",
     "planning/request.py": "the precision, which every engine computes in; sizes of a model have names of flags",
     "planning/switch.py": "sizes of a model have names of flags",

@@ -20,10 +20,10 @@ from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import RunConfig, build_parser, spelling
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.resolve import choose_template
 from rapidformer_templates.planning.sources import DOCUMENTS, in_words, sources_of
 from rapidformer_templates.planning.suggest import apply
 from rapidformer_templates.planning.switch import FORECAST, TEMPLATES, Request, Rule, Switch
-from rapidformer_templates.planning.templates import choose_template
 
 ACTS = "The switch changes memory or time. The loss and the weights stay the same as without it."
 CHANGES = "The switch changes the result, not only memory or time. Compare runs that use it with each other."

@@ -12,7 +12,7 @@ import yaml
 from rapidformer_templates.planning.config import parse, to_yaml
 from rapidformer_templates.planning.intervals import Interval
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
-from rapidformer_templates.planning.templates import choose_template
+from rapidformer_templates.planning.resolve import choose_template
 
 BLOCK = re.compile(r"^```bash\n((?:[^`\n]*\n)+?)^```$", flags=re.M)
 TRAINING = re.compile(r"rapidformer --\w")

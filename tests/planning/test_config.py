@@ -11,7 +11,7 @@ from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, parse
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.registry import switch_options
-from rapidformer_templates.planning.templates import choose_template, with_template_defaults
+from rapidformer_templates.planning.resolve import choose_template, with_template_defaults
 
 
 @dataclass(frozen=True)

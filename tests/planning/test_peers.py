@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning import peers
 from rapidformer_templates.planning.config import build_parser, parse
-from rapidformer_templates.planning.peers import PEERS
+from rapidformer_templates.planning.peers import equivalents
 from rapidformer_templates.planning.registry import switch_options
 
 KNOWN = {
@@ -24,10 +26,10 @@ def hint_of(flags: str) -> str | None:
     return caught.value.hint
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", equivalents())
 def test_what_is_suggested_is_a_flag_with_a_value_that_it_takes(name: str) -> None:
     assert f"--{name.replace('_', '-')}" not in KNOWN, "it is a flag of ours"
-    here = PEERS[name]
+    here = equivalents()[name]
     words = here.flags.split()
     assert words or here.note
     for word, following in zip(words, [*words[1:], "--"], strict=False):
@@ -91,7 +93,6 @@ def test_hints_in_a_file_and_in_a_script(tmp_path: Path) -> None:
 
 
 def test_each_name_stands_in_one_line() -> None:
-    from rapidformer_templates.planning.peers import _LINES
-
-    names = [name.replace("-", "_") for line in _LINES for name in line[0].split()]
+    table = tomllib.loads(Path(peers.__file__).with_name("peers.toml").read_text())["equivalents"]
+    names = [name.replace("-", "_") for line in table for name in line[0].split()]
     assert len(names) == len(set(names))

@@ -7,9 +7,8 @@ import itertools
 import pytest
 import torch
 
-from rapidformer_templates.planning.plan import Sizes
+from rapidformer_templates.planning.plan import Sizes, groups_of
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.planning.worker_groups import groups_of
 from rapidformer_templates.system.workers import Workers
 from tests.support.requests import CPU, config_of, on
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -165,3 +165,44 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"engine_options": self.engine_options.to_json()}
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A way to divide the workers into groups of equal size.
+
+    Attributes:
+        name: the name of the dimension.
+        exchanges: what the workers of a group send to one another.
+        size: number of workers in a group.
+        stride: difference between the ranks of neighbors in a group.
+    """
+
+    name: str
+    exchanges: str
+    size: int
+    stride: int = 1
+
+
+def groups_of(sizes: Sizes, more: Sequence[Dimension] = ()) -> tuple[WorkerGroup, ...]:
+    """Return the groups with more than one worker that contain rank 0.
+
+    Args:
+        more: dimensions of switches, in addition to tensor, context, data and pipeline parallelism.
+    """
+    neighbours = sizes.tensor * sizes.context
+    dimensions = (
+        Dimension("tensor", "sums inside a block", sizes.tensor),
+        Dimension("context", "attention over a sequence; gradients", sizes.context, sizes.tensor),
+        Dimension("data", "gradients, shares of states", sizes.data, neighbours),
+        *more,
+        Dimension("pipeline", "hidden states of a stage", sizes.pipeline, neighbours * sizes.data),
+    )
+    groups = []
+    for dimension in dimensions:
+        size, stride = dimension.size, dimension.stride
+        if size > 1:
+            firsts = [rank for rank in range(sizes.world) if rank // stride % size == 0]
+            nodes = ({(first + i * stride) // sizes.local_world for i in range(size)} for first in firsts)
+            groups.append(WorkerGroup(dimension.name, dimension.exchanges, size, stride, nodes=max(map(len, nodes))))
+    return tuple(groups)

@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args
 
 from rapidformer_templates.planning.config import RunConfig, fields_of, spelling
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.plan import EngineOptions, Plan, Sizes
-from rapidformer_templates.planning.worker_groups import Dimension
+from rapidformer_templates.planning.plan import Dimension, EngineOptions, Plan, Sizes
 
 TEMPLATES = ("Trainer", "Pretrainer", "Finetuner")
 

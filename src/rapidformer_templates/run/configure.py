@@ -16,9 +16,8 @@ from rapidformer_templates.planning.environment import Environment, detect
 from rapidformer_templates.planning.hub import prepare_config
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.resolve import choose_template, resolve, with_template_defaults
 from rapidformer_templates.planning.switch import TEMPLATES
-from rapidformer_templates.planning.templates import choose_template, with_template_defaults
 from rapidformer_templates.run import planning_of_script
 from rapidformer_templates.run.script_hooks import check_names, overridden_hooks, unused_flags
 from rapidformer_templates.system.launch import CHOSEN, is_worker

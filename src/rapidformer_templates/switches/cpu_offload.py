@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.changes import replace
-from rapidformer_templates.planning.checks import PARTITIONING, excludes
+from rapidformer_templates.planning.checks import PARTITIONING, excludes, shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizer_choice import facts_of
 from rapidformer_templates.planning.optimizers import CPU_ADAM
-from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies, needs_template
+from rapidformer_templates.planning.checks import PARTITIONING, check_even_shards, idle_without_copies, needs_template
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.shard_checks import check_even_shards
 from rapidformer_templates.planning.switch import Example, Precedence, Prediction, Resource, Rule, Switch
 
 

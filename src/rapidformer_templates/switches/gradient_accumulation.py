@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.planning.changes import add, replace
+from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.intervals import Epochs
-from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Change,
     Example,

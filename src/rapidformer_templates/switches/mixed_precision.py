@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rapidformer_templates.planning.changes import replace
-from rapidformer_templates.planning.checks import needs_template
+from rapidformer_templates.planning.checks import needs_template, shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizer_choice import implementation
 from rapidformer_templates.planning.plan import EngineOptions, MasterTypes
 from rapidformer_templates.planning.request import precision, wide_weights
-from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,

@@ -18,8 +18,7 @@ from rapidformer_templates.commands.convert.source import Value, mapping_of, rea
 from rapidformer_templates.commands.convert.trl import convert_arguments
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
 from rapidformer_templates.planning.config import dashed
-from rapidformer_templates.planning.device_kinds import DEVICE_KINDS
-from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
+from rapidformer_templates.planning.environment import DEVICE_KINDS, OPTIONAL_PACKAGES
 from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.task_choice import check_data_flags, check_task_flags

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.device_kinds import DEVICE_KINDS, DEVICE_MEMORY
-from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.environment import DEVICE_KINDS, DEVICE_MEMORY, Environment
 
 GB = 10**9
 

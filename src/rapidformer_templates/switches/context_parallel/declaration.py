@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rapidformer_templates.planning.changes import replace
+from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rapidformer_templates.planning.changes import drop, replace
-from rapidformer_templates.planning.checks import needs_template
+from rapidformer_templates.planning.checks import needs_template, shown
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,

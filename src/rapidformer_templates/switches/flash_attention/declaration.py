@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.changes import REPLACE
+from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import AttentionKernel
 from rapidformer_templates.planning.request import precision
-from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Change,
     Example,

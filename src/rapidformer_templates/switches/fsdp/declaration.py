@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies
+from rapidformer_templates.planning.checks import (
+    PARTITIONING,
+    check_even_shards,
+    divides_parameters,
+    first_finding,
+    idle_without_copies,
+    shown,
+)
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import EngineOptions
 from rapidformer_templates.planning.request import precision
-from rapidformer_templates.planning.shard_checks import check_even_shards, divides_parameters, first_finding, shown
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.plan import EngineOptions
+from rapidformer_templates.planning.plan import Dimension, EngineOptions
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -19,7 +19,6 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
 )
-from rapidformer_templates.planning.worker_groups import Dimension
 from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts
 
 SIZE = "fsdp_shard_size"

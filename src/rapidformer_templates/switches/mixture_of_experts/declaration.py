@@ -11,7 +11,7 @@ from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes, idle_without_copies
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.plan import PARALLEL_ENGINE
+from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Dimension
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -24,7 +24,6 @@ from rapidformer_templates.planning.switch import (
     Switch,
     always,
 )
-from rapidformer_templates.planning.worker_groups import Dimension
 
 _EXPERTS = ("num_experts", 8)
 

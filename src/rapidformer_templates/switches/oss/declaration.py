@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies
+from rapidformer_templates.planning.checks import PARTITIONING, check_even_shards, idle_without_copies
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.shard_checks import check_even_shards
 from rapidformer_templates.planning.switch import Precedence, Prediction, Resource, Switch
 
 INSTALL = "pip install 'rapidformer_templates[fairscale]'"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.changes import drop, replace
+from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.changes import add
+from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.shard_checks import shown
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,

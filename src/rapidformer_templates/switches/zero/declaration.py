@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rapidformer_templates.planning.checks import PARTITIONING, idle_without_copies, needs_template
+from rapidformer_templates.planning.checks import (
+    PARTITIONING,
+    check_even_shards,
+    divides_parameters,
+    first_finding,
+    idle_without_copies,
+    needs_template,
+)
 from rapidformer_templates.planning.deepspeed_file.file import AUTO
 from rapidformer_templates.planning.deepspeed_file.settings import LEAST, MOST, deepspeed_settings
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
-from rapidformer_templates.planning.shard_checks import check_even_shards, divides_parameters, first_finding
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
