@@ -369,8 +369,15 @@ _RECORDS = (
 OPTIMIZERS: Mapping[str, OptimizerFacts] = {record.name: record for record in _RECORDS}
 """The optimizers by the value of ``--optimizer``."""
 
-DEEPSPEED_TYPES = {kind: record.name for record in _RECORDS for kind in record.deepspeed_types}
-"""The optimizer types that a DeepSpeed file may name, each with the value of ``--optimizer``."""
+DEEPSPEED_TYPES = {
+    kind: record.name
+    for record in sorted(_RECORDS, key=lambda record: record.betas is None)
+    for kind in record.deepspeed_types
+}
+"""The optimizer types that a DeepSpeed file may name, each with the value of ``--optimizer``.
+
+Those that take the file's betas come first.
+"""
 
 OPTIMIZER_PACKAGES = {record.package.name: record.package for record in _RECORDS if record.package}
 """The packages of optimizers by name."""

@@ -70,7 +70,8 @@ def _refuse_unused(config: RunConfig, flags_of: Callable[[TaskFacts], Sequence[s
     name = config.training.task
     assert name is not None
     mistakes = MistakeCollector()
-    flags = dict.fromkeys(flag for task in TASKS.values() for flag in flags_of(task))
+    corpora_first = sorted(TASKS.values(), key=lambda task: task.name != "pretraining")
+    flags = dict.fromkeys(flag for task in corpora_first for flag in flags_of(task))
     for flag in flags:
         if flag not in flags_of(TASKS[name]) and config.origin(flag) != "default":
             tasks = [task.name for task in TASKS.values() if flag in flags_of(task)]

@@ -180,7 +180,7 @@ IDLE = [
     ),
     (
         {"optimizer": {"type": "Lion", "params": {"lr": 0.1}}},
-        "optimizer.type = Lion is not among the optimizers of --optimizer: Adam, AdamW, Adafactor, Lamb, Muon",
+        "optimizer.type = Lion is not among the optimizers of --optimizer: Adam, AdamW, Lamb, Muon, Adafactor",
     ),
     (
         {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
