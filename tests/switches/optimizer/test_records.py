@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.switches.optimizer.declaration import OptimizerFlags
 
+PAGE = Path(__file__).parents[3] / "docs/optimizers.md"
 PACKAGES = {package.split(".")[0] for package in installed_packages()} | {"torch", "rapidformer_templates"}
 NEEDED = {facts.implementation.path: facts.needs_package for facts in OPTIMIZERS.values()}
 
@@ -106,6 +109,17 @@ def test_what_a_record_names_is_there(name: str) -> None:
         assert callable(load_object(facts.groups))
     if facts.fallback:
         assert facts.fallback.rule == facts.implementation.rule
+
+
+def test_the_page_about_optimizers_has_every_record() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition("\n|---|")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[1:]]
+    named = {name: (size, needs) for names, _, size, needs in rows for name in re.findall("`(.+?)`", names)}
+    assert named.keys() == OPTIMIZERS.keys()
+    for name, (size, needs) in named.items():
+        facts = OPTIMIZERS[name]
+        assert float(re.findall(r"[\d.]+", size)[0]) == pytest.approx(facts.state_bytes, abs=0.02), name
+        assert bool(needs) == (facts.package is not None), name
 
 
 # The classes
