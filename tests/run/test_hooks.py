@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer_templates import Data, Finetuner
 from rapidformer_templates.errors import ConfigError, DataError, ModelError, RapidformerError
-from rapidformer_templates.system.launch import run_workers
-from rapidformer_templates.system.ports import port_problem
+from rapidformer_templates.system.launch import port_problem, run_workers
 from tests.support.jobs import CausalJob
 from tests.support.lines import FLAGS, Line
 from tests.support.parity import trained

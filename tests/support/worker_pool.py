@@ -32,7 +32,7 @@ import torch
 import torch.multiprocessing as mp
 
 from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once
-from rapidformer_templates.system.ports import reserved_port
+from rapidformer_templates.system.launch import reserved_port
 from rapidformer_templates.system.workers import Workers, join
 from tests.support import stand_in
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from rapidformer_templates.system.ports import reserved_port
+from rapidformer_templates.system.launch import reserved_port
 
 
 def test_a_store_listens_on_a_reserved_port() -> None:

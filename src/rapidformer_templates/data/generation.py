@@ -18,7 +18,7 @@ from rapidformer_templates.data.types import ModelOutputs
 DEFAULT_NEW_TOKENS = 256
 """Maximum number of new tokens if the user gives none."""
 
-OF_DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 """Sampling settings of a model. They have no effect on greedy decoding."""
 
 
@@ -85,7 +85,7 @@ def generate(
     """
     settings = copy.deepcopy(model.generation_config)
     if temperature == 0:
-        settings.update(**dict.fromkeys(OF_DRAWING))
+        settings.update(**dict.fromkeys(SAMPLING_SETTINGS))
     settings.update(
         do_sample=temperature > 0,
         temperature=temperature or None,

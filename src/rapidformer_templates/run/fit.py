@@ -48,7 +48,7 @@ from rapidformer_templates.run.saving import Checkpoints
 from rapidformer_templates.run.template import Template, begin_run
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.files import writing
-from rapidformer_templates.system.process_state import kept_process_state
+from rapidformer_templates.system.random_state import kept_process_state
 from rapidformer_templates.system.signals import StopRequest, stop_request
 from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
 from rapidformer_templates.system.workers import Workers, join

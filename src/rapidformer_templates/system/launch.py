@@ -6,17 +6,18 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
-from rapidformer_templates.system.ports import port_problem, reserved_port
 from rapidformer_templates.system.processes import ERROR_FILE, Failure, WorkerProcesses
 from rapidformer_templates.system.signals import stop_signal
 
@@ -91,6 +92,32 @@ def run_workers(
             _raise_first(
                 failures, started, is_requested=bool(stop.signals), is_repeated=stop.is_repeated, resumes=resumes
             )
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a free port of this machine, which no other process is given inside the context.
+
+    A socket that is bound but does not listen reserves the port. A worker can still listen on it, because both sockets
+    set ``SO_REUSEADDR``.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+def port_problem(port: int) -> str | None:
+    """Return why this process cannot listen on a port, or None if it can."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except PermissionError:
+            return f"port {port} is reserved for the administrator of this machine"
+        except OSError:
+            return f"port {port} is in use on this machine"
+    return None
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""The states of all random number generators, as tensors and text."""
+"""The state of a process: all random number generators, as tensors and text, and the other settings of a training."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,10 @@ import numpy as np
 import torch
 
 from rapidformer_templates.system import accelerator
+from rapidformer_templates.system.host_memory import use_default_allocator
+
+ENVIRONMENT = ("TOKENIZERS_PARALLELISM",)
+"""Environment variables that a training sets."""
 
 
 def seed_all(seed: int) -> None:
@@ -60,3 +65,23 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         restore(*before)
+
+
+@contextmanager
+def kept_process_state() -> Iterator[None]:
+    """Restore random states, matmul precision, environment and allocator after the context.
+
+    The allocator gets the settings of a fresh process.
+    """
+    random_state, precision = capture(), torch.get_float32_matmul_precision()
+    environment = {name: os.environ.get(name) for name in ENVIRONMENT}
+    try:
+        yield
+    finally:
+        restore(*random_state)
+        torch.set_float32_matmul_precision(precision)
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        use_default_allocator()

@@ -21,7 +21,7 @@ from rapidformer_templates.errors import DataError
 
 T = TypeVar("T")
 Fields = TypeVar("Fields")
-ASKED = "fix the row: each row gets an answer"
+PREDICTION_ADVICE = "fix the row: each row gets an answer"
 """Advice for a row to predict that cannot be used."""
 PLAIN_NOTE = "the tokenizer has no chat template: a plain one is used, and exported with it"
 

@@ -183,19 +183,11 @@ def measures(part: DataPart, column: str) -> list[float]:
     return part.read([column], partial(measure, column=column))
 
 
-def label_sets(part: DataPart, column: str) -> list[list[str]]:
-    """Return the names of each row's labels. A row may have none.
-
-    Raises:
-        DataError: a row does not have a list, or its list has an empty label.
-    """
-    return part.read([column], _label_set_reader(part, column))
-
-
 def label_set_names(parts: Sequence[DataPart], column: str) -> list[str]:
     """Return all labels that occur in lists of labels, in order."""
     declared = declared_names(parts[0], column)
-    names_used = {name for part in parts for names in label_sets(part, column) for name in names}
+    label_sets = (names for part in parts for names in part.read([column], _label_set_reader(part, column)))
+    names_used = {name for names in label_sets for name in names}
     return declared or sorted_names(names_used)
 
 

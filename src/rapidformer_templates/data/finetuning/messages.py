@@ -21,7 +21,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 OLDER_ROLES = {"human": "user", "gpt": "assistant"}
 """Roles of the older form, which has the keys ``from`` and ``value``. Other role names have not changed."""
 
-OF_TEXT = ("text", "input_text", "output_text")
+TEXT_PART_TYPES = ("text", "input_text", "output_text")
 
 
 def read_messages(value: object, what: str) -> list[Message]:
@@ -101,7 +101,7 @@ def joined_parts(content: list[object], what: str) -> str:
         where = f"part {number} of the content of {what}"
         if not isinstance(part, dict) or part.get("type") is None:
             raise DataError(f"{where} has no type", hint='write {"type": "text", "text": …}')
-        if part["type"] not in OF_TEXT:
+        if part["type"] not in TEXT_PART_TYPES:
             hint = "remove the part or the conversation; only text parts are read"
             message = f"{where} is of the type '{part['type']}', which is not supported in this version"
             raise DataError(message, hint=hint)

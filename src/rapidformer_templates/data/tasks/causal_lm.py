@@ -18,7 +18,7 @@ from rapidformer_templates.data.finetuning.chat import (
     read_prompt,
     rows_of,
 )
-from rapidformer_templates.data.finetuning.chat_samples import ASKED, PLAIN_NOTE, ChatReader
+from rapidformer_templates.data.finetuning.chat_samples import PLAIN_NOTE, PREDICTION_ADVICE, ChatReader
 from rapidformer_templates.data.finetuning.column_names import TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate, padded_left
@@ -192,7 +192,7 @@ def prompts_of(task: Task, part: DataPart) -> list[list[int]]:
         DataError: a column is missing, a row cannot be used, or a prompt leaves the model no room to write.
     """
     columns, tokenizer = find_prompt_columns(part, task.config.data, task.columns or {}), task.tokenizer
-    reader = ChatReader(tokenizer, task.seq_length, answers_only=True, bad=BadLines(advice=ASKED))
+    reader = ChatReader(tokenizer, task.seq_length, answers_only=True, bad=BadLines(advice=PREDICTION_ADVICE))
     unanswered = reader.read(part, rows_of(part, columns), partial(read_prompt, columns))
     reader.bad.raise_all()
     ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import find_columns, read_example, rows_of
-from rapidformer_templates.data.finetuning.chat_samples import ASKED, ChatReader
+from rapidformer_templates.data.finetuning.chat_samples import PREDICTION_ADVICE, ChatReader
 from rapidformer_templates.data.finetuning.column_names import MESSAGES, TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.preferences import (
     PROMPT,
@@ -319,7 +319,7 @@ class Reward(_Preferences):
 
     def inputs(self, part: DataPart) -> Inputs:
         """Tokenize answers with their prompts. Each row has one answer, or a chosen and a rejected one."""
-        reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True, bad=BadLines(advice=ASKED))
+        reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True, bad=BadLines(advice=PREDICTION_ADVICE))
         if has_pairs(part):
             answers = [list(pair) for pair in pairs_of(part, self._prompt(part), reader)]
         else:
