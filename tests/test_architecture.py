@@ -255,10 +255,8 @@ PARTICIPLES = {
     "ours", "taken", "theirs", "there", "told", "waited", "wanted",
 }  # fmt: skip
 """Words that say what happened to a value. A name says what it is: ``options``, not ``asked``."""
-PARTICIPLES_OF_INTERFACES = {
-    ("errors.py", "asked"), ("planning/switch.py", "asked"), ("run/calls.py", "asked"), ("run/calls.py", "here"),
-}  # fmt: skip
-"""Names that other packages' switches use, and a module that will go."""
+PARTICIPLES_OF_INTERFACES = {("errors.py", "asked"), ("planning/switch.py", "asked")}
+"""Names that other packages' switches use."""
 
 
 def _bound_names(path: Path) -> Iterator[str]:

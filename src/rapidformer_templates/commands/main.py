@@ -43,7 +43,7 @@ from rapidformer_templates.system.terminal import console
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rapidformer_templates.run.template import Template
+    from rapidformer_templates.run.run import Template
 
 HELP = """Train transformers. Each acceleration is one switch.
 

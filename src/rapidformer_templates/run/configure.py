@@ -23,7 +23,7 @@ from rapidformer_templates.run.script_hooks import check_names, overridden_hooks
 from rapidformer_templates.system.launch import CHOSEN, is_worker
 
 if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
+    from rapidformer_templates.run.run import Template
 
 
 def library_template(template: type[Template]) -> str:

@@ -13,8 +13,8 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.planning.metrics import metric_name
 from rapidformer_templates.planning.task_choice import metrics_of
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
-from rapidformer_templates.run.index_limits import locate_index_errors
 from rapidformer_templates.run.run import Run
+from rapidformer_templates.run.step_errors import locate_index_errors
 from rapidformer_templates.system.random_state import capture, restore
 
 

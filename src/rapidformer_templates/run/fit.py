@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -18,7 +17,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.task_choice import check_data_flags
-from rapidformer_templates.run import calls, out_of_memory
+from rapidformer_templates.run import out_of_memory
 from rapidformer_templates.run.best import BestMetric, BestStep, best_metric, check_metric
 from rapidformer_templates.run.building import build_data, build_engine, choose_allocation, prepare_switches
 from rapidformer_templates.run.callbacks import restore_callbacks
@@ -42,10 +41,15 @@ from rapidformer_templates.run.push import check_push, create_repository, push_e
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.resume import restore_run, show_changes
-from rapidformer_templates.run.run import Run
+from rapidformer_templates.run.run import Run, Template, begin_run
 from rapidformer_templates.run.sample_order import build_order, count_steps
 from rapidformer_templates.run.saving import Checkpoints
-from rapidformer_templates.run.template import Template, begin_run
+from rapidformer_templates.run.script_workers import (
+    Summary,
+    record_outcome,
+    train_in_new_workers,
+    train_in_this_worker,
+)
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.random_state import kept_process_state
@@ -57,39 +61,27 @@ AfterTraining = Callable[[Run], None]
 """Takes the trained run. It is called while all workers are still connected."""
 
 
-def fit(template: Template, then: AfterTraining | None = None) -> dict[str, Any]:
+def fit(template: Template, then: AfterTraining | None = None) -> Summary:
     """Check what can be checked, start local workers if requested, and train.
 
     Args:
         then: called after training if this process trains alone.
     """
-    flags = dict(template.config.items())
+    name, flags = type(template).__qualname__, dict(template.config.items())
+    count, port = template.config.launch.nproc_per_node or 1, template.config.launch.master_port
+
+    def train_alone() -> Summary:
+        with kept_process_state():
+            return join_and_train(template, then)
+
+    def train_in_workers() -> Summary:
+        program.command()  # raises if there is no program that workers could run
+        variables, resumes = check_before_workers(template)
+        return train_in_new_workers(name, flags, count, port, variables, resumes)
+
     if launch.is_worker():
-        return calls.in_this_worker(
-            type(template).__qualname__, flags, template.override_flags, lambda: join_and_train(template)
-        )
-    if (template.config.launch.nproc_per_node or 1) == 1:
-        return calls.noted(lambda: _train_here(template, then))
-    return calls.noted(lambda: _train_in_new_workers(template, flags))
-
-
-def _train_here(template: Template, then: AfterTraining | None) -> dict[str, Any]:
-    with kept_process_state():
-        return join_and_train(template, then)
-
-
-def _train_in_new_workers(template: Template, flags: Mapping[str, Any]) -> dict[str, Any]:
-    config = template.config
-    program.command()  # raises if there is no program that workers could run
-    variables, resumes = check_before_workers(template)
-    return calls.in_new_workers(
-        type(template).__qualname__,
-        flags,
-        config.launch.nproc_per_node or 1,
-        config.launch.master_port,
-        variables,
-        resumes,
-    )
+        return train_in_this_worker(name, flags, template.override_flags, lambda: join_and_train(template))
+    return record_outcome(train_alone if count == 1 else train_in_workers)
 
 
 def check_before_workers(template: Template) -> tuple[dict[str, str], Callable[[], bool]]:
@@ -123,7 +115,7 @@ def _can_resume(training: TrainingFlags) -> bool:
     return bool(continues and training.save and candidates(RunFolder(training.save).checkpoints))
 
 
-def join_and_train(template: Template, then: AfterTraining | None = None) -> dict[str, Any]:
+def join_and_train(template: Template, then: AfterTraining | None = None) -> Summary:
     """Train as one of several workers, or alone. ``then`` is called before the workers disconnect."""
     config = template.config
     _check_worker_count(config)
@@ -205,7 +197,7 @@ def evaluate(template: Template, reference: Callable[[], nn.Module] | None = Non
             return validation.evaluate(lambda count: bar.advance(count, lambda: ""))
 
 
-def train(run: Run, stop: StopRequest, then: AfterTraining | None = None) -> dict[str, Any]:
+def train(run: Run, stop: StopRequest, then: AfterTraining | None = None) -> Summary:
     """Train on this worker: data, model, start position, loop, export. Returns the summary."""
     training, workers, folder = run.config.training, run.workers, run.folder
 
@@ -285,7 +277,7 @@ def _build_loop(run: Run, metric: BestMetric | None) -> Loop:
     )
 
 
-def _finish(loop: Loop, metrics: dict[str, float]) -> dict[str, Any]:
+def _finish(loop: Loop, metrics: dict[str, float]) -> Summary:
     """Evaluate and export the weights that the run keeps, and return its summary."""
     run, folder, training = loop.run, loop.run.folder, loop.run.config.training
     if run.position.stream and run.position.stream.get("reasons"):

@@ -6,11 +6,8 @@ while they are on the host. A batch that is already on a device is not checked, 
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,7 +83,7 @@ class IndexLimits:
                 continue
             if outside is not None:
                 value, rows = outside
-                where = f"{name} {_listed(_samples_of(rows, len(tensor), microbatch.samples))}"
+                where = f"{name} {list_samples(_samples_of(rows, len(tensor), microbatch.samples))}"
                 raise DataError(f"the {what} {value} in '{field}' is not one of the {table}", where=where, hint=hint)
 
     def _outside(self, values: np.ndarray, size: int, ignored: int = 0) -> tuple[int, np.ndarray] | None:
@@ -140,31 +137,6 @@ def _size_of(find: Callable[[], Any], attribute: str) -> int | None:
     return size
 
 
-def _listed(samples: Sequence[int]) -> str:
+def list_samples(samples: Sequence[int]) -> str:
+    """Return the first :data:`SHOWN` samples as text."""
     return f"{list(samples[:SHOWN])}{' …' if len(samples) > SHOWN else ''}"
-
-
-TORCH = str(Path(torch.__file__).parent)
-
-
-@contextmanager
-def locate_index_errors(samples: Sequence[int], name: str) -> Iterator[None]:
-    """Context for forwards on a CPU. An index error of torch becomes an error that names the samples.
-
-    It serves models whose tables are unknown to :class:`IndexLimits`.
-
-    Raises:
-        DataError: replaces an :class:`IndexError` that a function of torch has raised.
-    """
-    try:
-        yield
-    except IndexError as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if not frames[-1].filename.startswith(TORCH):
-            raise
-        own = next((frame for frame in reversed(frames) if not frame.filename.startswith(TORCH)), frames[-1])
-        raise DataError(
-            f"a number of the batch is beyond the table that it indexes: {error}",
-            where=f"{name} {_listed(samples)}, {own.filename}:{own.lineno}",
-            hint="compare the largest token id and the largest label with the sizes of the embedding and of the head",
-        ) from error

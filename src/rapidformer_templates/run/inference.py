@@ -25,7 +25,6 @@ from rapidformer_templates.run.building import build_data, build_engine
 from rapidformer_templates.run.evaluation import Evaluator, Validation, evaluating
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import checked_count, checked_predictions
-from rapidformer_templates.run.index_limits import locate_index_errors
 from rapidformer_templates.run.predictions import (
     is_conversation,
     is_dataset,
@@ -34,8 +33,8 @@ from rapidformer_templates.run.predictions import (
     samples_as_part,
 )
 from rapidformer_templates.run.reference import precomputed_reference
-from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.template import Template, begin_run
+from rapidformer_templates.run.run import Run, Template, begin_run
+from rapidformer_templates.run.step_errors import locate_index_errors
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.random_state import kept_process_state
 from rapidformer_templates.system.workers import Workers

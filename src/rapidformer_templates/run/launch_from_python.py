@@ -25,11 +25,10 @@ import torch
 from rapidformer_templates.data.checks import kind_of
 from rapidformer_templates.errors import ConfigError, ReportedError, WorkerFailed
 from rapidformer_templates.run.callbacks import load_callback_states, states_of
-from rapidformer_templates.run.calls import Summary, noted
 from rapidformer_templates.run.fit import check_before_workers, join_and_train
 from rapidformer_templates.run.inference import Weights, whole_weights
-from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.template import Template
+from rapidformer_templates.run.run import Run, Template
+from rapidformer_templates.run.script_workers import Summary, record_outcome
 from rapidformer_templates.system import launch, program
 
 RUN_ATTRIBUTES = ("_run", "_model", "_model_run", "_local_run", "_weights", "_trained_in_workers", "task")
@@ -53,7 +52,7 @@ def fit(template: Template) -> tuple[Summary, Weights]:
         trained.append(weights)
         return summary
 
-    return noted(train), trained[0]
+    return record_outcome(train), trained[0]
 
 
 def _train_in_workers(

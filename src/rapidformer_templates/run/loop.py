@@ -11,11 +11,9 @@ from rapidformer_templates.data.loader import MicroBatch, load, on_device, train
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss
-from rapidformer_templates.run import device_failure
 from rapidformer_templates.run.best import BestStep
 from rapidformer_templates.run.callbacks import states_of
 from rapidformer_templates.run.evaluation import Validation, evaluating
-from rapidformer_templates.run.index_limits import locate_index_errors
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.log import Log
 from rapidformer_templates.run.meter import Meter
@@ -23,6 +21,7 @@ from rapidformer_templates.run.profiler import DATA, EXCHANGE, REST, TRAIN, Prof
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saving import Checkpoints
+from rapidformer_templates.run.step_errors import locate_device_errors, locate_index_errors
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.signals import StopRequest
 from rapidformer_templates.system.terminal import say
@@ -97,7 +96,7 @@ class Loop:
         """
         with (
             contextlib.closing(self.checkpoints) if self.checkpoints else contextlib.nullcontext(),
-            device_failure.locate_errors(lambda: self.run.position.step, self._resume_hint()),
+            locate_device_errors(lambda: self.run.position.step, self._resume_hint()),
         ):
             return self._train(stop)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from rapidformer_templates.errors import ConfigError, RapidformerError
 
 if TYPE_CHECKING:
-    from rapidformer_templates.run.template import Template
+    from rapidformer_templates.run.run import Template
 
 T = TypeVar("T")
 

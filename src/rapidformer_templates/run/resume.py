@@ -17,8 +17,7 @@ from rapidformer_templates.planning.task_choice import sample_flags
 from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of, problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.position import Position
-from rapidformer_templates.run.run import Run
+from rapidformer_templates.run.run import Position, Run
 from rapidformer_templates.system.random_state import restore, seed_all
 from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers

@@ -1,15 +1,21 @@
-"""The :class:`Run`: what the loop, the evaluation, the receipts and the export of a run share on one worker."""
+"""The :class:`Run`: what the loop, the evaluation, the receipts and the export of a run share on one worker.
+
+A run begins with a :class:`Template`, and :class:`Position` is its progress.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.data.tasks import Task
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.types import Bookmark, Data
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.recipe import GroupOptions, undecayed
 from rapidformer_templates.planning.config import RunConfig
@@ -18,9 +24,53 @@ from rapidformer_templates.run.callbacks import Callback
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import Hooks, checked_count
 from rapidformer_templates.run.index_limits import IndexLimits
-from rapidformer_templates.run.position import Position
 from rapidformer_templates.run.script_hooks import overridden_hooks
 from rapidformer_templates.system.workers import Workers
+
+
+@dataclass
+class Position:
+    """The progress of a run, saved with each checkpoint.
+
+    Attributes:
+        step: number of completed optimizer steps.
+        samples, tokens: number consumed since the start of the run.
+        best: step, metric and value of the best evaluation so far, if the run tracks one.
+        best_loss: the loss of that evaluation. It decides between equal values of the metric.
+        evaluations_since_best: number of evaluations since the metric was last better than before.
+        data: everything that the order of the data depends on. A resumed run must match it.
+        base: identity of the frozen weights under adapters, which are not in the checkpoint. None without adapters.
+        stream: position in a stream of samples. None if the data is not a stream.
+        callbacks: states of the callbacks by name.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    best: dict[str, Any] | None = None
+    best_loss: float | None = None
+    evaluations_since_best: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
+    base: str | None = None
+    stream: Bookmark | None = None
+    callbacks: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Completed steps, samples and tokens: the units of an interval."""
+        return {"steps": self.step, "samples": self.samples, "tokens": self.tokens}
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the values for a checkpoint. ``waited`` is the key of the evaluations since the best one."""
+        state = dataclasses.asdict(self)
+        state["waited"] = state.pop("evaluations_since_best")
+        return state
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Position:
+        """Restore the values of a checkpoint. An older version saved fewer of them."""
+        values = {**state, "evaluations_since_best": state.get("waited", 0)}
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 
 
 @dataclass
@@ -98,3 +148,30 @@ class Run:
         microbatch.size = (microbatch.sample_count, microbatch.tokens)
         microbatch.inspect_masks()
         return microbatch
+
+
+class Template(Hooks, Protocol):
+    """A :class:`rapidformer_templates.Trainer`, which is defined above this package and documents each member."""
+
+    Flags: ClassVar[type | None]
+    config: RunConfig
+    callbacks: tuple[Callback, ...]
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def trained_plan(self) -> Plan: ...
+    @property
+    def reads_task_data(self) -> bool: ...
+    @property
+    def computes_own_metrics(self) -> bool: ...
+
+    def override_flags(self, values: Mapping[str, Any]) -> None: ...
+    def run_begins(self, run: Run) -> None: ...
+
+
+def begin_run(template: Template, workers: Workers, folder: RunFolder | None = None) -> Run:
+    """Return a run of a template on this worker. The template's hooks use the data and the model of this run."""
+    run = Run(template.plan, template.config, template, template.callbacks, workers, folder)
+    template.run_begins(run)
+    return run

@@ -31,7 +31,7 @@ from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
-from rapidformer_templates.run import calls, device_failure, out_of_memory
+from rapidformer_templates.run import out_of_memory
 from rapidformer_templates.run.building import build_engine, choose_allocation, prepare_switches
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
@@ -41,10 +41,11 @@ from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.meter import Meter
-from rapidformer_templates.run.position import Position
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.resume import check_base, checkpoint_to_load, restore_engine
-from rapidformer_templates.run.template import Template, begin_run
+from rapidformer_templates.run.run import Position, Template, begin_run
+from rapidformer_templates.run.script_workers import CALL
+from rapidformer_templates.run.step_errors import locate_device_errors
 from rapidformer_templates.system import accelerator, launch, program
 from rapidformer_templates.system.random_state import seed_all
 from rapidformer_templates.system.workers import Workers, join
@@ -93,7 +94,7 @@ def open_session(
         raise ConfigError(no_device(template.plan.device), where=template.config.origin("device"))
     count = template.config.launch.nproc_per_node or 1
     if launch.is_worker():
-        if calls.CALL in os.environ:
+        if CALL in os.environ:
             raise ConfigError("compose() comes before a fit() in the same script", hint="split them into two scripts")
         launch.report_uncaught()
     elif count > 1:
@@ -406,7 +407,7 @@ class Session:
     def _locate_errors(self, newest: int) -> Iterator[None]:
         """Add the step to a :class:`NonFiniteLoss` or a device failure. ``newest`` is the last started step."""
         try:
-            with device_failure.locate_errors(lambda: newest):
+            with locate_device_errors(lambda: newest):
                 yield
         except NonFiniteLoss as error:
             step = newest - error.age

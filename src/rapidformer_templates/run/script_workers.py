@@ -1,8 +1,8 @@
-"""``fit`` from Python with several workers, which run exactly this one call. This module does not import torch.
+"""Workers of ``fit`` that run the script again, for exactly this one call. This module does not import torch.
 
-A worker runs the script again, because its classes and functions are defined there. It reaches the same calls of
-``fit`` in the same order. Earlier calls return their known results without training. In this call the worker trains,
-and then it exits, so that the rest of the script runs only once, in the process that started the workers.
+Each worker runs the script because its classes and functions are defined there. It reaches the same calls of ``fit`` in
+the same order. Earlier calls return their known results without training. In this call the worker trains, and then it
+exits, so that the rest of the script runs only once, in the process that started the workers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from rapidformer_templates.errors import ConfigError, RapidformerError, ReportedError, WorkerFailed
 from rapidformer_templates.system import launch, program
@@ -22,11 +22,34 @@ CALL = "RAPIDFORMER_CALL"
 
 Summary = dict[str, Any]
 
-_outcomes: list[dict[str, Any]] = []
-"""Results of this process's calls, in order: a ``summary``, or an ``error`` and its ``status``."""
+
+class Outcome(TypedDict, total=False):
+    """The result of a call of ``fit``: a summary, or the text of an error and its exit status."""
+
+    summary: Summary
+    error: str
+    status: int
 
 
-def noted(train: Callable[[], Summary]) -> Summary:
+class Call(TypedDict):
+    """The call of ``fit`` that workers are started for.
+
+    Attributes:
+        template: name of the class whose ``fit`` was called.
+        flags: values of its flags, which the workers must use.
+        outcomes: results of the earlier calls.
+    """
+
+    template: str
+    flags: Mapping[str, object]
+    outcomes: list[Outcome]
+
+
+_outcomes: list[Outcome] = []
+"""Results of this process's calls, in order."""
+
+
+def record_outcome(train: Callable[[], Summary]) -> Summary:
     """Run a call in the first process and record its result. Workers of later calls return the same result."""
     try:
         summary = train()
@@ -38,28 +61,27 @@ def noted(train: Callable[[], Summary]) -> Summary:
     return summary
 
 
-def in_new_workers(
+def train_in_new_workers(
     template: str,
-    asked: Mapping[str, Any],
+    flags: Mapping[str, object],
     count: int,
     port: int | None = None,
-    more: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
     resumes: Callable[[], bool] = lambda: False,
 ) -> Summary:
     """Start workers for this call, wait for them, and return the summary of rank 0.
 
     Args:
-        template: name of the class whose ``fit`` was called.
-        asked: values of its flags, which the workers must use.
-        count, port, more, resumes: see :func:`launch.run_workers`.
+        template, flags: see :class:`Call`.
+        count, port, variables, resumes: see :func:`launch.run_workers`.
 
     Raises:
         WorkerFailed: the workers ended without an error, but have not trained.
     """
     with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder:
-        call = {"template": template, "asked": asked, "outcomes": _outcomes}
+        call = Call(template=template, flags=flags, outcomes=_outcomes)
         Path(folder, "call.json").write_text(json.dumps(call), encoding="utf-8")
-        launch.run_workers(program.command(), count, port, {**(more or {}), CALL: folder}, resumes)
+        launch.run_workers(program.command(), count, port, {**(variables or {}), CALL: folder}, resumes)
         result = Path(folder, "summary.json")
         if not result.exists():
             raise WorkerFailed(
@@ -70,16 +92,16 @@ def in_new_workers(
     return summary
 
 
-def in_this_worker(
+def train_in_this_worker(
     template: str,
-    asked: Mapping[str, Any],
-    override_flags: Callable[[Mapping[str, Any]], None],
+    flags: Mapping[str, object],
+    override_flags: Callable[[Mapping[str, object]], None],
     train: Callable[[], Summary],
 ) -> Summary:
     """Run a call in a worker. The call for which the worker was started is its last, whether or not it fails.
 
     Args:
-        template, asked: see :func:`in_new_workers`.
+        template, flags: see :class:`Call`.
         override_flags: takes values of the first process that differ here, such as a folder name with the time.
         train: runs the training.
 
@@ -89,27 +111,26 @@ def in_this_worker(
     if CALL not in os.environ:  # torchrun, not fit(), has started this worker
         return launch.report_errors(train)
     folder = Path(os.environ[CALL])
-    call = json.loads((folder / "call.json").read_text(encoding="utf-8"))
+    call: Call = json.loads((folder / "call.json").read_text(encoding="utf-8"))
     number = len(_outcomes)
     if number < len(call["outcomes"]):
         outcome = call["outcomes"][number]
         _outcomes.append(outcome)
         if "error" in outcome:
             raise ReportedError(outcome["error"], outcome["status"])
-        summary: Summary = outcome["summary"]
-        return summary
+        return outcome["summary"]
 
-    def train_as_asked() -> None:
+    def train_for_the_call() -> None:
         if template != call["template"]:
             raise ConfigError(
                 f"a worker reached {template}.fit() while the process that started it was at {call['template']}.fit()",
                 hint="each worker runs the script again, which must take the same path every time",
             )
-        here = json.loads(json.dumps(asked))
-        override_flags({name: value for name, value in call["asked"].items() if here.get(name) != value})
+        values = json.loads(json.dumps(flags))
+        override_flags({name: value for name, value in call["flags"].items() if values.get(name) != value})
         summary = train()
         if os.environ["RANK"] == "0":
             (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
 
-    launch.report_errors(train_as_asked)
+    launch.report_errors(train_for_the_call)
     raise SystemExit(0)
