@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rapidformer_templates.errors import ConfigError, did_you_mean
 from rapidformer_templates.planning.config import RunConfig, spelling
@@ -19,7 +19,7 @@ from rapidformer_templates.planning.weights import named_sets
 from rapidformer_templates.system.terminal import say
 
 if TYPE_CHECKING:
-    from rapidformer_templates.run.run import Run
+    from rapidformer_templates.run.run import Best, Run
 
 LOSS = "eval_loss"
 
@@ -31,7 +31,7 @@ class BestMetric:
     name: str
     direction: Direction
 
-    def improves(self, value: float, best: Mapping[str, Any] | None) -> bool:
+    def improves(self, value: float, best: Best | None) -> bool:
         """Whether a value is better than the best so far. A best of another metric (before a resume) does not count."""
         if best is None or best["metric"] != self.name:
             return True

@@ -53,7 +53,7 @@ class Callback:
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
-def checked_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
+def checked_callbacks(callbacks: Sequence[object]) -> tuple[Callback, ...]:
     """Return the value of ``callbacks=`` as a tuple if it is valid.
 
     Raises:

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, parse, spelling
@@ -32,7 +32,7 @@ def library_template(template: type[Template]) -> str:
     return next(c.__name__ for c in template.__mro__ if c.__module__ in homes)
 
 
-def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[str, tuple[Any, str]]) -> RunConfig:
+def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[str, tuple[object, str]]) -> RunConfig:
     """Return the configuration of a template. The command line overrides YAML, the script, and the template.
 
     Raises:

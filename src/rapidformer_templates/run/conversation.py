@@ -98,7 +98,7 @@ class Conversation:
 class _WordStreamer(TextStreamer):
     """Passes on the output of ``generate``, word by word."""
 
-    def __init__(self, tokenizer: Any, tell: Callable[[str], object]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, tell: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._tell = tell
         self.pieces: list[str] = []

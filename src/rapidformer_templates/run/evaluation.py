@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, sample_lengths
 from rapidformer_templates.data.types import SampleSet
@@ -97,11 +96,11 @@ class Evaluator:
     def _samples_name(self) -> str:
         return f"{self.name or 'validation'} samples"
 
-    def _results(self, advance: Callable[[int], object]) -> tuple[float, float, list[tuple[int, Any, Any]]]:
+    def _results(self, advance: Callable[[int], object]) -> tuple[float, float, list[tuple[int, object, object]]]:
         """Return (sum of losses, targets, (sample, prediction, reference) of each sample) of this rank."""
         hooks, workers = self.run.hooks, self.run.workers
         total = targets = 0.0
-        results: list[tuple[int, Any, Any]] = []
+        results: list[tuple[int, object, object]] = []
         for microbatch in self._microbatches():
             microbatch.targets = 0 if microbatch.idle else checked_count(hooks.count_targets(microbatch.batch))
             with locate_index_errors(microbatch.samples, self._samples_name):

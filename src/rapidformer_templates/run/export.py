@@ -145,7 +145,7 @@ def _config_of(model: PreTrainedModel) -> PreTrainedConfig:
     return config
 
 
-def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
+def _empty(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = kind(config)
     return model

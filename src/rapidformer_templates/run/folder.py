@@ -137,7 +137,7 @@ class MetricsFile:
             self._file: TextIO = path.open("a", encoding="utf-8")
         self._path = path
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: Mapping[str, object]) -> None:
         """Write a line. Infinite and NaN values become null, because JSON does not support them."""
         with writing(self._path):
             self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
@@ -174,6 +174,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [line for _, line in _lines(path) if line is not None]
 
 
-def is_test_line(line: Mapping[str, Any]) -> bool:
+def is_test_line(line: Mapping[str, object]) -> bool:
     """Whether a line contains metrics of the test set. Its step is the step of the exported weights."""
     return any(name.startswith(metric_name(TEST, "")) for name in line)

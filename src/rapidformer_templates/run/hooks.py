@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ class Hooks(Protocol):
     def on_train_end(self, summary: Mapping[str, Any]) -> None: ...
 
 
-def checked_model(model: Any) -> nn.Module:
+def checked_model(model: object) -> nn.Module:
     """Return the result of ``build_model`` if it is valid.
 
     Raises:
@@ -60,7 +60,7 @@ def checked_model(model: Any) -> nn.Module:
     )
 
 
-def checked_optimizer(recipe: Any) -> OptimizerSpec:
+def checked_optimizer(recipe: object) -> OptimizerSpec:
     """Return the result of ``build_optimizer`` if it is valid.
 
     Raises:
@@ -76,7 +76,7 @@ def checked_optimizer(recipe: Any) -> OptimizerSpec:
     )
 
 
-def checked_schedule(schedule: Any) -> Schedule:
+def checked_schedule(schedule: object) -> Schedule:
     """Return the result of ``build_scheduler`` if it is valid.
 
     Raises:
@@ -97,14 +97,14 @@ def checked_schedule(schedule: Any) -> Schedule:
     return function
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a single number: a Python or numpy number, or a tensor with one element."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float)) or (hasattr(value, "__float__") and getattr(value, "size", 1) == 1)
 
 
-def checked_count(count: Any) -> float:
+def checked_count(count: object) -> float:
     """Return the result of ``count_targets`` if it is valid.
 
     Raises:
@@ -120,7 +120,7 @@ def checked_count(count: Any) -> float:
     )
 
 
-def checked_predictions(result: Any, samples: int) -> tuple[Sequence[Any], Sequence[Any]]:
+def checked_predictions(result: object, samples: int) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return the result of ``read_outputs`` for a batch of ``samples`` samples if it is valid.
 
     Raises:
@@ -142,7 +142,7 @@ def checked_predictions(result: Any, samples: int) -> tuple[Sequence[Any], Seque
     return predictions, references
 
 
-def checked_metrics(metrics: Any) -> dict[str, float]:
+def checked_metrics(metrics: object) -> dict[str, float]:
     """Return the result of ``compute_metrics`` as floats. None means that there are no metrics.
 
     Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -128,7 +127,7 @@ def _classes_of(model: PreTrainedModel) -> int | None:
     return int(size) if size and size > 1 else None
 
 
-def _size_of(find: Callable[[], Any], attribute: str) -> int | None:
+def _size_of(find: Callable[[], nn.Module | None], attribute: str) -> int | None:
     """Return a size of the layer that a method of transformers finds, or None if the model has no such layer."""
     try:
         size: int | None = getattr(find(), attribute, None)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 import cloudpickle
 import torch
@@ -97,7 +96,7 @@ def _pickled(template: Template) -> bytes:
         ) from None
 
 
-def _culprit(value: Any, name: str, visited: set[int]) -> tuple[str, Any]:
+def _culprit(value: object, name: str, visited: set[int]) -> tuple[str, object]:
     """Return the path and value of the innermost part of a value that cannot be pickled."""
     visited.add(id(value))
     for part_name, part in _parts(value, name):
@@ -106,7 +105,7 @@ def _culprit(value: Any, name: str, visited: set[int]) -> tuple[str, Any]:
     return name, value
 
 
-def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, FunctionType):
         variables = inspect.getclosurevars(value)
         for label, part in {**variables.nonlocals, **variables.globals}.items():
@@ -123,7 +122,7 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield type(value).__name__, type(value)
 
 
-def _can_pickle(value: Any) -> bool:
+def _can_pickle(value: object) -> bool:
     try:
         cloudpickle.dumps(value)
     except Exception:

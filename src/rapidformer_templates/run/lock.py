@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.system.files import explain, try_writing
@@ -164,7 +164,7 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _owner(self) -> dict[str, Any]:
+    def _owner(self) -> dict[str, object]:
         """Read the description of the lock's owner. Empty if the file is missing or not yet written."""
         try:
             owner = json.loads(self.path.read_text(encoding="utf-8"))
@@ -183,7 +183,7 @@ class RunLock:
             ) from error
 
 
-def _this_process() -> dict[str, Any]:
+def _this_process() -> dict[str, object]:
     return {
         "host": socket.gethostname(),
         "process": os.getpid(),
@@ -192,7 +192,7 @@ def _this_process() -> dict[str, Any]:
     }
 
 
-def _describe_owner(owner: dict[str, Any]) -> str:
+def _describe_owner(owner: dict[str, object]) -> str:
     if not owner:
         return "it does not say which"
     return f"process {owner.get('process')} on {owner.get('host')}, since {owner.get('since')}: {owner.get('command')}"

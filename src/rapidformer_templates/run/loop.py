@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rapidformer_templates.data.loader import MicroBatch, load, on_device, train_requests
 from rapidformer_templates.engines.contract import StepResult
@@ -214,7 +214,7 @@ class Loop:
             result.measured = {**result.measured, **task.measured(workers)}
         return result
 
-    def _profiled(self, name: str) -> contextlib.AbstractContextManager[Any]:
+    def _profiled(self, name: str) -> contextlib.AbstractContextManager[object]:
         return self.profile.part(name) if self.profile else contextlib.nullcontext()
 
     # Log, evaluate, save.

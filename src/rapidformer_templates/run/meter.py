@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -68,9 +67,9 @@ class Meter:
             "peak_memory_mb": peak_memory_mb(self.device),
         }
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, float]:
         """Return the throughput over all measured steps (mean and standard deviation) and wall time in seconds."""
-        result: dict[str, Any] = {
+        result: dict[str, float] = {
             "wall_seconds": round(time.perf_counter() - self.started, 3),
             "peak_memory_mb": peak_memory_mb(self.device),
             "measured_steps": len(self._rates),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 from rapidformer_templates.errors import OutOfMemory, Refused, is_out_of_memory
 from rapidformer_templates.planning.changes import spell
@@ -19,7 +18,7 @@ from rapidformer_templates.planning.plan import Plan
 
 PARTITIONING = ("oss", "oss_sdp", "fsdp", "zero_1", "zero_2", "zero_3")
 
-FIRST: tuple[Mapping[str, Any], ...] = (
+FIRST: tuple[Mapping[str, object], ...] = (
     {"micro_batch_size": 1},
     {"checkpoint_activations": True},
     {"recompute_granularity": "full"},
@@ -28,7 +27,7 @@ FIRST: tuple[Mapping[str, Any], ...] = (
 """Changes that save memory without additional workers."""
 
 
-def _shard(by: str, **more: Any) -> Mapping[str, Any]:
+def _shard(by: str, **more: object) -> Mapping[str, object]:
     """Return the flags that select this sharding and disable all others."""
     chosen = {f"{name}_memory_optimization": name == by for name in PARTITIONING}
     return {**chosen, "fsdp_shard_size": None, "cpu_offload": False, "nvme_path": None, **more}
@@ -44,7 +43,7 @@ SHARDING = (
 )
 
 
-def _saving_rank(values: Callable[[str], Any]) -> int:
+def _saving_rank(values: Callable[[str], object]) -> int:
     """Return the rank of a sharding by the memory it saves. Higher saves more."""
     if values("zero_3_memory_optimization"):
         return 7 if values("nvme_path") else 6 if values("cpu_offload") else 5
@@ -78,7 +77,7 @@ def next_step(config: RunConfig, plan: Plan, resolve: Callable[[RunConfig], Plan
     return None
 
 
-def _is_taken(step: Mapping[str, Any], config: RunConfig, plan: Plan) -> bool:
+def _is_taken(step: Mapping[str, object], config: RunConfig, plan: Plan) -> bool:
     """Whether a run has already taken one of the first steps."""
     ((name, value),) = step.items()
     if name == "micro_batch_size":
@@ -90,7 +89,7 @@ def _is_taken(step: Mapping[str, Any], config: RunConfig, plan: Plan) -> bool:
     return bool(config.get(name) == value)
 
 
-def _remaining_steps(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any]]:
+def _remaining_steps(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, object]]:
     yield from (step for step in FIRST if not _is_taken(step, config, plan))
     copies = plan.sizes.copies
     if copies > 1:  # a single worker cannot shard

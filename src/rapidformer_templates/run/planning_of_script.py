@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_inspect: Callable[[Any], Any] | None = None
+_inspect: Callable[[Template], object] | None = None
 """Inspects the captured template. None if ``fit`` is not intercepted."""
 
 
 class _Captured(BaseException):
     """Carries the result out of the script. An ``except Exception`` in the script does not catch it."""
 
-    def __init__(self, answer: Any) -> None:
+    def __init__(self, answer: object) -> None:
         super().__init__()
         self.answer = answer
 
@@ -108,7 +108,7 @@ def capture_template(script: str, argv: Sequence[str], inspect: Callable[[Templa
 
 
 @contextmanager
-def _intercept_fit(inspect: Callable[[Template], Any]) -> Iterator[None]:
+def _intercept_fit(inspect: Callable[[Template], object]) -> Iterator[None]:
     global _inspect
     argv, path = sys.argv, list(sys.path)
     _inspect = inspect

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from rapidformer_templates.data.finetuning.tables import DataPart, part_of, part_of_table
 from rapidformer_templates.data.generation import Generation
@@ -24,7 +25,7 @@ GREEDY = Generation()
 
 def predict_samples(
     task: Task,
-    model: Any,
+    model: nn.Module,
     samples: Sequence[Any],
     batch_size: int = 8,
     generation: Generation = GREEDY,
@@ -77,18 +78,18 @@ def samples_as_part(samples: Sequence[Any], text_column: str = "text", chat_colu
     return part_of(rows, [(0, number) for number in range(1, len(rows) + 1)], ("the samples",))
 
 
-def is_message(sample: Any) -> bool:
+def is_message(sample: object) -> bool:
     """Whether a sample is a single message of a conversation, with nothing else."""
     keys = set(sample) if isinstance(sample, Mapping) else set()
     return {"role", "content"} <= keys or {"from", "value"} <= keys
 
 
-def is_conversation(samples: Any) -> bool:
+def is_conversation(samples: object) -> bool:
     """Whether samples are the messages of one conversation."""
     return isinstance(samples, list | tuple) and bool(samples) and all(map(is_message, samples))
 
 
-def is_dataset(samples: Any) -> bool:
+def is_dataset(samples: object) -> bool:
     """Whether samples are a ``datasets.Dataset``."""
     library = sys.modules.get("datasets")  # an object of a library exists only if its module was imported
     return library is not None and isinstance(samples, library.Dataset)
@@ -105,7 +106,7 @@ def rows_of_frame(samples: Any) -> Any:
 
 def predict_inputs(
     task: Task,
-    model: Any,
+    model: nn.Module,
     inputs: Inputs,
     batch_size: int = 8,
     generation: Generation = GREEDY,
@@ -143,7 +144,7 @@ def batches_of(inputs: Inputs, batch_size: int) -> list[list[int]]:
 
 
 @contextmanager
-def _predicting(model: Any) -> Iterator[None]:
+def _predicting(model: nn.Module) -> Iterator[None]:
     """Context for forwards without side effects. It restores the mode and the random state, without gradients."""
     random_state, training = capture(), model.training
     model.eval()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rapidformer_templates.errors import ConfigError
@@ -45,9 +46,9 @@ class Profile:
         self._device = device
         self._seen = 0
         self._recorder: profile | None = None
-        self._step: AbstractContextManager[Any] = nullcontext()
+        self._step: AbstractContextManager[object] = nullcontext()
 
-    def part(self, name: str) -> AbstractContextManager[Any]:
+    def part(self, name: str) -> AbstractContextManager[object]:
         """Mark a part of a step, if steps are being recorded."""
         return record_function(name) if self._recorder else nullcontext()
 
@@ -108,7 +109,7 @@ def _device_activities(device: torch.device) -> list[ProfilerActivity]:
     return [own[device.type]] if device.type in own else []
 
 
-def summary(events: Sequence[Any], steps: int) -> dict[str, Any]:
+def summary(events: Sequence[FunctionEvent], steps: int) -> dict[str, Any]:
     """Summarize a recording, in milliseconds per step.
 
     Args:
@@ -170,7 +171,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return run_summary
 
 
-def _interval(event: Any) -> Interval:
+def _interval(event: FunctionEvent) -> Interval:
     return float(event.time_range.start), float(event.time_range.end)
 
 

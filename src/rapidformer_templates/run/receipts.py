@@ -141,7 +141,7 @@ class Receipts:
         if "buckets" in sizes:
             self._first_step["bucket_bytes"] = sizes["buckets"]
 
-    def _record_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _record_output(self, module: nn.Module, inputs: object, output: object) -> None:
         self._activations |= set(_types([t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]))
 
     def measured(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Receipts:
         tensors = engine.local_tensors()  # must come first: it makes FSDP reshard parameters after an evaluation
         parameters = list(engine.model.parameters())
         sizes = bytes_by_kind(tensors)
-        measures: dict[str, Callable[[], Any]] = {
+        measures: dict[str, Callable[[], object]] = {
             "parameter_dtypes": lambda: _types(parameters),
             "activation_dtypes": lambda: sorted(self._activations),
             "parameter_bytes": lambda: sizes["parameters"],

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import WithoutAverages
@@ -17,7 +16,7 @@ from rapidformer_templates.planning.task_choice import sample_flags
 from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of, problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.run import Position, Run
+from rapidformer_templates.run.run import Best, Position, Run
 from rapidformer_templates.system.random_state import restore, seed_all
 from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
@@ -72,7 +71,7 @@ NOT_COMPARED = {"template", "--resume", "--save", "--load", "--overwrite", "--co
 """Values that do not affect a resumed run."""
 
 
-def show_changes(folder: RunFolder, values: Mapping[str, Mapping[str, Any]], workers: Workers) -> None:
+def show_changes(folder: RunFolder, values: Mapping[str, Mapping[str, object]], workers: Workers) -> None:
     """Report the flags whose values have changed since the run was last started.
 
     Args:
@@ -133,7 +132,7 @@ def checkpoint_to_load(path: Path, workers: Workers) -> Path:
     return newest
 
 
-def _best_of_this_run(saved: Position, path: Path, folder: RunFolder | None, workers: Workers) -> dict[str, Any] | None:
+def _best_of_this_run(saved: Position, path: Path, folder: RunFolder | None, workers: Workers) -> Best | None:
     """Return the best evaluation so far, if its checkpoint is in this run's folder."""
     best = saved.best
     if best is None or folder is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypedDict
 
 from torch import nn
 
@@ -28,6 +28,14 @@ from rapidformer_templates.run.script_hooks import overridden_hooks
 from rapidformer_templates.system.workers import Workers
 
 
+class Best(TypedDict):
+    """The best evaluation of a run: its step, and the metric that selects it with its value."""
+
+    step: int
+    metric: str
+    value: float
+
+
 @dataclass
 class Position:
     """The progress of a run, saved with each checkpoint.
@@ -35,7 +43,7 @@ class Position:
     Attributes:
         step: number of completed optimizer steps.
         samples, tokens: number consumed since the start of the run.
-        best: step, metric and value of the best evaluation so far, if the run tracks one.
+        best: the best evaluation so far, if the run tracks one.
         best_loss: the loss of that evaluation. It decides between equal values of the metric.
         evaluations_since_best: number of evaluations since the metric was last better than before.
         data: everything that the order of the data depends on. A resumed run must match it.
@@ -47,10 +55,10 @@ class Position:
     step: int = 0
     samples: int = 0
     tokens: int = 0
-    best: dict[str, Any] | None = None
+    best: Best | None = None
     best_loss: float | None = None
     evaluations_since_best: int = 0
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, object] = field(default_factory=dict)
     base: str | None = None
     stream: Bookmark | None = None
     callbacks: dict[str, Any] = field(default_factory=dict)

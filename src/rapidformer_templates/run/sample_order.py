@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import Order, SampleOrder
 from rapidformer_templates.data.streaming.samples import StreamOrder
-from rapidformer_templates.data.types import Endless
+from rapidformer_templates.data.types import Endless, SampleSet
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.intervals import Epochs
@@ -16,7 +14,7 @@ from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.terminal import say
 
 
-def build_order(run: Run, samples: Any) -> Order:
+def build_order(run: Run, samples: SampleSet | Endless) -> Order:
     """Return the order of the training samples.
 
     Raises:

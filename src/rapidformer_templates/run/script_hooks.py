@@ -89,7 +89,7 @@ def _library_base(template: type) -> type:
     return next(kind for kind in template.__mro__ if any(_is_default(m, kind) for m in vars(kind).values()))
 
 
-def _is_default(method: Any, kind: type) -> bool:
+def _is_default(method: object, kind: type) -> bool:
     return hasattr(method, "acting_flags") and method.__module__ == kind.__module__
 
 
@@ -151,7 +151,7 @@ def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _file_and_line(kind: type, value: Any) -> str:
+def _file_and_line(kind: type, value: object) -> str:
     code = getattr(getattr(value, "__func__", None) or getattr(value, "fget", None) or value, "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else kind.__module__
 
@@ -177,7 +177,7 @@ def unused_flags(template: type, config: RunConfig) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _overrides(method: Any, default: Any) -> bool:
+def _overrides(method: object, default: object) -> bool:
     """Whether a method overrides the default without calling it, through ``super`` or the task."""
     if method is default:
         return False

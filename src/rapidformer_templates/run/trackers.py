@@ -87,7 +87,7 @@ class Tracker(ABC):
     def where(self) -> str:
         """Where users find the curves."""
 
-    def configure(self, values: Mapping[str, Any]) -> None:
+    def configure(self, values: Mapping[str, object]) -> None:
         self.tracker.store_init_configuration(dict(values))
 
     def log(self, values: Mapping[str, float], step: int) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import installed_packages
@@ -33,6 +33,7 @@ DECISIONS = ("template", "engine", "device", "precision", "optimizer", "optimize
 """Fields of the plan that are parameters of a run."""
 
 Parameter = str | int | float | bool
+V = TypeVar("V")
 
 
 class Trackers:
@@ -99,9 +100,7 @@ class Trackers:
         if row:
             self._all(lambda tracker, is_logged: self._log_new(tracker.log, row, is_logged))
 
-    def _log_new(
-        self, log: Callable[[Mapping[str, Any], int], None], row: Mapping[str, Any], is_logged: IsLogged
-    ) -> None:
+    def _log_new(self, log: Callable[[Mapping[str, V], int], None], row: Mapping[str, V], is_logged: IsLogged) -> None:
         new = {name: value for name, value in row.items() if not is_logged(name, self._step)}
         if new:
             log(new, self._step)
@@ -176,13 +175,13 @@ def run_parameters(config: RunConfig, plan: Plan) -> dict[str, Parameter]:
     return {name: _plain(value) for name, value in (flags | decisions | sizes).items()}
 
 
-def _plain(value: Any) -> Parameter:
+def _plain(value: object) -> Parameter:
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return value if isinstance(value, int | float | bool) else str(value)
 
 
-def in_groups(line: Mapping[str, Any]) -> dict[str, float]:
+def in_groups(line: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers of a line of metrics, named by the groups that trackers show.
 
     >>> in_groups({"step": 8, "epoch": 1.0, "loss": 0.5, "grad_norm": 1.2})
@@ -208,13 +207,13 @@ def results_of(summary: Mapping[str, Any], *, totals_as_text: bool) -> dict[str,
     return {**of_test, **{f"summary/{name}": value for name, value in totals.items()}, **texts}
 
 
-def as_table(values: Mapping[str, Any]) -> str:
+def as_table(values: Mapping[str, object]) -> str:
     """Return a Markdown table of names and values."""
     rows = [f"| {name} | {value if isinstance(value, str) else json.dumps(value)} |" for name, value in values.items()]
     return "\n".join(["| name | value |", "|---|---|", *rows])
 
 
-def numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
     """Yield (name, number) for each number. Nested values have their path as name, separated by slashes."""
     for name, value in values.items():
         if isinstance(value, list | tuple):
