@@ -26,6 +26,7 @@ from rapidformer_templates.data.targets import count_targets, samples_in
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult
+from rapidformer_templates.engines.layerwise_rates import layerwise
 from rapidformer_templates.engines.optimizer_instances import TAKES_OPTIONS, as_recipe, as_schedule
 from rapidformer_templates.engines.recipe import (
     OptimizerSpec,
@@ -173,8 +174,12 @@ class Trainer:
 
         By default it follows ``--optimizer``, ``--lr``, ``--weight-decay``, ``--adam-…`` and ``--layerwise-lr-decay``.
         """
-        groups = self._run.parameter_groups if self._run else undecayed
-        return default_optimizer(self.plan, self.config.training, groups)
+        training, groups = self.config.training, self._run.parameter_groups if self._run else undecayed
+        if training.layerwise_lr_decay is not None:
+            groups = layerwise(
+                self._run.depths if self._run else {}, training.layerwise_lr_decay, training.lr or 0.0, groups
+            )
+        return default_optimizer(self.plan, training, groups)
 
     @hook(*OF_SCHEDULES)
     def build_scheduler(self, total_steps: int) -> Schedule:

@@ -19,7 +19,7 @@ from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.auxiliary_losses import notes_about
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
-from rapidformer_templates.engines.layerwise_rates import FirstUses, depths_of, layerwise
+from rapidformer_templates.engines.layerwise_rates import FirstUses, depths_of
 from rapidformer_templates.engines.recipe import undecayed
 from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ConfigError, DataError
@@ -98,8 +98,7 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
     groups = OPTIMIZERS[plan.optimizer].groups
     run.parameter_groups = load_object(groups)(model) if groups else undecayed
     if training.layerwise_lr_decay is not None:
-        depths = depths_of(model, _parameters_by_use(run, model, engine))
-        run.parameter_groups = layerwise(depths, training.layerwise_lr_decay, training.lr or 0.0, run.parameter_groups)
+        run.depths = depths_of(model, _parameters_by_use(run, model, engine))
 
     # 2. The transforms of the switches.
     assembly = _transformed(run, model)

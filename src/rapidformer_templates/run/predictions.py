@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from rapidformer_templates.data.finetuning.tables import DataPart, part_of, part_of_table
 from rapidformer_templates.data.generation import Generation
@@ -25,7 +24,7 @@ GREEDY = Generation()
 
 def predict_samples(
     task: Task,
-    model: nn.Module,
+    model: Any,
     samples: Sequence[Any],
     batch_size: int = 8,
     generation: Generation = GREEDY,
@@ -106,7 +105,7 @@ def rows_of_frame(samples: Any) -> Any:
 
 def predict_inputs(
     task: Task,
-    model: nn.Module,
+    model: Any,
     inputs: Inputs,
     batch_size: int = 8,
     generation: Generation = GREEDY,
@@ -144,7 +143,7 @@ def batches_of(inputs: Inputs, batch_size: int) -> list[list[int]]:
 
 
 @contextmanager
-def _predicting(model: nn.Module) -> Iterator[None]:
+def _predicting(model: Any) -> Iterator[None]:
     """Context for forwards without side effects. It restores the mode and the random state, without gradients."""
     random_state, training = capture(), model.training
     model.eval()

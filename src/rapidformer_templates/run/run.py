@@ -100,7 +100,9 @@ class Run:
         task: the task whose data they are. None if the user's data have another form.
         index_limits: the sizes of the model's vocabulary and head, which batches are compared with.
         labels_are_shifted: whether the model compares each label with the output before it.
-        parameter_groups: the optimizer options of each parameter, if it follows the flags.
+        parameter_groups: the options in which the planned optimizer treats some parameters differently.
+        depths: the depths of the layers, for a learning rate per layer. See
+            :func:`~rapidformer_templates.engines.layerwise_rates.depths_of`.
         engine: trains the model.
         peak_lr: the learning rate of the optimizer recipe.
         order: the order of the training samples.
@@ -121,6 +123,7 @@ class Run:
     index_limits: IndexLimits = field(init=False, default=IndexLimits())
     labels_are_shifted: bool = field(init=False, default=False)
     parameter_groups: GroupOptions = field(init=False, default=undecayed)
+    depths: Mapping[str, int] = field(init=False, default_factory=dict)
     engine: Engine = field(init=False)
     peak_lr: float = field(init=False)
 
