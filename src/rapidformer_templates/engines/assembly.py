@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses, LossLayer
+from rapidformer_templates.models.adapters import FrozenBase
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.placement import Placement
 from rapidformer_templates.planning.plan import Plan
@@ -26,12 +27,14 @@ class Assembly:
     Attributes:
         model: the model. A transform may replace it.
         losses: the auxiliary losses. A model that was built with layers that have them begins with these.
+        base: the frozen weights, if checkpoints have only the adapters.
         placement: which part of the whole model this worker has.
         is_compiled: whether its blocks run as compiled graphs.
     """
 
     model: nn.Module
     losses: AuxiliaryLosses | None = field(init=False)
+    base: FrozenBase | None = None
     placement: Placement = field(default_factory=Placement)
     is_compiled: bool = False
     _facts: dict[type, object] = field(default_factory=dict, repr=False)

@@ -20,7 +20,6 @@ from torch.nn.utils import get_total_norm
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.boxes import Index, divided_over
 from rapidformer_templates.errors import CheckpointError
-from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.system.workers import Workers
 
@@ -138,8 +137,7 @@ def named_tensors(assembly: Assembly) -> dict[str, torch.Tensor]:
 
     For a model with adapters, the frozen base is left out.
     """
-    model, base = assembly.model, frozen_base_of(assembly.model)
-    left_out = base.names if base else frozenset()
+    model, left_out = assembly.model, assembly.base.names if assembly.base else frozenset[str]()
     named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
     tensors: dict[str, torch.Tensor] = {name: parameter for name, parameter in named if name not in left_out}
     persistent = model.state_dict(keep_vars=True).keys()

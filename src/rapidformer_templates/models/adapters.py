@@ -11,14 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-_NEW_MODULES = "new_modules"
-_ATTRIBUTE = "frozen_base"
+_NEW_MODULES: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
+"""Names of the modules that lack pretrained weights, by model, from loading to the transforms."""
 _BASE = "base_layer"
 _STACKS, _READERS = "stack_adapters", "stack_readers"
 SETTINGS = "adapter_config.json"
@@ -140,21 +141,9 @@ def base_of(module: nn.Module) -> nn.Module:
     return module
 
 
-def frozen_base_of(model: nn.Module) -> FrozenBase | None:
-    """Return the frozen base of a model whose checkpoints have only adapters, or None for other models."""
-    base: FrozenBase | None = vars(model).get(_ATTRIBUTE)
-    return base
-
-
-def set_frozen_base(model: nn.Module, base: FrozenBase) -> None:
-    """Register the frozen base in its model."""
-    vars(model)[_ATTRIBUTE] = base
-
-
 def new_modules_of(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules whose weights a pretrained model lacks. They start with random values."""
-    names: tuple[str, ...] = vars(model).get(_NEW_MODULES, ())
-    return names
+    return _NEW_MODULES.get(model, ())
 
 
 def set_new_modules(model: nn.Module, weights: Collection[str]) -> None:
@@ -164,7 +153,7 @@ def set_new_modules(model: nn.Module, weights: Collection[str]) -> None:
         weights: names of the weights that the model's files lack.
     """
     owners = sorted({name.rpartition(".")[0] for name in weights} - {""})
-    vars(model)[_NEW_MODULES] = tuple(
+    _NEW_MODULES[model] = tuple(
         owner
         for owner in owners
         if all(f"{owner}.{name}" in weights for name, _ in model.get_submodule(owner).named_parameters())

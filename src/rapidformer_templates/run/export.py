@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import average_of
 from rapidformer_templates.errors import ModelError
@@ -40,18 +40,19 @@ def export_model(engine: Engine, tokenizer: Any, folder: Path) -> None:
         weights = engine.full_weights()
         if weights is not None:
             with new_folder(folder) as temporary:
-                _write(engine.model, weights, temporary)
+                _write(engine.assembly, weights, temporary)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(temporary)
 
 
 def describe_model(run: Run, folder: Path) -> None:
     """Write everything in an export except the weights, and the decisions of the data."""
-    model, tokenizer = run.model, run.hooks.tokenizer
+    assembly, tokenizer = run.engine.assembly, run.hooks.tokenizer
+    model = assembly.model
     with new_folder(folder) as temporary:
-        writer = _writer_of(model)
+        writer = _writer_of(assembly)
         if writer:
-            writer.describe(model, temporary)
+            writer.describe(assembly, temporary)
         elif isinstance(model, PreTrainedModel):
             config = _config_of(model)
             config.architectures = [class_of(model).__name__]
@@ -82,16 +83,16 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
         source = ("optimizer", average) if average in reader.names("optimizer") else ("weights", name)
         weights[name] = reader.read(*source, (0,) * len(shape), shape)
     with new_folder(folder) as temporary:
-        model = _skeleton(described)
+        assembly = _skeleton(described)
         # Copies the tokenizer. Files that belong to the weights are overwritten with them.
         shutil.copytree(described, temporary, ignore=shutil.ignore_patterns(DESCRIPTION), dirs_exist_ok=True)
-        if model is not None:
-            _write(model, weights, temporary)
+        if assembly is not None:
+            _write(assembly, weights, temporary)
         else:
             save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
 
 
-def _skeleton(described: Path) -> PreTrainedModel | None:
+def _skeleton(described: Path) -> Assembly | None:
     """Build the described model without memory. None if it is not from transformers."""
     if not (described / "config.json").is_file():
         return None
@@ -110,15 +111,15 @@ def _skeleton(described: Path) -> PreTrainedModel | None:
     model = _empty(kind, config)
     if (described / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(described)
-    return restore(model, described) if restore else model
+    return restore(model, described) if restore else Assembly(model)
 
 
-def _write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    writer = _writer_of(model)
+def _write(assembly: Assembly, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    writer = _writer_of(assembly)
     if writer:
-        writer.write(model, weights, folder)
-    elif isinstance(model, PreTrainedModel):
-        _save_transformers(model, weights, folder)
+        writer.write(assembly, weights, folder)
+    elif isinstance(assembly.model, PreTrainedModel):
+        _save_transformers(assembly.model, weights, folder)
     else:
         save_file(dict(weights), folder / "model.safetensors")
 
@@ -128,8 +129,8 @@ def _exported() -> list[Any]:
     return [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
 
 
-def _writer_of(model: nn.Module) -> Any:
-    return next((module for module in _exported() if hasattr(module, "writes") and module.writes(model)), None)
+def _writer_of(assembly: Assembly) -> Any:
+    return next((module for module in _exported() if hasattr(module, "writes") and module.writes(assembly)), None)
 
 
 def _mark(folder: Path) -> None:

@@ -26,7 +26,7 @@ from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.preference import Preference
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.errors import CheckpointError, DataError
-from rapidformer_templates.models.adapters import fingerprint, frozen_base_of, identity_of, without_adapters
+from rapidformer_templates.models.adapters import fingerprint, identity_of, without_adapters
 from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.folder import RunFolder
@@ -65,7 +65,7 @@ def provide_reference(run: Run, build: Callable[[], nn.Module]) -> None:
         return
     if run.config.training.precompute_reference:
         task.reference = nullcontext  # the model itself, before its first step
-    elif frozen_base_of(run.model) is not None:
+    elif run.engine.assembly.base is not None:
         task.reference = without_adapters
     else:
         copy = run.engine.frozen(build())
@@ -192,7 +192,7 @@ def _digest(samples: TokenizedSamples) -> str:
 
 def identity_of_model(engine: Engine, workers: Workers) -> str:
     """Return a digest of the weights. Call it on every worker."""
-    base = frozen_base_of(engine.model)
+    base = engine.assembly.base
     weights = engine.full_weights() if base is None else None
     identity = identity_of({name: fingerprint(tensor) for name, tensor in weights.items()}) if weights else ""
     shared: str = workers.broadcast(base.identity if base else identity)

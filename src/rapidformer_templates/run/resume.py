@@ -10,7 +10,6 @@ from pathlib import Path
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import WithoutAverages
 from rapidformer_templates.errors import CheckpointError
-from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.task_choice import sample_flags
 from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of, problem_on_all_ranks
@@ -29,7 +28,7 @@ def restore_run(run: Run) -> Position:
         CheckpointError: no checkpoint is complete, or it does not fit this run.
     """
     training, folder, engine, workers = run.config.training, run.folder, run.engine, run.workers
-    base = frozen_base_of(engine.model)
+    base = engine.assembly.base
     fresh = Position(data=run.order.depends_on() | sample_flags(run.config), base=base.identity if base else None)
     path = _newest(folder.checkpoints, workers) if folder and training.resume else None
     weights_only = path is None and training.weights_only

@@ -24,7 +24,6 @@ from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, OutOfMemory
-from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flags import SECTIONS
@@ -172,7 +171,7 @@ class Session:
         if schedule is None and isinstance(config.training.train_iters, int):
             schedule = template.build_scheduler(config.training.train_iters)
         self._schedule = checked_schedule(schedule or (lambda step: 1.0))
-        base = frozen_base_of(self.model)
+        base = run.engine.assembly.base
         run.position = Position(base=base.identity if base else None)
         self._meter = Meter(self.workers.device)
         self._receipts = Receipts(run)

@@ -11,8 +11,9 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -20,23 +21,23 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import (
     SETTINGS,
     FrozenBase,
     fp32_fingerprint,
-    frozen_base_of,
-    set_frozen_base,
 )
 from rapidformer_templates.models.loading import class_of, own_reader
 from rapidformer_templates.planning.hub import model_folder
 from rapidformer_templates.switches.mixture_of_experts.exported import with_mixtures
 from rapidformer_templates.system.files import write_json
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 ADAPTER = "default"
 """The name that peft gives to a model's only adapter."""
-CONFIG = "adapter_config"
-"""The attribute of an adapted model that holds peft's configuration of its adapters."""
 WEIGHTS = "adapter_model.safetensors"
 BASE = "adapter_base.json"
 """The file with the fingerprints of the base. peft does not read it."""
@@ -50,12 +51,19 @@ IN_FILES = [
 """Patterns in the parameter names of a model, and their replacements in a file."""
 
 
-def writes(model: nn.Module) -> bool:
+@dataclass(frozen=True)
+class AdapterSettings:
+    """The fact of a model with adapters: their configuration in peft's form."""
+
+    config: PeftConfig
+
+
+def writes(assembly: Assembly) -> bool:
     """Return whether this module must write the model."""
-    return frozen_base_of(model) is not None
+    return assembly.base is not None
 
 
-def write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+def write(assembly: Assembly, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write adapters in peft's format.
 
     peft's own function looks at the modules of the model. In a pipeline, this worker has the modules of one stage only,
@@ -66,7 +74,7 @@ def write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -
     """
     adapters = {PREFIX + name: tensor.contiguous() for name, tensor in peft_state_dict(weights).items()}
     save_file(adapters, folder / WEIGHTS, metadata={"format": "pt"})
-    describe(model, folder)
+    describe(assembly, folder)
 
 
 def peft_state_dict(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -84,15 +92,16 @@ def peft_state_dict(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     return adapters
 
 
-def describe(model: nn.Module, folder: Path) -> None:
+def describe(assembly: Assembly, folder: Path) -> None:
     """Write everything about adapters except their weights: their settings and the configuration of the model."""
-    config: Any = vars(model)[CONFIG]
+    model, settings, frozen = assembly.model, assembly.find(AdapterSettings), assembly.base
+    assert settings is not None
+    config = settings.config
     base = getattr(getattr(model, "config", None), "_name_or_path", "") or None
     config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).exists() else base
     config.inference_mode = True
     config.save_pretrained(str(folder))
     config.inference_mode = False
-    frozen = frozen_base_of(model)
     if frozen and frozen.fingerprints:
         write_json(folder / BASE, {"fingerprints": frozen.fingerprints})
     if isinstance(model, PreTrainedModel):
@@ -101,20 +110,20 @@ def describe(model: nn.Module, folder: Path) -> None:
         described.save_pretrained(folder)
 
 
-def restore(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def restore(model: PreTrainedModel, folder: Path) -> Assembly:
     """Add the adapters that :func:`describe` has written to the layers of a model on the meta device."""
     from peft import PeftConfig, inject_adapter_in_model
 
-    config: Any = PeftConfig.from_pretrained(str(folder))
+    config = PeftConfig.from_pretrained(str(folder))
     with torch.device("meta"):
         with_mixtures(model)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inject_adapter_in_model(config, model)
     model.config.name_or_path = config.base_model_name_or_path or ""
-    set_frozen_base(model, FrozenBase(frozenset(), "", _fingerprints_in(folder)))
-    vars(model)[CONFIG] = config
-    return model
+    assembly = Assembly(model, base=FrozenBase(frozenset(), "", _fingerprints_in(folder)))
+    assembly.record(AdapterSettings(config))
+    return assembly
 
 
 def is_marked(folder: Path) -> bool:

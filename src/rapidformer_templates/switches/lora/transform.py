@@ -29,13 +29,12 @@ from rapidformer_templates.models.adapters import (
     fp32_fingerprint,
     identity_of,
     new_modules_of,
-    set_frozen_base,
 )
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placeholders import AbsentModule, SkippedBlock
 from rapidformer_templates.models.placement import whole
 from rapidformer_templates.switches.lora import matrices
-from rapidformer_templates.switches.lora.exported import ADAPTER, CONFIG
+from rapidformer_templates.switches.lora.exported import ADAPTER, AdapterSettings
 from rapidformer_templates.switches.lora.quantized import QuantizedLinear, quantize_stack
 from rapidformer_templates.system.replaced_functions import patch_function
 from rapidformer_templates.system.workers import Workers
@@ -77,11 +76,11 @@ def add_adapters(assembly: Assembly, building: Building) -> None:
     if building.has_values:
         _initialise(model, torch.initial_seed())
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
-    set_frozen_base(model, FrozenBase(frozen, identity, fingerprints))
+    assembly.base = FrozenBase(frozen, identity, fingerprints)
     described = _peft_config(of_all, options)
     # peft sets this while it adds adapters to a Conv1D.
     described.fan_in_fan_out = any(building.workers.gather(config.fan_in_fan_out)) if building.has_values else False
-    vars(model)[CONFIG] = peft_loadable_config(described, model, of_all)
+    assembly.record(AdapterSettings(peft_loadable_config(described, model, of_all)))
 
 
 def _peft_config(targets: Targets, options: Any) -> LoraConfig:
