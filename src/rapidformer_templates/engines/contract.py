@@ -117,7 +117,8 @@ class Engine(Protocol):
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
         """Yield this worker's part of all ``weights``, of the ``optimizer`` state or of the ``gradients``.
 
-        A shard of weights or optimizer state may be valid only until the next one is taken.
+        A shard of weights or optimizer state may be valid only until the next one is taken. Gradients exist between the
+        last backward of a step and its update. DeepSpeed does not give them.
         """
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:

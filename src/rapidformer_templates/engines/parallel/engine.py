@@ -54,7 +54,7 @@ class ParallelEngine(SingleEngine):
         super().__init__(plan, workers, clip_grad=clip_grad)
         self._sharding = plan.engine_options.shard_over_data
         self._gradient_types = _gradient_types(plan.engine_options.narrow_weights)
-        self._shards: ShardedGradients
+        self._sharded_gradients: ShardedGradients
         self._last = False  # whether gradients are complete after this micro batch
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
@@ -66,7 +66,7 @@ class ParallelEngine(SingleEngine):
         trained = self._trained_parameters()
         types = self._gradient_types or IN_FP32
         bucket_size = bucket_size_for(max(self.workers.gather(width_of(self.model))))  # the same in all stages
-        self._shards = ShardedGradients(
+        self._sharded_gradients = ShardedGradients(
             trained,
             self.workers,
             shards=self._sharding,
@@ -76,7 +76,7 @@ class ParallelEngine(SingleEngine):
             types=types,
         )
         sum_rows_in_fp32(self.model)
-        named = [(unit.of.name, unit.values) for unit in self._shards.units]
+        named = [(unit.of.name, unit.values) for unit in self._sharded_gradients.units]
         differing = recipe.differences([(entry.name, entry.parameter) for entry in trained])
         if not named:  # only frozen blocks, or fewer elements than replicas: optimizers reject an empty list
             named, differing = [("", nn.Parameter(torch.empty(0, 0, device=self.workers.device)))], {"": {}}
@@ -137,46 +137,50 @@ class ParallelEngine(SingleEngine):
         return nullcontext()
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self._shards.begin_backward(last=self._last)
+        self._sharded_gradients.begin_backward(last=self._last)
         super()._backward(loss)
-        self._shards.end_backward()
+        self._sharded_gradients.end_backward()
 
     def _reduce(self) -> None:
-        self._shards.sync_masters()
-        self._shards.reduce()
+        self._sharded_gradients.sync_masters()
+        self._sharded_gradients.reduce()
         if self.workers.copies > 1:
-            self.receipts["gradient_exchange"] = self._shards.exchange()
+            self.receipts["gradient_exchange"] = self._sharded_gradients.exchange()
             self._broadcast_from_first_replica(
                 self._kept_buffers
             )  # running statistics, for example, as DDP broadcasts them
 
     def _iter_update_chunks(self) -> Iterator[None]:
-        yield from self._shards.iter_update_chunks(in_chunks=self._updates_in_chunks)
-        self._shards.all_gather_parameters()
+        yield from self._sharded_gradients.iter_update_chunks(in_chunks=self._updates_in_chunks)
+        self._sharded_gradients.all_gather_parameters()
 
     def _weights_were_set(self) -> None:
-        self._shards.all_gather_parameters()
+        self._sharded_gradients.all_gather_parameters()
 
     def _drop_gradients(self) -> None:
-        self._shards.drop()
+        self._sharded_gradients.drop()
 
     def local_tensors(self) -> dict[str, list[torch.Tensor]]:
         tensors = super().local_tensors()
         # Without 16-bit parameters, the optimizer updates the parameters themselves.
-        masters = [unit.values for unit in self._shards.units] if self._gradient_types else []
-        return {**tensors, "gradients": self._shards.gradients(), "optimizer": [*tensors["optimizer"], *masters]}
+        masters = [unit.values for unit in self._sharded_gradients.units] if self._gradient_types else []
+        return {
+            **tensors,
+            "gradients": self._sharded_gradients.gradients(),
+            "optimizer": [*tensors["optimizer"], *masters],
+        }
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
         updated = self._updated_shards
         if kind == "gradients":
-            for unit, gradient in self._shards.reduced_gradients():
+            for unit, gradient in self._sharded_gradients.reduced_gradients():
                 yield replace(updated[unit.values], values=gradient)
             return
-        self._shards.sync_masters()
+        self._sharded_gradients.sync_masters()
         if kind == "optimizer":
             yield from super().shards(kind)
         else:
-            with_masters = self._shards.with_masters
+            with_masters = self._sharded_gradients.with_masters
             shards = model_shards(self.assembly, self.workers)
             yield from (shard for name, shard in shards.items() if name not in with_masters)
             yield from (shard for shard in updated.values() if shard.name in with_masters)
@@ -184,11 +188,11 @@ class ParallelEngine(SingleEngine):
     @cached_property
     def _updated_shards(self) -> Mapping[torch.Tensor, Shard]:
         shards = model_shards(self.assembly, self.workers)
-        return {unit.values: _shard_of_unit(unit, shards[unit.of.name]) for unit in self._shards.units}
+        return {unit.values: _shard_of_unit(unit, shards[unit.of.name]) for unit in self._sharded_gradients.units}
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         super().load(reader, optimizer=optimizer)
-        self._shards.all_gather_parameters()  # 16-bit parameters follow their masters
+        self._sharded_gradients.all_gather_parameters()  # 16-bit parameters follow their masters
 
 
 def _shard_of_unit(unit: UpdateShard, parameter: Shard) -> Shard:

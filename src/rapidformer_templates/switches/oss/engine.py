@@ -36,13 +36,13 @@ class _ShardedState(SingleEngine):
     """The kinds of shards that only one worker has of each parameter."""
 
     @property
-    def _shards(self) -> bool:
+    def _is_sharded(self) -> bool:
         return self.workers.world > 1
 
     def _build_optimizer(
         self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, Any]]
     ) -> torch.optim.Optimizer:
-        if not self._shards:
+        if not self._is_sharded:
             return super()._build_optimizer(recipe, trainable, differing)
         types = sorted({str(parameter.dtype).removeprefix("torch.") for _, parameter in trainable})
         if len(types) > 1:
@@ -55,7 +55,7 @@ class _ShardedState(SingleEngine):
         return self._oss.optim
 
     def _update(self) -> None:
-        if not self._shards:
+        if not self._is_sharded:
             return super()._update()
         # At the start of a step, OSS copies the options of its groups to the inner groups.
         for oss_group, group in zip(self._oss.param_groups, self.optimizer.param_groups, strict=True):
@@ -64,13 +64,13 @@ class _ShardedState(SingleEngine):
         return None
 
     def _weights_were_set(self) -> None:
-        if self._shards:
+        if self._is_sharded:
             for owner, groups in enumerate(self._oss.partition_parameters()):
                 for parameter in (p for group in groups for p in group["params"]):
                     torch.distributed.broadcast(parameter.data, src=owner)
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
-        divided = kind in self._divided and self._shards
+        divided = kind in self._divided and self._is_sharded
         for shard in super().shards(kind):
             yield replace(shard, copies=NO_COPIES) if divided else shard
 
@@ -79,10 +79,10 @@ class OSSEngine(_ShardedState, DDPEngine):
     """DDP with the optimizer state sharded over the workers."""
 
     def _distribute(self) -> nn.Module:
-        return super()._distribute() if self._shards else self.model
+        return super()._distribute() if self._is_sharded else self.model
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
-        return super()._accumulation_context(last=last) if self._shards else nullcontext()
+        return super()._accumulation_context(last=last) if self._is_sharded else nullcontext()
 
 
 class SDPEngine(_ShardedState):
@@ -92,17 +92,17 @@ class SDPEngine(_ShardedState):
     _divided = ("optimizer", "gradients")
 
     def _distribute(self) -> nn.Module:
-        if not self._shards:
+        if not self._is_sharded:
             return self.model
         self._sdp = SequencedSDP(self.model, self._oss)
         self._divides_gradients = True
         return self._sdp
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if last or not self._shards else self._sdp.no_sync()
+        return nullcontext() if last or not self._is_sharded else self._sdp.no_sync()
 
     def _unused_here(self) -> Sequence[int]:
-        if not self._shards or not self._sdp.unreached:
+        if not self._is_sharded or not self._sdp.unreached:
             return ()
         return [position for position, p in enumerate(self._parameters) if id(p) in self._sdp.unreached]
 

@@ -72,10 +72,10 @@ class PipelineEngine(ParallelEngine):
         Args:
             output: None if everything before it is frozen.
         """
-        self._shards.begin_backward(part, last=self._last)
+        self._sharded_gradients.begin_backward(part, last=self._last)
         if output is not None:
             torch.autograd.backward(output, gradient)
-        self._shards.end_backward()
+        self._sharded_gradients.end_backward()
 
     def forward_of_part(self, microbatch: MicroBatch) -> Any:
         """Run the user's hook in a part that does not end with the loss."""
