@@ -17,8 +17,9 @@ from rapidformer_templates.planning.environment import version_of_package
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.best import LOSS
-from rapidformer_templates.run.folder import RunFolder, is_test_line, read_metrics
+from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.meter import Meter
+from rapidformer_templates.run.receipts import Measurements
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.files import finite, write_json
 from rapidformer_templates.system.terminal import console, print_lines
@@ -60,7 +61,7 @@ def versions() -> dict[str, str]:
     return versions_by_package
 
 
-def summarise(loop: Loop, metrics: dict[str, float], receipts: dict[str, Any]) -> dict[str, Any]:
+def summarise(loop: Loop, metrics: dict[str, float], receipts: Measurements) -> Summary:
     """Return the summary of a run. Rank 0 writes it to ``summary.json``."""
     run = loop.run
     summary = {
@@ -83,7 +84,7 @@ def summarise(loop: Loop, metrics: dict[str, float], receipts: dict[str, Any]) -
     return summary
 
 
-def what_was_done(run: Run, meter: Meter, receipts: dict[str, Any]) -> dict[str, Any]:
+def what_was_done(run: Run, meter: Meter, receipts: Measurements) -> Summary:
     """Return the part of the summary that runs and sessions share. Call it on every rank."""
     rates = meter.totals()
     memory = run.workers.gather(rates["peak_memory_mb"])
@@ -120,7 +121,7 @@ def count_parameters(assembly: Assembly, workers: Workers) -> tuple[int, int]:
     return int(sums[0]), int(sums[1])
 
 
-def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
+def show_results(folder: RunFolder | None, summary: Summary) -> None:
     """Print a table of the results to standard output, and plot the curves in the run folder."""
     table = Table(title="results", show_header=False)
     table.add_column(style="bold")

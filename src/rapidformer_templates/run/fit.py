@@ -28,7 +28,7 @@ from rapidformer_templates.run.console import show_plan, show_results, summarise
 from rapidformer_templates.run.early_checks import check_folder
 from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
-from rapidformer_templates.run.folder import RunFolder, is_test_line, read_metrics
+from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals, log_intervals
 from rapidformer_templates.run.lock import lock_folder
@@ -45,7 +45,6 @@ from rapidformer_templates.run.run import Run, Template, begin_run
 from rapidformer_templates.run.sample_order import build_order, count_steps
 from rapidformer_templates.run.saving import Checkpoints
 from rapidformer_templates.run.script_workers import (
-    Summary,
     record_outcome,
     train_in_new_workers,
     train_in_this_worker,

@@ -27,6 +27,9 @@ CONTENTS = (
     "export",
 )
 
+Summary = dict[str, Any]
+"""The content of ``summary.json``, which ``fit`` returns. docs/run-folder.md lists its fields."""
+
 TRASH = "overwritten.tmp"
 """The folder into which ``--overwrite`` moves files before it deletes them."""
 
@@ -47,8 +50,8 @@ class RunFolder:
         self.export = self.path / "export"
         self.profile = self.path / "profile"
 
-    def read_summary(self) -> dict[str, Any]:
-        summary: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))
+    def read_summary(self) -> Summary:
+        summary: Summary = json.loads(self.summary.read_text(encoding="utf-8"))
         return summary
 
     def check(self, *, resume: bool, overwrite: bool) -> None:

@@ -14,7 +14,6 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import FunctionType
 
@@ -25,9 +24,10 @@ from rapidformer_templates.data.checks import kind_of
 from rapidformer_templates.errors import ConfigError, ReportedError, WorkerFailed
 from rapidformer_templates.run.callbacks import load_callback_states, states_of
 from rapidformer_templates.run.fit import check_before_workers, join_and_train
+from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.run.inference import Weights, whole_weights
 from rapidformer_templates.run.run import Run, Template
-from rapidformer_templates.run.script_workers import Summary, record_outcome
+from rapidformer_templates.run.script_workers import record_outcome
 from rapidformer_templates.system import launch, program
 
 RUN_ATTRIBUTES = ("_run", "_model", "_model_run", "_local_run", "_weights", "_trained_in_workers", "task")
@@ -155,10 +155,15 @@ def main(folder: Path) -> None:
     """Train the template that is stored in a folder, as one of its workers."""
     rank = os.environ["RANK"]
 
+    def store_weights(run: Run) -> None:
+        weights = whole_weights(run.engine)
+        if weights is not None:
+            torch.save(dict(weights), folder / WEIGHTS)
+
     def train() -> None:
         try:
             template: Template = pickle.loads((folder / TEMPLATE).read_bytes())
-            summary = join_and_train(template, partial(_store_weights, folder))
+            summary = join_and_train(template, store_weights)
         except Exception as error:
             _store_error(error, folder / f"error-{rank}.pickle")
             raise
@@ -174,12 +179,6 @@ def _store_error(error: Exception, file: Path) -> None:
         file.write_bytes(cloudpickle.dumps(error))
     except Exception:  # its text is reported in any case
         file.unlink(missing_ok=True)
-
-
-def _store_weights(folder: Path, run: Run) -> None:
-    weights = whole_weights(run.engine)
-    if weights is not None:
-        torch.save(dict(weights), folder / WEIGHTS)
 
 
 if __name__ == "__main__":

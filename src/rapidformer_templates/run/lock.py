@@ -78,7 +78,14 @@ class RunLock:
             descriptor = self._open(os.O_CREAT, fcntl.LOCK_EX)
             self._is_owner = True
             os.truncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({**_this_process(), "word": token}).encode() + b"\n", 0)
+            owner = {
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+                "command": shlex.join(sys.orig_argv),
+                "word": token,
+            }
+            os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
             os.fsync(descriptor)
         return token
 
@@ -148,8 +155,13 @@ class RunLock:
             fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             self._close()
+            owner = self._owner()
+            process = f"process {owner.get('process')} on {owner.get('host')}"
+            other = (
+                f"{process}, since {owner.get('since')}: {owner.get('command')}" if owner else "it does not say which"
+            )
             raise ConfigError(
-                f"another run writes into {self.folder}: {_describe_owner(self._owner())}",
+                f"another run writes into {self.folder}: {other}",
                 where="--save",
                 hint="wait until it has ended, or give another folder",
             ) from None
@@ -181,21 +193,6 @@ class RunLock:
             raise ConfigError(
                 f"{self.folder} cannot be written to: {what}", where="--save", hint=f"{to_do}, or give another folder"
             ) from error
-
-
-def _this_process() -> dict[str, object]:
-    return {
-        "host": socket.gethostname(),
-        "process": os.getpid(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "command": shlex.join(sys.orig_argv),
-    }
-
-
-def _describe_owner(owner: dict[str, object]) -> str:
-    if not owner:
-        return "it does not say which"
-    return f"process {owner.get('process')} on {owner.get('host')}, since {owner.get('since')}: {owner.get('command')}"
 
 
 def try_folder(folder: Path) -> None:

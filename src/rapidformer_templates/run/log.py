@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from rapidformer_templates.run.folder import MetricsFile
+from rapidformer_templates.run.folder import MetricsFile, Summary
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.tracking import Trackers, open_trackers
+from rapidformer_templates.run.tracking import TrackerResult, Trackers, open_trackers
 from rapidformer_templates.system.accelerator import HostCopy
 from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
 
@@ -97,7 +97,7 @@ class Log:
         if self.metrics:
             self.metrics.sync()
 
-    def end_trackers(self, summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def end_trackers(self, summary: Summary) -> dict[str, TrackerResult]:
         """Send the summary to the trackers, and return where each one shows the run."""
         return self.trackers.end(summary) if self.trackers else {}
 

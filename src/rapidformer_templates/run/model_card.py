@@ -18,9 +18,10 @@ from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.planning.weights import mixture_of
+from rapidformer_templates.run.folder import Summary
 
 
-def write_card(config: RunConfig, plan: Plan, summary: Mapping[str, Any], export: Path) -> None:
+def write_card(config: RunConfig, plan: Plan, summary: Summary, export: Path) -> None:
     """Write the model card into an exported model.
 
     Args:
@@ -64,16 +65,13 @@ def _data_sets(config: RunConfig) -> list[str]:
     """Return the data sets of a run: names on the hub, or paths."""
     data = config.data
     if data.data_path:
-        return [path for path in data.data_path if not _is_number(path)]
+        # A blend has weights between its paths.
+        return [path for path in data.data_path if not path.replace(".", "", 1).isdigit()]
     names = [name for _, name in mixture_of(data.data_name)] or [data.data_name or ""]
     on_hub = data.data_dir is None or is_hub_name(data.data_dir)
     if not on_hub:
         return [str(Path(str(data.data_dir), name)) for name in names]
     return [data.data_dir] if data.data_dir else [name for name in names if name]
-
-
-def _is_number(word: str) -> bool:
-    return word.replace(".", "", 1).isdigit()
 
 
 def _results(config: RunConfig, metrics: Mapping[str, float]) -> list[EvalResult]:

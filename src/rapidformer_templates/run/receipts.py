@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +47,9 @@ INTERNAL = frozenset(
 
 BYTES_BY_RANK = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "bucket_bytes")
 
+Measurements = dict[str, object]
+"""Measured values by name."""
+
 
 class Receipts:
     """Observes the first step of a run, and then measures the engine.
@@ -67,7 +69,7 @@ class Receipts:
         self._switch_receipts: list[Receipt] = [load_object(path)() for path in hooks]
         self._chosen_shapes = [[shape.rows, shape.length] for shape in getattr(order, "shapes", ())]
         self._activations: set[str] = set()
-        self._first_step: dict[str, Any] = {}
+        self._first_step: Measurements = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._tokens = [0, 0]
         self._gradient_elements = 0
@@ -79,7 +81,7 @@ class Receipts:
             self._tokens[0] += sum(microbatch.tokens for microbatch in microbatches if not microbatch.idle)
             self._tokens[1] += sum(microbatch.padded_tokens for microbatch in microbatches)
 
-    def _padding(self) -> dict[str, Any]:
+    def _padding(self) -> Measurements:
         """Combine :meth:`count` of all ranks: ``batch_shapes`` as (rows, tokens), and ``fill`` with its two counts."""
         workers = self.engine.workers
         useful, padded = workers.sum(*self._tokens)
@@ -144,7 +146,7 @@ class Receipts:
     def _record_output(self, module: nn.Module, inputs: object, output: object) -> None:
         self._activations |= set(_types([t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]))
 
-    def measured(self) -> dict[str, Any]:
+    def measured(self) -> Measurements:
         """Return all requested measurements, after the first step."""
         engine, rule = self.engine, self.engine.update_rule
         tensors = engine.local_tensors()  # must come first: it makes FSDP reshard parameters after an evaluation
@@ -173,7 +175,7 @@ class Receipts:
         values |= {name: value for name, value in of_switches.items() if name in self.requested}
         return values | self._first_step | dict(self.engine.receipts)
 
-    def _elements(self) -> dict[str, Any]:
+    def _elements(self) -> Measurements:
         """Return how many parameter elements this rank trains, updates and holds only in part."""
         engine = self.engine
         whole = {p: math.prod(shape_of(p)) for p in engine.model.parameters()}
@@ -190,7 +192,7 @@ class Receipts:
             "chosen_shapes": self._chosen_shapes,
         }
 
-    def _by_rank(self) -> list[dict[str, Any]]:
+    def _by_rank(self) -> list[Measurements]:
         workers, losses = self.engine.workers, self.engine.assembly.losses
         values = self.measured() | self._elements() | (losses.receipts(workers) if losses else {})
         return workers.gather(values | (self._padding() if "fill" in self.requested else {}))
@@ -210,10 +212,10 @@ class Receipts:
             flags = [f"{spelling(name)} ({run.config.origin(name)})" for s in missing for name in REGISTRY[s].on]
             raise SwitchDidNothing(missing, where=", ".join(flags))
 
-    def measured_by_rank(self) -> dict[str, Any]:
+    def measured_by_rank(self) -> Measurements:
         """Return each measurement from the first rank that has it, and the bytes per rank. Call it on every rank."""
         ranks = self._by_rank()
-        values: dict[str, Any] = {}
+        values: Measurements = {}
         for of_rank in reversed(ranks):
             values |= {name: value for name, value in of_rank.items() if name not in INTERNAL and value is not None}
         bytes_by_rank = [{name: of_rank[name] for name in BYTES_BY_RANK if name in of_rank} for of_rank in ranks]

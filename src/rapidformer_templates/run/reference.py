@@ -116,8 +116,11 @@ class Precomputed:
                 temporary.rename(folder.reference)
         self.task.reference = _refuse_other_data
         for name, samples in self.parts.items():
+            fields = ("reference_chosen_logps", "reference_rejected_logps")
+            if "kl_input_ids" in samples.fields:  # KTO, which judges single answers
+                fields = ("reference_logps", "reference_kl_logps")
             columns = zip(*values[name], strict=True)
-            samples.fields |= {field: list(column) for field, column in zip(_fields(samples), columns, strict=True)}
+            samples.fields |= {field: list(column) for field, column in zip(fields, columns, strict=True)}
 
     def _read(self, path: Path, compared: Sequence[str]) -> Mapping[str, Any]:
         try:
@@ -170,13 +173,6 @@ def _refuse_other_data(model: nn.Module) -> AbstractContextManager[nn.Module]:
         "the reference was computed once, for the data of the run, and this is other data",
         where="--precompute-reference",
         hint="evaluate the run's own data, or train without --precompute-reference",
-    )
-
-
-def _fields(samples: TokenizedSamples) -> tuple[str, str]:
-    judged = "kl_input_ids" in samples.fields
-    return (
-        ("reference_logps", "reference_kl_logps") if judged else ("reference_chosen_logps", "reference_rejected_logps")
     )
 
 

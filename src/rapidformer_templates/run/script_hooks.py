@@ -86,23 +86,20 @@ def overridden_hooks(template: type) -> list[str]:
 
 def _library_base(template: type) -> type:
     """Return the first class that defines default hooks. A class that only inherits defaults is part of a script."""
-    return next(kind for kind in template.__mro__ if any(_is_default(m, kind) for m in vars(kind).values()))
-
-
-def _is_default(method: object, kind: type) -> bool:
-    return hasattr(method, "acting_flags") and method.__module__ == kind.__module__
+    for kind in template.__mro__:
+        hooks = [method for method in vars(kind).values() if hasattr(method, "acting_flags")]
+        if any(method.__module__ == kind.__module__ for method in hooks):
+            return kind
+    raise TypeError(f"{template.__name__} is not a template")
 
 
 def _own_classes(template: type) -> list[type]:
     """Return the classes of a script: subclasses of a template, and mixins that define a hook."""
     base, hooks = _library_base(template), hooks_of(template)
-    others = [kind for kind in template.__mro__ if kind is not object and kind.__module__ not in _library_modules(base)]
-    return [kind for kind in others if issubclass(kind, base) or any(name in vars(kind) for name in hooks)]
-
-
-def _library_modules(base: type) -> set[str]:
     package = base.__module__.rpartition(".")[0]
-    return {f"{package}.{name}" for name in ("trainer", "pretrainer", "finetuner")}
+    of_library = {f"{package}.{name}" for name in ("trainer", "pretrainer", "finetuner")}
+    others = [kind for kind in template.__mro__ if kind is not object and kind.__module__ not in of_library]
+    return [kind for kind in others if issubclass(kind, base) or any(name in vars(kind) for name in hooks)]
 
 
 def check_names(template: type) -> None:
@@ -169,7 +166,7 @@ def unused_flags(template: type, config: RunConfig) -> tuple[str, ...]:
     for name in overridden:
         for flag in sorted(hooks[name] - acting - named):
             acting |= {flag}  # one note per flag
-            if flag in config.origins and not _of_a_template(config, flag):
+            if flag in config.origins and config.origin(flag) not in ("Trainer", "Pretrainer", "Finetuner"):
                 flag_text = f"{spelling(flag)} ({config.origin(flag)})"
                 notes.append(
                     f"{flag_text} acts in the default {name}; the {name} of {template.__name__} does not name it"
@@ -183,10 +180,6 @@ def _overrides(method: object, default: object) -> bool:
         return False
     code = getattr(method, "__code__", None)
     return code is None or not {"super", "task"} & set(_names_of(code))
-
-
-def _of_a_template(config: RunConfig, flag: str) -> bool:
-    return config.origin(flag) in ("Trainer", "Pretrainer", "Finetuner")
 
 
 def _names_in(template: type) -> Iterator[str]:

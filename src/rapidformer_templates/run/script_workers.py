@@ -12,15 +12,14 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from rapidformer_templates.errors import ConfigError, RapidformerError, ReportedError, WorkerFailed
+from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.system import launch, program
 
 CALL = "RAPIDFORMER_CALL"
 """Environment variable of workers that ``fit`` has started: the folder with the data of the call."""
-
-Summary = dict[str, Any]
 
 
 class Outcome(TypedDict, total=False):

@@ -37,7 +37,7 @@ from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import show_plan, what_was_done
 from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.export import export_model
-from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.run.folder import RunFolder, Summary
 from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.receipts import Receipts
@@ -293,7 +293,7 @@ class Session:
         export_model(self._run.engine, tokenizer, Path(folder))
         self.workers.barrier()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
         """Return the part of a run's ``summary.json`` about its steps, with the receipts of the switches."""
         self._raise_pending_errors()
         receipts = self._receipts.measured_by_rank() if self._meter.steps else {}
@@ -416,7 +416,7 @@ class Session:
             ) from None
 
 
-def _lossy_part(value: Any, name: str) -> str | None:
+def _lossy_part(value: object, name: str) -> str | None:
     """Return the path of the first part of a value that JSON does not preserve. A tuple may become a list."""
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)

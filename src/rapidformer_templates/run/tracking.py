@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.trackers import chosen_trackers
-from rapidformer_templates.run.folder import RunFolder, is_test_line, read_metrics
+from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.trackers import KINDS, IsLogged, RunName, Tracker
 from rapidformer_templates.system.files import write_json
@@ -34,6 +34,18 @@ DECISIONS = ("template", "engine", "device", "precision", "optimizer", "optimize
 
 Parameter = str | int | float | bool
 V = TypeVar("V")
+
+
+class TrackerResult(TypedDict):
+    """The result of a tracker for the summary.
+
+    Attributes:
+        where: where its curves are.
+        failed: the reason why it has failed, or None.
+    """
+
+    where: str | None
+    failed: str | None
 
 
 class Trackers:
@@ -105,12 +117,8 @@ class Trackers:
         if new:
             log(new, self._step)
 
-    def end(self, summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Log the summary, and close.
-
-        Returns:
-            For each tracker ``where`` its curves are, and the reason why it ``failed`` or None.
-        """
+    def end(self, summary: Summary) -> dict[str, TrackerResult]:
+        """Log the summary, and close. Returns the result of each tracker by its name."""
         self.flush()
         self._step = summary["steps"]
         self._all(
@@ -197,7 +205,7 @@ def in_groups(line: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def results_of(summary: Mapping[str, Any], *, totals_as_text: bool) -> dict[str, float | str]:
+def results_of(summary: Summary, *, totals_as_text: bool) -> dict[str, float | str]:
     """Return the metrics of the test part, the totals as numbers or as a text, and the receipts as a text."""
     of_test = {name: value for name, value in numbers(summary["metrics"]) if is_test_line({name: value})}
     totals = dict(numbers({name: value for name, value in summary.items() if name != "receipts"}))
