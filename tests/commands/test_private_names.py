@@ -11,12 +11,12 @@ from types import ModuleType
 
 import pytest
 
-from rapidformer_templates.commands import private_names
-from rapidformer_templates.commands.private_names import PRIVATE_NAMES, PrivateName, has, missing
+from rapidformer_templates.commands import private_names as private_names_module
+from rapidformer_templates.commands.private_names import PrivateName, has, missing, private_names
 
-SOURCE = Path(private_names.__file__).parents[1]
-FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path != Path(private_names.__file__)]
-PACKAGES = sorted({entry.package for entry in PRIVATE_NAMES})
+SOURCE = Path(private_names_module.__file__).parents[1]
+FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path != Path(private_names_module.__file__)]
+PACKAGES = sorted({entry.package for entry in private_names()})
 OF_PYTHON = {
     "_exit": "os",  # documented
     "_getframe": "sys",  # documented
@@ -26,7 +26,7 @@ OF_PYTHON = {
     "_option_string_actions": "argparse",
     "_MISSING_TYPE": "dataclasses",
 }
-LISTED = {name for entry in PRIVATE_NAMES for name in (*re.split("[.:]", entry.owner), *entry.names)}
+LISTED = {name for entry in private_names() for name in (*re.split("[.:]", entry.owner), *entry.names)}
 
 
 def _own_names() -> set[str]:
@@ -73,7 +73,7 @@ def test_what_is_private_elsewhere_stands_in_the_table() -> None:
 def test_what_stands_in_the_table_is_used() -> None:
     words = {word for path in FILES for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
     renamed = {"_CHECKPOINT_PREFIX", "FSDP_WRAPPED_MODULE"}  # these are recognised by their values
-    unused = [name for entry in PRIVATE_NAMES for name in entry.names if name not in words | renamed]
+    unused = [name for entry in private_names() for name in entry.names if name not in words | renamed]
     assert unused == []
 
 
@@ -95,7 +95,7 @@ def test_wrappers_are_called_as_we_take_them_to_be() -> None:
 class TestMissing:
     def test_name_that_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         entry = PrivateName("torch.nn:Module", ("_parameters", "_no_such_thing"), "a test", "nothing")
-        monkeypatch.setattr(private_names, "PRIVATE_NAMES", (entry,))
+        monkeypatch.setattr(private_names_module, "private_names", lambda: (entry,))
         assert [name for name, _ in missing("torch")] == ["_no_such_thing"]
 
     @pytest.mark.parametrize("owner", ["torch.no_such_module", "torch.nn:NoSuchClass", "torch.ops.no_such_space"])
@@ -107,5 +107,6 @@ class TestMissing:
         package.__path__ = [str(tmp_path)]
         (tmp_path / "part.py").write_text("import not_installed_anywhere\n")
         monkeypatch.setitem(sys.modules, "needing", package)
-        monkeypatch.setattr(private_names, "PRIVATE_NAMES", (PrivateName("needing.part", ("_x",), "", ""),))
+        entry = PrivateName("needing.part", ("_x",), "", "")
+        monkeypatch.setattr(private_names_module, "private_names", lambda: (entry,))
         assert list(missing("needing")) == []
