@@ -18,19 +18,16 @@ def metrics_of(config: RunConfig, *, of_task: bool = True) -> tuple[str, ...]:
     task = TASKS.get(config.training.task or "")
     # A perplexity is meaningful if the loss is the log-likelihood of a token and nothing is added to it.
     likelihood = task is not None and task.predicts_tokens and not config.data.sentence_pairs
-    task_metrics = _task_metrics(config, task) if of_task and task else ()
-    return ("eval_loss", *(("perplexity",) if likelihood else ()), *task_metrics)
-
-
-def _task_metrics(config: RunConfig, task: TaskFacts) -> tuple[str, ...]:
-    """Return the task's metrics. If only the data decide the problem type of sequence classification, return all."""
+    names = ("eval_loss", "perplexity") if likelihood else ("eval_loss",)
+    if task is None or not of_task:
+        return names
     if task.name == "preference":
-        return preference_metrics(is_unpaired=config.training.preference_loss == "kto")
-    if task.name != "sequence_classification":
-        return task.metrics
-    problem = config.data.problem_type
-    groups = METRICS_OF_PROBLEM.values() if problem is None else (METRICS_OF_PROBLEM[problem],)
-    return tuple(dict.fromkeys(name for names in groups for name in names))
+        return (*names, *preference_metrics(is_unpaired=config.training.preference_loss == "kto"))
+    if task.name == "sequence_classification":
+        problem = config.data.problem_type  # None if only the data decide it
+        groups = METRICS_OF_PROBLEM.values() if problem is None else (METRICS_OF_PROBLEM[problem],)
+        return (*names, *dict.fromkeys(name for metrics in groups for name in metrics))
+    return (*names, *task.metrics)
 
 
 def preference_metrics(*, is_unpaired: bool) -> tuple[str, ...]:

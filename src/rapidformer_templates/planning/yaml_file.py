@@ -27,7 +27,11 @@ def read_yaml(path: str, parser: argparse.ArgumentParser, mistakes: MistakeColle
         return {}
     if not isinstance(document, yaml.MappingNode):
         raise ConfigError(f"{path} must map flags to values", where=f"{path}:1", hint="write 'lr: 3.0e-5'")
-    fields = _fields_by_key(parser)
+    # A key is a field or its alias. --no-tf32 is spelled "tf32: false".
+    fields = {action.dest: action.dest for action in parser._actions}
+    for action in parser._actions:
+        names = (option.lstrip("-").replace("-", "_") for option in action.option_strings)
+        fields |= {name: action.dest for name in names if not name.startswith("no_")}
     values: dict[str, SourcedValue] = {}
     places: dict[str, str] = {}
     for key_node, value_node in document.value:
@@ -65,12 +69,3 @@ def _compose(file: Path) -> yaml.Node | None:
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{file} is not YAML: {error}", where="--config") from error
     return document
-
-
-def _fields_by_key(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Map each key to its field. A key is a field or its alias. ``--no-tf32`` is spelled ``tf32: false``."""
-    fields = {action.dest: action.dest for action in parser._actions}
-    for action in parser._actions:
-        names = (option.lstrip("-").replace("-", "_") for option in action.option_strings)
-        fields |= {name: action.dest for name in names if not name.startswith("no_")}
-    return fields
