@@ -27,8 +27,8 @@ from benchmarks.planner_worker import MODELS
 from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.commands.bench.tables import PARALLEL, PARTITIONING, Solution
 from rapidformer_templates.commands.main import plan_request
-from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, layout_of

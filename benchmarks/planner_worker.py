@@ -26,8 +26,8 @@ from benchmarks.models import gpt2
 from benchmarks.stand_in_host import taken_for_a_gpu
 from rapidformer_templates.commands.bench.worker import resident_mb
 from rapidformer_templates.data.types import Data
-from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages

@@ -25,7 +25,7 @@ from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.types import Endless
-from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.resolve import with_template_defaults
 

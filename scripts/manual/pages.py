@@ -17,7 +17,8 @@ from rapidformer_templates.commands.compatibility import MATRIX_MACHINE, compati
 from rapidformer_templates.commands.explain import explanation
 from rapidformer_templates.commands.main import PlanFlags
 from rapidformer_templates.planning.changes import spell
-from rapidformer_templates.planning.config import RunConfig, build_parser, spelling
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.flag_parser import build_parser
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import choose_template

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import pytest
 
 from rapidformer_templates.commands.main import main, own_parsers
-from rapidformer_templates.planning.config import parse, spelling
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.registry import REGISTRY
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.planning.config import RunConfig, parse
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import switch_options
 from scripts.manual import tabs
 from tests.support.manual import PAGES, blocks, name

@@ -13,7 +13,8 @@ from torch import nn
 from rapidformer_templates import Data, Trainer
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import Refused
-from rapidformer_templates.planning.config import RunConfig, choices, parse
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.flag_parser import choices, parse
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.resolve import resolve

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import RunConfig, parse
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.resolve import choose_template, with_template_defaults

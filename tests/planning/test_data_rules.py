@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import switch_options
 from tests.support.requests import CPU, codes, on, refusal
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rapidformer_templates.errors import ConfigError, Refused
-from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.intervals import Epochs, Interval
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.resolve import resolve

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch._dynamo
 
-from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.requests import CPU, GPUS, exactly, on, refusal

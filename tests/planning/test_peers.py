@@ -9,7 +9,7 @@ import pytest
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning import peers
-from rapidformer_templates.planning.config import build_parser, parse
+from rapidformer_templates.planning.flag_parser import build_parser, parse
 from rapidformer_templates.planning.peers import equivalents
 from rapidformer_templates.planning.registry import switch_options
 

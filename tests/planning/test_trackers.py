@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.trackers import TrackerNames, chosen_trackers
 from tests.support.requests import CPU, codes, on, refusal

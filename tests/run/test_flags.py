@@ -17,7 +17,8 @@ import pytest
 
 from rapidformer_templates import Pretrainer, Trainer
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.planning.config import parse, spelling
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from tests.support.parity import trained
 from tests.support.preference_runs import judged, pairs, pretrained, words

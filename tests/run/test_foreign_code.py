@@ -11,7 +11,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, RapidformerError
-from rapidformer_templates.planning.config import parse, spelling
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.saved_model import find_saved, open_saved
 

@@ -16,7 +16,7 @@ import transformers
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import OutOfMemory
 from rapidformer_templates.models.loading import build_model
-from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.configure import resolve_plan
 from rapidformer_templates.run.folder import read_metrics

@@ -18,8 +18,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Finetuner, Pretrainer, Trainer
 from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.planning.config import RunConfig, parse, spelling
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import Environment, find_cxx, installed_packages
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request

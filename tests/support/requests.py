@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rapidformer_templates.errors import Refused
-from rapidformer_templates.planning.config import RunConfig, parse
+from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Environment
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY, Registry, switch_options
 from rapidformer_templates.planning.resolve import resolve
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import shtab
 
-from rapidformer_templates.planning.config import build_parser as flags_parser
 from rapidformer_templates.planning.config import field_types, value_kind
 from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.flag_parser import build_parser as flags_parser
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import REGISTRY, load_object, switch_options
 

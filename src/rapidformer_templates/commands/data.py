@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.planning.config import dashed
-from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.flag_parser import CommandParser, dashed
 from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.system.signals import interruptible
 

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.errors import ConfigError, Suggestion
-from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.flag_parser import CommandParser, parse
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.sources import in_words

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rapidformer_templates.errors import CheckpointError, ConfigError
-from rapidformer_templates.planning.config import dashed
-from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.flag_parser import CommandParser, dashed
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.out_of_memory import explained_without_plan
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import dashed
-from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.flag_parser import CommandParser, dashed
 from rapidformer_templates.system.files import new_folder, write_text, writing
 
 EXAMPLES = Path(__file__).parent / "examples"

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import MistakeCollector
-from rapidformer_templates.planning.config import RunConfig, add_flags, check_values, parse_words
+from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import detect
-from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, check_values, parse_words
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.run.saved_model import SavedModel, find_saved
 from rapidformer_templates.system import launch, program

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import get_args
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import dashed, field_types, settable_by_files, value_kind
-from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.config import field_types, settable_by_files, value_kind
+from rapidformer_templates.planning.flag_parser import CommandParser, dashed
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.intervals import Epochs, Interval
 from rapidformer_templates.planning.registry import switch_options

@@ -1,11 +1,30 @@
-"""The parsers: that of training flags, with ``--help`` and ``--help-all``, and that of every other command."""
+"""Reads flags: from the command line, the YAML file of ``--config`` and a script into a :class:`RunConfig`.
+
+One parser is for training flags, with ``--help`` and ``--help-all``, and one for every other command. This module does
+not import torch.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, MistakeCollector, UnknownName
+from rapidformer_templates.planning.config import (
+    RunConfig,
+    checked_value,
+    field_types,
+    settable_by_files,
+    spelling,
+    value_kind,
+)
+from rapidformer_templates.planning.flags import SECTIONS
+from rapidformer_templates.planning.peers import as_code, flag_hint
+from rapidformer_templates.planning.yaml_file import SourcedValue, read_yaml
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -68,3 +87,283 @@ class _PrintHelp(argparse.Action):
         assert isinstance(parser, FlagParser)
         print(parser.format_help() if option_string == "--help-all" else parser.format_usual_help())
         parser.exit()
+
+
+def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
+    """Add the flags of a dataclass to a parser. The first line of its docstring is the title of their group."""
+    title = (options.__doc__ or options.__name__).strip().splitlines()[0]
+    # Dataclasses with the same title share one group: all switches are in "Acceleration".
+    group = next((g for g in parser._action_groups if g.title == title), None) or parser.add_argument_group(title)
+    for f in dataclasses.fields(options):
+        meta, (kind, choices, several) = f.metadata, value_kind(field_types(options)[f.name])
+        text = meta.get("help", "").replace("%", "%%")
+        has_default = f.default not in (None, False, ()) and not isinstance(f.default, dataclasses._MISSING_TYPE)
+        if has_default and "(default:" not in text:
+            text += f" (default: {f.default})"
+        keywords: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": text}
+        if kind is bool and f.name.startswith("no_"):
+            keywords["action"] = "store_true"  # the opposite of --no-save is --save DIR
+        elif kind is bool:
+            keywords["action"] = argparse.BooleanOptionalAction
+        else:
+            # checked_value() checks types and choices, with the same messages for flags, YAML and code.
+            listed = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
+            keywords["metavar"] = meta.get("metavar") or listed
+            if several:
+                keywords["nargs"] = "+"
+            elif meta.get("bare") is not None:
+                keywords |= {"nargs": "?", "const": meta["bare"]}
+        group.add_argument(spelling(f.name), **keywords)
+        for alias, value in meta.get("aliases", {}).items():
+            same = spelling(f.name) + (f" {value}" if value else "")
+            offered = (
+                keywords if value is None else {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
+            )
+            group.add_argument(
+                f"--{alias}", **offered | {"dest": alias.replace("-", "_"), "help": f"the same as {same}"}
+            )
+
+
+def _by_field(
+    values: Mapping[str, SourcedValue], options: Iterable[type], mistakes: MistakeCollector
+) -> dict[str, SourcedValue]:
+    """Return the values of one source by field, after resolving aliases.
+
+    It is a mistake if two spellings of one field have different values.
+    """
+    by_field = dict(values)
+    flags: dict[str, str] = {name: spelling(name) for name in values}
+    for f in itertools.chain.from_iterable(map(dataclasses.fields, options)):
+        for alias, stands_for in f.metadata.get("aliases", {}).items():
+            value, origin = by_field.pop(alias.replace("-", "_"), (None, ""))
+            if value is None or (stands_for and not value):
+                continue  # fp16: false requests nothing
+            value = stands_for or value
+            other = by_field.setdefault(f.name, (value, origin))[0]
+            if str(other) != str(value):
+                message = f"{flags[f.name]} and --{alias} are the same flag, but have different values"
+                hint = f"leave one of them out; {spelling(f.name)} is its name"
+                mistakes.errors.append(ConfigError(message, where=origin, hint=hint))
+            flags.setdefault(f.name, f"--{alias}")
+    return by_field
+
+
+def build_parser(prog: str, switch_options: Iterable[type], user: type | None, description: str) -> FlagParser:
+    """Build the parser of all flags, grouped by topic.
+
+    Raises:
+        ConfigError: one of the user's flags has the name of a library flag.
+    """
+    parser = FlagParser(prog, description)
+    for options in (*SECTIONS.values(), *switch_options):
+        add_flags(parser, options)
+        parser.usual |= {f.name for f in dataclasses.fields(options) if f.metadata.get("usual")}
+    if user:
+        reserved = [
+            spelling(f.name) for f in dataclasses.fields(user) if spelling(f.name) in parser._option_string_actions
+        ]
+        if reserved:
+            raise ConfigError(
+                f"{reserved[0]} is a flag of the library", where=user.__name__, hint="rename your own flag"
+            )
+        add_flags(parser, user)
+        parser.usual |= {f.name for f in dataclasses.fields(user)}
+    return parser
+
+
+def parse(
+    argv: Sequence[str],
+    switch_options: Mapping[str, type],
+    *,
+    prog: str = "rapidformer",
+    description: str = "",
+    user: type | None = None,
+    in_code: Mapping[str, SourcedValue] | None = None,
+    mistakes: MistakeCollector | None = None,
+) -> RunConfig:
+    """Read flags into a :class:`RunConfig`.
+
+    Args:
+        argv: the command line without the program's name.
+        switch_options: the options dataclass of each switch, by the switch's name.
+        user: a dataclass of flags that the user's template declares.
+        in_code: values given in the user's script, each with its location.
+        mistakes: collects the mistakes in place of an error. Values that are wrong are then left out of the result.
+
+    Raises:
+        ConfigError: a flag or key is unknown, or a value has the wrong type or is out of range. With several mistakes
+            the error names all of them.
+    """
+    collector = MistakeCollector() if mistakes is None else mistakes
+    parser = build_parser(prog, switch_options.values(), user, description)
+    options = [*SECTIONS.values(), *switch_options.values(), *([user] if user else [])]
+    script = _by_field(in_code or {}, options, collector)
+    words = {name: (value, "command line") for name, value in parse_words(parser, argv, collector).items()}
+    command_line = _by_field(words, options, collector)
+    path = command_line.get("config", script.get("config", (None, "")))[0]
+    file: dict[str, SourcedValue] = {}
+    if path:
+        with collector.collect():
+            file = _by_field(read_yaml(str(path), parser, collector), options, collector)
+    for name in sorted(file.keys() - settable_by_files(options)):
+        hint = f"give {spelling(name)} on the command line if you trust the source of the code"
+        message = f"a file cannot set {name}, which runs code"
+        collector.errors.append(ConfigError(message, where=file.pop(name)[1], hint=hint))
+    values, replaced = _merged((script, file, command_line), choices(options))
+    config = dataclasses.replace(_assemble(values, switch_options, user, collector), replaced=replaced)
+    if mistakes is None:
+        collector.raise_all()
+    return config
+
+
+def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
+    """Return the flags of one dataclass, and the other words of the command line.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range.
+    """
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False
+    )
+    add_flags(parser, options)
+    try:
+        namespace, rest = parser.parse_known_args(dashed(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error), hint="rapidformer --help-all lists every flag") from error
+    fields = {f.name: f for f in dataclasses.fields(options)}
+    mistakes = MistakeCollector()
+    words = {name: (value, "command line") for name, value in vars(namespace).items()}
+    values = {}
+    for name, word in _by_field(words, [options], mistakes).items():
+        with mistakes.collect():
+            values[name] = checked_value(fields[name], field_types(options)[name], *word)
+    mistakes.raise_all()
+    return options(**values), rest
+
+
+def choices(options: Iterable[type]) -> dict[str, set[str]]:
+    """Map each field of a choice to the other fields that it excludes."""
+    members: dict[str, set[str]] = {}
+    for f in itertools.chain.from_iterable(map(dataclasses.fields, options)):
+        if choice := f.metadata.get("choice"):
+            members.setdefault(choice, set()).add(f.name)
+    return {name: names - {name} for names in members.values() for name in names}
+
+
+def _merged(
+    sources: Iterable[Mapping[str, SourcedValue]], excluding: Mapping[str, set[str]]
+) -> tuple[dict[str, SourcedValue], tuple[str, ...]]:
+    """Merge the values of several places, from lowest to highest. Also return a line for each replaced choice."""
+    values: dict[str, SourcedValue] = {}
+    lines = []
+    for source in sources:
+        for name, (value, origin) in source.items():
+            if value in (None, False):
+                continue  # turned off: nothing is chosen
+            for other in sorted(excluding.get(name, set()) & values.keys() - source.keys()):
+                old, earlier = values.pop(other)
+                if old not in (None, False):
+                    lines.append(f"{_shown(name, value)} ({origin}) replaces {_shown(other, old)} ({earlier})")
+        values.update(source)
+    return values, tuple(lines)
+
+
+def _shown(name: str, value: object) -> str:
+    return spelling(name) if value is True else f"{spelling(name)} {value}"
+
+
+def dashed(argv: Sequence[str]) -> list[str]:
+    """Spell ``--micro_batch_size=4`` as ``--micro-batch-size=4``. Values do not change."""
+    spelled = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        spelled.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+    return spelled
+
+
+def parse_words(parser: argparse.ArgumentParser, words: Sequence[str], mistakes: MistakeCollector) -> dict[str, object]:
+    """Return the values of the command line by name. Unknown flags and flags without their value are collected.
+
+    Args:
+        parser: a parser that does not exit on errors.
+    """
+    words = dashed(words)
+    while True:
+        try:
+            namespace, unknown = parser.parse_known_args(words)
+            break
+        except argparse.ArgumentError as error:  # about one flag: the others can still be read
+            names = (error.argument_name or "").split("/")
+            mistakes.errors.append(ConfigError(str(error), hint=_list_of_flags(parser)))
+            words = _without(words, names)
+    mistakes.errors += _unknown_words(unknown, parser)
+    return vars(namespace)
+
+
+def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the words of a command line without the flags with these names and their values."""
+    rest, is_named = [], False
+    for word in words:
+        if _FLAG.match(word):
+            is_named = word.partition("=")[0] in names
+        if not is_named:
+            rest.append(word)
+    return rest
+
+
+def check_values(values: Mapping[str, object], options: Iterable[type], mistakes: MistakeCollector) -> None:
+    """Collect each value of the command line that has the wrong type or is out of range."""
+    for kind in options:
+        for f in dataclasses.fields(kind):
+            if f.name in values:
+                with mistakes.collect():
+                    checked_value(f, field_types(kind)[f.name], values[f.name], "command line")
+
+
+def _unknown_words(words: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[ConfigError]:
+    """Yield an error for each unknown flag. The words after an unknown flag are taken for its values."""
+    positional = list(itertools.takewhile(lambda word: not _FLAG.match(word), words))
+    if positional:
+        more = f", and {len(positional) - 1} more" if len(positional) > 1 else ""
+        yield UnknownName(f"unexpected argument '{positional[0]}'{more}", hint=_list_of_flags(parser))
+    known = [name for action in parser._actions for name in action.option_strings]
+    for name in dict.fromkeys(word.split("=")[0] for word in words if _FLAG.match(word)):
+        hint = flag_hint(name, known) or _list_of_flags(parser)
+        yield UnknownName(f"unknown flag {name}", where="command line", hint=hint)
+
+
+def _list_of_flags(parser: argparse.ArgumentParser) -> str:
+    return f"{parser.prog} {'--help-all' if isinstance(parser, FlagParser) else '--help'} lists every flag"
+
+
+_FLAG = re.compile("--|-[A-Za-z]")
+
+
+def _assemble(
+    values: Mapping[str, SourcedValue],
+    switch_options: Mapping[str, type],
+    user: type | None,
+    mistakes: MistakeCollector,
+) -> RunConfig:
+    remaining = dict(values)
+
+    def build(options: type) -> Any:
+        chosen = {}
+        for f in dataclasses.fields(options):
+            if f.name in remaining:
+                value, origin = remaining.pop(f.name)
+                with mistakes.collect():
+                    chosen[f.name] = checked_value(f, field_types(options)[f.name], value, origin)
+        return options(**chosen)
+
+    sections = {name: build(options) for name, options in SECTIONS.items()}
+    switches = {name: build(options) for name, options in switch_options.items()}
+    user_values = build(user) if user else None
+    options = (*SECTIONS.values(), *switch_options.values(), *([user] if user else []))
+    accepted = [spelling(f.name) for f in itertools.chain.from_iterable(map(dataclasses.fields, options))]
+    for name, (_, origin) in remaining.items():
+        hint = flag_hint(name, accepted, as_code)
+        mistakes.errors.append(UnknownName(f"unknown flag '{name}'", where=origin, hint=hint))
+    return RunConfig(
+        **sections, switches=switches, user=user_values, origins={n: origin for n, (_, origin) in values.items()}
+    )

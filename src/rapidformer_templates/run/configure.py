@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import RunConfig, parse, spelling
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import Environment, detect
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.hub import prepare_config
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY

@@ -13,8 +13,9 @@ from rapidformer_templates.data.finetuning.locating import check_data_folder, ch
 from rapidformer_templates.data.text.files import no_corpus_error, prefix_of, text_files
 from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector
 from rapidformer_templates.models.model_files import check_model_files, check_tokenizer_files
-from rapidformer_templates.planning.config import RunConfig, parse, spelling
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import ask_torch_if_needed
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve

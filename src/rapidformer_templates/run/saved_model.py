@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import RunConfig, parse, settable_by_files
+from rapidformer_templates.planning.config import RunConfig, settable_by_files
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.tasks import tasks_with
 from rapidformer_templates.run.folder import RunFolder

@@ -31,7 +31,7 @@ from rapidformer_templates.commands.bench.tables import (
     Table,
 )
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import switch_options
 
 ROOT = Path(__file__).parents[3]

@@ -204,7 +204,7 @@ def test_names_that_are_not_there(base: Path, flags: str, message: str) -> None:
 def test_a_folder_of_adapters_is_a_pretrained_model(base: Path, tmp_path: Path) -> None:
     """Every command that accepts a pretrained folder reads it with the adapters merged."""
     from rapidformer_templates.models.loading import build_model
-    from rapidformer_templates.planning.config import parse
+    from rapidformer_templates.planning.flag_parser import parse
     from rapidformer_templates.planning.registry import REGISTRY
 
     run(base, tmp_path / "run")
