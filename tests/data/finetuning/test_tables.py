@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rapidformer_templates.data.finetuning.locating import locate
+from rapidformer_templates.data.finetuning.locating import locate, training_samples
 from rapidformer_templates.data.finetuning.tables import read_dataset
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError
@@ -76,6 +76,17 @@ def test_shards_and_saved_parts(tmp_path: Path, configure: Configure) -> None:
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     raw = read_dataset(configure(data_dir=str(tmp_path), data_name="saved"))
     assert {name: len(part) for name, part in raw.parts().items()} == {"train": 20, "valid": 3}
+
+
+@pytest.mark.parametrize("state", ["", "[]", "{}", '{"_data_files": null}', '{"_data_files": [{"filename": null}]}'])
+def test_a_damaged_saved_part(tmp_path: Path, configure: Configure, state: str) -> None:
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "saved"))
+    config = configure(data_dir=str(tmp_path), data_name="saved", task="causal_lm")
+    (tmp_path / "saved/train/state.json").write_text(state, encoding="utf-8")
+    with pytest.raises(DataError, match="the saved data set cannot be read") as caught:
+        read_dataset(config)
+    assert caught.value.where == str(tmp_path / "saved/train")
+    assert training_samples(config) is None  # so that a plan can still be shown
 
 
 def test_the_held_out_share_depends_on_the_seed_only(tmp_path: Path, configure: Configure) -> None:

@@ -62,6 +62,9 @@ NAMES_IN_MESSAGES = {"train": "training", "valid": "validation", TEST: "test"}
 SAVED = ("dataset_dict.json", "state.json")
 """Files that mark a folder saved by ``datasets``."""
 
+DAMAGE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
+"""Errors of reading a folder that ``datasets`` saved if one of its files is damaged or has another form."""
+
 MAX_COUNTED_BYTES = 200_000_000
 """Text files are counted only if their total size is at most this number of bytes."""
 
@@ -292,13 +295,14 @@ def _saved_parts(folder: Path) -> dict[str, list[Path]]:
         return {"train": [folder]}
     try:
         names = [str(name) for name in json.loads(listed.read_text(encoding="utf-8"))["splits"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except DAMAGE_ERRORS as error:
         raise unreadable_error(folder, error) from error
     return {name: [folder / name] for name in names if name in PART_NAMES}
 
 
 def unreadable_error(folder: Path, error: Exception) -> DataError:
-    return DataError(f"the saved data set cannot be read: {error}", where=str(folder), hint="save it again")
+    reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+    return DataError(f"the saved data set cannot be read: {reason}", where=str(folder), hint="save it again")
 
 
 def held_out_rows(rows: int, fraction: float) -> int:
@@ -419,7 +423,7 @@ def training_samples(config: RunConfig) -> int | None:
             if "valid" not in located.parts and one.validation_fraction > 0:
                 rows -= held_out_rows(rows, one.validation_fraction)
             total += min(rows, one.max_train_samples or rows)
-    except (RapidformerError, OSError, ValueError):
+    except (RapidformerError, *DAMAGE_ERRORS):
         return None  # the training reports the error
     return total
 
