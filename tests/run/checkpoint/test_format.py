@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import weakref
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -292,6 +293,30 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert checkpoint_check.problem_of(path) == "../latest is outside the folder"
     assert checkpoint_check.problem_on_all_ranks(path, alone()) == "../latest is outside the folder"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("manifest.json", "[" * 100_000, "manifest.json cannot be read (maximum recursion depth exceeded"),
+        (
+            "manifest.json",
+            '{"format": 2, "files": {"a\\u0000": {"bytes": 7, "crc32": 0}}}',
+            "'a\\x00' is not",
+        ),
+        ("index.json", "[" * 100_000, "index.json or state.json cannot be read (maximum recursion depth exceeded"),
+        ("index.json", '{"weights": {"w": {"boxes": [[1]]}}, "optimizer": {}}', "the manifest does not list 1"),
+    ],
+)
+def test_a_damaged_description_is_a_problem(tmp_path: Path, file: str, content: str, problem: str) -> None:
+    """An index with another form has the checksum that the manifest lists, so that the check reads it."""
+    path = saved(tmp_path)
+    (path / file).write_text(content)
+    manifest = json.loads((path / "manifest.json").read_text()) if file == "index.json" else None
+    if manifest:
+        manifest["files"][file] = {"bytes": len(content), "crc32": zlib.crc32(content.encode())}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    assert str(checkpoint_check.problem_of(path)).startswith(problem)
 
 
 def test_an_index_that_points_out_of_the_folder_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from rapidformer_templates.run.checkpoint.format import FORMAT, KINDS, candidate
 from rapidformer_templates.system.files import crc32, explain
 from rapidformer_templates.system.workers import Workers
 
+DAMAGE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors of reading a JSON file of a checkpoint that is damaged or has another form."""
+
 
 def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = True) -> str | None:
     """Return what is wrong with a checkpoint, or None.
@@ -23,7 +26,7 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         files = {name: (seal["bytes"], seal["crc32"]) for name, seal in manifest["files"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except DAMAGE_ERRORS as error:
         return f"manifest.json cannot be read ({error})"
     if manifest.get("format") != FORMAT:
         return f"format {manifest.get('format')} is not the format {FORMAT} of this version"
@@ -35,9 +38,9 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
         return None
     try:
         absent = sorted(_needed(folder) - set(files))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except DAMAGE_ERRORS as error:
         return f"index.json or state.json cannot be read ({error})"
-    return f"the manifest does not list {', '.join(absent)}" if absent else None
+    return f"the manifest does not list {', '.join(map(str, absent))}" if absent else None
 
 
 def _problem_of_file(folder: Path, name: str, size: int, crc: int, *, contents: bool) -> str | None:
@@ -51,6 +54,8 @@ def _problem_of_file(folder: Path, name: str, size: int, crc: int, *, contents: 
         return f"{name} is damaged (its CRC-32 differs)" if contents and crc32(path) != crc else None
     except FileNotFoundError:
         return f"{name} is missing"
+    except ValueError:  # a zero byte
+        return f"{name!r} is not the name of a file"
     except OSError as error:
         return f"{name} cannot be read: {explain(error)[0]}"
 
