@@ -7,6 +7,7 @@ attention itself is the model's, with its kernel and its mask of the whole seque
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -27,20 +28,21 @@ OTHER_WAYS = "divide the model instead, with --tensor-model-parallel-size or --p
 HEADS, TOKENS = 1, 2
 """Dimensions of queries, keys and values: (samples, heads, tokens, size of a head)."""
 
+_numbers = itertools.count()
+
 
 def attend_over_context(model: PreTrainedModel, shards: ContextSequenceShards) -> None:
     """Let the attention of the blocks see whole sequences."""
-    name = _attention_name(model)
-    AttentionInterface.register(name + SUFFIX, partial(attention, inner=name))
-    AttentionMaskInterface.register(name + SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[name])
-    model.set_attn_implementation(name + SUFFIX)
-    for module in model.modules():
-        module.context_shards = shards  # type: ignore[assignment]
+    inner = _attention_name(model)
+    name = f"{inner}{SUFFIX}_{next(_numbers)}"  # another model of this process has other shards
+    AttentionInterface.register(name, partial(attention, shards=shards, inner=inner))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner])
+    model.set_attn_implementation(name)
 
 
 def _attention_name(model: PreTrainedModel) -> str:
     """Return transformers' name of the attention to divide."""
-    name: str = model.config._attn_implementation.removesuffix(SUFFIX)
+    name: str = model.config._attn_implementation.partition(SUFFIX)[0]
     return "sdpa" if name == "eager" else name  # the same result, but eager attention also returns its weights
 
 
@@ -70,6 +72,7 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *args: Any,
+    shards: ContextSequenceShards,
     inner: str,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
@@ -80,6 +83,7 @@ def attention(
         query: queries of this worker's part of the sequence, shape (samples, heads, tokens, size of a head). ``key``
             and ``value`` may have fewer heads.
         attention_mask: mask of whole sequences.
+        shards: the shards of the model's sequences.
         inner: transformers' name of the attention to divide.
 
     Returns:
@@ -88,9 +92,8 @@ def attention(
     Raises:
         ModelError: the number of heads is not divisible.
     """
-    shards: ContextSequenceShards | None = getattr(module, "context_shards", None)
     within = ALL_ATTENTION_FUNCTIONS[inner]
-    if shards is None or shards.length is None:
+    if shards.length is None:
         return within(module, query, key, value, attention_mask, *args, **kwargs)
     shards.attended = True
     if shards.kind == "ring":
