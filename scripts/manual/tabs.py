@@ -11,7 +11,7 @@ import yaml
 
 from rapidformer_templates.planning.config import to_yaml
 from rapidformer_templates.planning.flag_parser import parse
-from rapidformer_templates.planning.intervals import Interval
+from rapidformer_templates.planning.flag_values import Interval
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.resolve import choose_template
 

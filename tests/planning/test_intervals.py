@@ -9,7 +9,7 @@ import pytest
 
 from rapidformer_templates.errors import ConfigError, Refused
 from rapidformer_templates.planning.flag_parser import parse
-from rapidformer_templates.planning.intervals import Epochs, Interval
+from rapidformer_templates.planning.flag_values import Epochs, Interval
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.requests import CPU, codes, config_of

@@ -9,8 +9,8 @@ import pytest
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.flag_parser import parse
+from rapidformer_templates.planning.flag_values import TrackerNames, chosen_trackers
 from rapidformer_templates.planning.registry import switch_options
-from rapidformer_templates.planning.trackers import TrackerNames, chosen_trackers
 from tests.support.requests import CPU, codes, on, refusal
 
 RUN = "--task causal_lm --train-iters 10 --lr 1e-3 --save DIR"

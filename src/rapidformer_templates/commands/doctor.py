@@ -24,10 +24,9 @@ from rapidformer_templates.errors import ConfigError, RapidformerError, did_you_
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, version_of
 from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.flag_values import TRACKERS, TRACKERS_INSTALL
 from rapidformer_templates.planning.optimizers import OPTIMIZER_PACKAGES, OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.planning.trackers import INSTALL as INSTALL_TRACKERS
-from rapidformer_templates.planning.trackers import PACKAGES as TRACKERS
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 from rapidformer_templates.system.terminal import console
@@ -58,7 +57,7 @@ INSTALL = {
     "onnx": "pip install 'rapidformer_templates[onnx]'",
     "onnxscript": "pip install 'rapidformer_templates[onnx]'",
     "liger_kernel": "pip install 'rapidformer_templates[liger]'",
-    **{TRACKERS[name]: install for name, install in INSTALL_TRACKERS.items()},
+    **{TRACKERS[name]: install for name, install in TRACKERS_INSTALL.items()},
 }
 NEEDS_GPU = ("apex", "flash_attn")
 

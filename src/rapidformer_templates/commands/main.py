@@ -29,9 +29,9 @@ from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.config import RunConfig, to_yaml
 from rapidformer_templates.planning.environment import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName, Environment
 from rapidformer_templates.planning.flag_parser import CommandParser, FlagParser, add_flags, build_parser, parse, split
+from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.hub import config_is_unknown, prepare_config
-from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object, switch_options
 from rapidformer_templates.planning.resolve import choose_template, resolve, with_template_defaults

@@ -15,10 +15,9 @@ from typing import get_args
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import field_types, settable_by_files, value_kind
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed
+from rapidformer_templates.planning.flag_values import TRACKERS, Epochs, Interval, TrackerNames
 from rapidformer_templates.planning.flags import SECTIONS
-from rapidformer_templates.planning.intervals import Epochs, Interval
 from rapidformer_templates.planning.registry import switch_options
-from rapidformer_templates.planning.trackers import PACKAGES, TrackerNames
 
 _DIGITS = r"[0-9]+(_[0-9]+)*"
 _NUMBER = rf"({_DIGITS}\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
@@ -129,7 +128,7 @@ def _value(annotation: object, field: dataclasses.Field[object]) -> Schema:
             "pattern": rf"^\s*{_NUMBER}\s*[A-Za-z]*\s*$",
         }
     if kind is TrackerNames:
-        one = f"({'|'.join(map(_any_case, PACKAGES))})"
+        one = f"({'|'.join(map(_any_case, TRACKERS))})"
         alone = f"{_any_case('all')}|{_any_case('none')}"
         return {
             "type": [*kinds, "string", "array"],

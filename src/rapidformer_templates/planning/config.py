@@ -22,8 +22,8 @@ from typing import Any, Literal
 import yaml
 
 from rapidformer_templates.errors import ConfigError, did_you_mean
+from rapidformer_templates.planning.flag_values import Epochs, Interval
 from rapidformer_templates.planning.flags import SECTIONS, DataFlags, LaunchFlags, ModelFlags, TrainingFlags
-from rapidformer_templates.planning.intervals import Epochs, Interval
 
 
 @dataclass(frozen=True)

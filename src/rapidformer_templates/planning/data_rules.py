@@ -5,10 +5,9 @@ from __future__ import annotations
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.intervals import Interval
+from rapidformer_templates.planning.flag_values import Interval, mixture_of
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, RuleList
 from rapidformer_templates.planning.tasks import TASKS
-from rapidformer_templates.planning.weights import mixture_of
 
 DATA_RULES = RuleList()
 

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rapidformer_templates.planning.intervals import Epochs, Interval
+from rapidformer_templates.planning.flag_values import Epochs, Interval, TrackerNames
 from rapidformer_templates.planning.tasks import TASKS
-from rapidformer_templates.planning.trackers import TrackerNames
 
 
 def flag(

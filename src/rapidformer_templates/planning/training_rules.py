@@ -6,15 +6,13 @@ from rapidformer_templates.errors import alike
 from rapidformer_templates.planning.changes import REPLACE, add, drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.flags import file_schedule
+from rapidformer_templates.planning.flag_values import TRACKERS, TRACKERS_INSTALL, TrackerNames, chosen_trackers
 from rapidformer_templates.planning.metrics import direction_of
 from rapidformer_templates.planning.optimizer_choice import betas_reach_one, has_no_betas
 from rapidformer_templates.planning.schedules import SHAPING, STYLES, warmup_steps
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule, RuleList
 from rapidformer_templates.planning.task_choice import metrics_of
 from rapidformer_templates.planning.tasks import tasks_with
-from rapidformer_templates.planning.trackers import INSTALL as TRACKERS_INSTALL
-from rapidformer_templates.planning.trackers import PACKAGES as TRACKERS
-from rapidformer_templates.planning.trackers import TrackerNames, chosen_trackers
 
 TRAINING_RULES = RuleList()
 

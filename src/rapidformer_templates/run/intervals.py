@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from rapidformer_templates.planning.intervals import Interval
+from rapidformer_templates.planning.flag_values import Interval
 
 EVALUATE, SAVE = "evaluate", "save"
 DUE_BITS = {EVALUATE: 1, SAVE: 2}

@@ -8,7 +8,7 @@ from rapidformer_templates.data.streaming.samples import StreamOrder
 from rapidformer_templates.data.types import Endless, SampleSet
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.intervals import Epochs
+from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.terminal import say

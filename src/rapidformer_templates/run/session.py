@@ -26,8 +26,8 @@ from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, OutOfMemory
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import no_device
+from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.flags import SECTIONS
-from rapidformer_templates.planning.intervals import Epochs
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
 from rapidformer_templates.run import out_of_memory

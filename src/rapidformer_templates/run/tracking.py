@@ -16,8 +16,8 @@ from typing import Any, TypedDict, TypeVar
 
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import installed_packages
+from rapidformer_templates.planning.flag_values import chosen_trackers
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.trackers import chosen_trackers
 from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.trackers import KINDS, IsLogged, RunName, Tracker

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.planning.changes import add, replace
 from rapidformer_templates.planning.checks import shown
-from rapidformer_templates.planning.intervals import Epochs
+from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.switch import (
     Change,
     Example,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rapidformer_templates.commands.convert.result import Result
 from rapidformer_templates.commands.convert.source import Source, Value, read_json
-from rapidformer_templates.planning.trackers import PACKAGES
+from rapidformer_templates.planning.flag_values import TRACKERS
 
 OPTIMIZERS = {
     "adam": "adamw_torch",
@@ -127,10 +127,10 @@ SEVERAL = "give one data set, or weights for a mixture: data-dir, and data-name:
 
 def set_trackers(result: Result, key: str, names: Iterable[str], run: str | None, project: str | None) -> None:
     """Set the trackers, and the names of the run and of the project in them."""
-    known = [name for name in names if name in PACKAGES or name == "all"]
+    known = [name for name in names if name in TRACKERS or name == "all"]
     for name in names:
         if name not in known and name != "none":
-            result.miss(key, name, f"write a callback of your script. Trackers here: {', '.join(PACKAGES)}")
+            result.miss(key, name, f"write a callback of your script. Trackers here: {', '.join(TRACKERS)}")
     if known:
         result.set("report_to", ",".join(known))
         result.set("run_name", run)

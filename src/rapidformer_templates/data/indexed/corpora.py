@@ -20,8 +20,8 @@ from rapidformer_templates.data.text.preprocess import preprocess
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.tokenizers import vocabulary_id, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.flag_values import weighted
 from rapidformer_templates.planning.flags import DataFlags
-from rapidformer_templates.planning.weights import weighted
 from rapidformer_templates.system.files import hash_of
 
 CACHE_VERSION = 3
