@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
@@ -12,9 +11,9 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rapidformer_templates.switches.onnx_runtime.export import decompositions, export
+from rapidformer_templates.switches.onnx_runtime.export import GraphInput, decompositions, export
 from rapidformer_templates.switches.onnx_runtime.partition import partition, take_out_dropout
-from rapidformer_templates.switches.onnx_runtime.session import Graph
+from rapidformer_templates.switches.onnx_runtime.session import Graph, GraphResult
 
 
 class OnnxBackend:
@@ -33,7 +32,7 @@ class OnnxBackend:
         self.graphs: list[Graph] = []
         self.began, self.seconds = 0.0, 0.0
 
-    def __call__(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def __call__(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
         """Trace ``module`` and make a graph of its forward and, if gradients are needed, of its backward.
 
         Raises:
@@ -46,7 +45,7 @@ class OnnxBackend:
         finally:
             self.seconds += time.perf_counter() - began
 
-    def _trace(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def _trace(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
         # Attention as products and a softmax: torch's fused kernels have no ONNX. Both graphs are made at once,
         # so a backward that cannot be exported is found before anything has run.
         with sdpa_kernel(SDPBackend.MATH), functorch_config.patch(force_non_lazy_backward_lowering=True):
@@ -60,13 +59,13 @@ class OnnxBackend:
                 decompositions=decompositions(),
             )
 
-    def _make(self, traced: fx.GraphModule, part: str) -> Callable[[list[Any]], list[Any]]:
+    def _make(self, traced: fx.GraphModule, part: str) -> Callable[[list[GraphInput]], list[GraphResult]]:
         take_out_dropout(traced)
         name = f"{self.name} {part}"
         graph = Graph(export(traced, name), name, self.device)
         self.graphs.append(graph)
 
-        def run(inputs: list[Any]) -> list[Any]:
+        def run(inputs: list[GraphInput]) -> list[GraphResult]:
             values = list(inputs)
             inputs.clear()  # "boxed": what the forward saved is freed as soon as the backward has read it
             return graph(values)

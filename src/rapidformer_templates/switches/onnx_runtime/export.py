@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -26,6 +26,7 @@ from torch.export.graph_signature import (
     SymIntArgument,
     TensorArgument,
 )
+from torch.onnx import ONNXProgram
 from torch.onnx._internal.exporter import _core, _decomp, _fx_passes, _registration
 from torch.onnx.errors import OnnxExporterError
 from torch.utils import _pytree as pytree
@@ -35,6 +36,9 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.onnx_runtime.operators import TRANSLATIONS
 from rapidformer_templates.switches.onnx_runtime.partition import dropout_noise, take_out_idle_expansions
 
+if TYPE_CHECKING:
+    from sympy import Expr
+
 aten = torch.ops.aten
 
 ADVICE = "leave --onnx-runtime-training out, or write that part of the model with other operators"
@@ -42,8 +46,11 @@ ADVICE = "leave --onnx-runtime-training out, or write that part of the model wit
 OPSET = 20
 """The first opset with GELU as one operator."""
 
-Sizes = Callable[[Sequence[Any]], Any]
-"""Maps the values of a graph's inputs to a shape or a number."""
+GraphInput = torch.Tensor | int
+"""An input of a graph. Sizes of graphs with dynamic shapes are numbers."""
+
+Sizes = Callable[[Sequence[GraphInput]], list[int]]
+"""Maps the values of a graph's inputs to a shape, or to a list with one number."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class Exported:
 
 
 @cache
-def _registry() -> Any:
+def _registry() -> _registration.ONNXRegistry:
     for module in (_registration, _core):  # they warn about each missing package and name
         logging.getLogger(module.__name__).setLevel(logging.ERROR)
     registry = _registration.ONNXRegistry.from_torchlib(OPSET)
@@ -96,7 +103,7 @@ def _registry() -> Any:
 
 
 @cache
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> dict[Any, Callable[..., object]]:
     """Return decompositions of operators that ONNX lacks into operators that it has."""
     registry = _registry()
     supported = set(_decomp.get_onnx_implemented_overloads(registry))
@@ -119,7 +126,8 @@ def export(module: fx.GraphModule, name: str) -> Exported:
     module = fx.GraphModule(module, graph)
     take_out_idle_expansions(graph)
     placeholders = graph.find_nodes(op="placeholder")
-    symbols = _symbols(placeholders)
+    numbers = {node.meta["val"].node.expr: i for i, node in enumerate(placeholders) if _is_number(node)}
+    symbols = {expression: i for expression, i in numbers.items() if expression.is_symbol}
     noise = [_replace_by_input(graph, node) for node in graph.find_nodes(op="call_function", target=dropout_noise)]
     constants = [_replace_by_input(graph, node) for node in graph.find_nodes(op="get_attr")]
     results = _results(graph, placeholders, symbols)
@@ -142,19 +150,13 @@ def export(module: fx.GraphModule, name: str) -> Exported:
     )
 
 
-def _outputs(graph: fx.Graph) -> Sequence[Any]:
+def _outputs(graph: fx.Graph) -> Sequence[fx.Node | None]:
     outputs: Any = graph.output_node().args[0]
     return tuple(outputs)
 
 
 def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta["val"], torch.SymInt)
-
-
-def _symbols(placeholders: Sequence[fx.Node]) -> dict[Any, int]:
-    """Return the size symbols of a graph with dynamic shapes, each with the position of its input."""
-    numbers = {node.meta["val"].node.expr: i for i, node in enumerate(placeholders) if _is_number(node)}
-    return {expression: i for expression, i in numbers.items() if expression.is_symbol}
 
 
 def _replace_by_input(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
@@ -169,39 +171,35 @@ def _replace_by_input(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, tuple[An
     return placeholder, made_of
 
 
-def _results(graph: fx.Graph, placeholders: list[fx.Node], symbols: Mapping[Any, int]) -> list[Any]:
+def _results(
+    graph: fx.Graph, placeholders: list[fx.Node], symbols: Mapping[Expr, int]
+) -> list[int | fx.Node | Sizes | None]:
     positions = {node: i for i, node in enumerate(placeholders)}
-    results: list[Any] = []
+    results: list[int | fx.Node | Sizes | None] = []
     for result in _outputs(graph):
-        if isinstance(result, fx.Node) and result in positions:
+        if result is not None and result in positions:
             results.append(positions[result])
-        elif isinstance(result, fx.Node) and _is_number(result):
-            results.append(_sizes(result.meta["val"], symbols))
+        elif result is not None and _is_number(result):
+            results.append(_sizes([result.meta["val"]], symbols))
         else:
             results.append(result)
     return results
 
 
-def _value(node: fx.Node, symbols: Mapping[Any, int]) -> Value:
+def _value(node: fx.Node, symbols: Mapping[Expr, int]) -> Value:
     fake = node.meta["val"]
-    return Value(node.name, fake.dtype, _sizes(tuple(fake.shape), symbols))
+    return Value(node.name, fake.dtype, _sizes(fake.shape, symbols))
 
 
-def _sizes(what: Any, symbols: Mapping[Any, int]) -> Sizes:
-    """Return a function that computes a shape or a number with ``symbols`` from the inputs' values."""
+def _sizes(expressions: Sequence[int | torch.SymInt], symbols: Mapping[Expr, int]) -> Sizes:
+    """Return a function that computes numbers with ``symbols`` from the inputs' values."""
     print_number = PythonPrinter().doprint
-    expressions = what if isinstance(what, tuple) else (what,)
     numbers = [print_number(n.node.expr) if isinstance(n, torch.SymInt) else str(n) for n in expressions]
-    compute = eval(f"lambda {', '.join(map(str, symbols))}: [{', '.join(numbers)}]")
-
-    def sizes(inputs: Sequence[Any]) -> Any:
-        values = compute(*(inputs[position] for position in symbols.values()))
-        return values if isinstance(what, tuple) else values[0]
-
-    return sizes
+    compute: Callable[..., list[int]] = eval(f"lambda {', '.join(map(str, symbols))}: [{', '.join(numbers)}]")
+    return lambda inputs: compute(*(inputs[position] for position in symbols.values()))
 
 
-def _to_onnx(module: fx.GraphModule, name: str) -> Any:
+def _to_onnx(module: fx.GraphModule, name: str) -> ONNXProgram:
     registry = _registry()
     _fx_passes.insert_type_promotion_nodes(module)
     calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
@@ -209,9 +207,11 @@ def _to_onnx(module: fx.GraphModule, name: str) -> Any:
     if missing:
         # Use the name by which the model called it before decomposition.
         operators = sorted({str(node.meta.get("original_aten") or node.target) for node in missing})
+        places = [line.strip() for line in (missing[0].stack_trace or "").splitlines()]
+        lines = [place for place in places if place.startswith("File ")]
         raise ModelError(
             f"{name} cannot run in ONNX Runtime: there is no ONNX for {', '.join(operators)}",
-            where=_source_of(missing[0]),
+            where=lines[-1] if lines else None,  # the line of the model that the operator comes from
             hint=ADVICE,
         )
     try:
@@ -225,7 +225,7 @@ def _to_onnx(module: fx.GraphModule, name: str) -> Any:
 def _program(module: fx.GraphModule) -> ExportedProgram:
     """Wrap the graph in the form that the exporter expects. It has neither parameters nor buffers."""
     inputs = [InputSpec(InputKind.USER_INPUT, _argument(n), None) for n in module.graph.find_nodes(op="placeholder")]
-    outputs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(n), None) for n in _outputs(module.graph)]
+    outputs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(n), None) for n in _outputs(module.graph) if n is not None]
     called = ModuleCallSignature(
         inputs=[],
         outputs=[],
@@ -238,9 +238,3 @@ def _program(module: fx.GraphModule) -> ExportedProgram:
 
 def _argument(node: fx.Node) -> SymIntArgument | TensorArgument:
     return SymIntArgument(node.name) if _is_number(node) else TensorArgument(node.name)
-
-
-def _source_of(node: fx.Node) -> str | None:
-    """Return the line of the model that the node comes from."""
-    lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
-    return lines[-1] if lines else None

@@ -13,20 +13,30 @@ from typing import Any
 
 import torch
 from onnxscript import opset20
+from torch._ops import OpOverload
 
 aten = torch.ops.aten
 op: Any = opset20  # its inputs may be numbers and lists, which its types do not show
 
+Operand = Any
+"""A value of the ONNX graph. The exporter reads these annotations, and any narrower type would be a constraint."""
 
-def gelu(x: Any, approximate: str = "none") -> Any:
+
+def gelu(x: Operand, approximate: str = "none") -> Operand:
     """Return a single node. The exporter's version has five."""
     return op.Gelu(x, approximate=approximate)
 
 
-def gelu_backward(grad: Any, x: Any, approximate: str = "none") -> Any:
+def gelu_backward(grad: Operand, x: Operand, approximate: str = "none") -> Operand:
     """Return ``grad · d gelu(x)/dx`` for ``gelu(x) = x Φ(x)`` or its tanh approximation."""
     if approximate == "tanh":
-        return op.Mul(grad, _slope_of_tanh_gelu(x))
+        # gelu(x) = ½ x (1 + tanh u), u = a (x + b x³): its slope is ½ (1 + tanh u + x (1 − tanh² u) u').
+        a, b = math.sqrt(2.0 / math.pi), 0.044715
+        square = op.Mul(x, x)
+        tanh = op.Tanh(op.Mul(x, op.Add(op.Mul(square, a * b), a)))
+        slope = op.Add(op.Mul(square, 3.0 * a * b), a)
+        rise = op.Mul(op.Mul(x, slope), op.Sub(1.0, op.Mul(tanh, tanh)))
+        return op.Mul(grad, op.Mul(op.Add(op.Add(tanh, rise), 1.0), 0.5))
     # With t = x/√2: Φ(x) + x φ(x) = ½ (1 + erf t + 2/√π · t exp(−t²)).
     t = op.Mul(x, math.sqrt(0.5))
     bell = op.Exp(op.Sub(math.log(2.0 / math.sqrt(math.pi)), op.Mul(t, t)))
@@ -34,26 +44,16 @@ def gelu_backward(grad: Any, x: Any, approximate: str = "none") -> Any:
     return op.Mul(op.Mul(grad, 0.5), twice)
 
 
-def _slope_of_tanh_gelu(x: Any) -> Any:
-    # gelu(x) = ½ x (1 + tanh u), u = a (x + b x³): its slope is ½ (1 + tanh u + x (1 − tanh² u) u').
-    a, b = math.sqrt(2.0 / math.pi), 0.044715
-    square = op.Mul(x, x)
-    tanh = op.Tanh(op.Mul(x, op.Add(op.Mul(square, a * b), a)))
-    slope = op.Add(op.Mul(square, 3.0 * a * b), a)
-    rise = op.Mul(op.Mul(x, slope), op.Sub(1.0, op.Mul(tanh, tanh)))
-    return op.Mul(op.Add(op.Add(tanh, rise), 1.0), 0.5)
-
-
 def layer_norm_backward(
-    grad: Any,
-    x: Any,
+    grad: Operand,
+    x: Operand,
     normalized_shape: Sequence[int],
-    mean: Any,
-    rstd: Any,
-    weight: Any,
-    bias: Any,
+    mean: Operand,
+    rstd: Operand,
+    weight: Operand,
+    bias: Operand,
     output_mask: Sequence[bool],
-) -> tuple[Any, Any, Any]:
+) -> tuple[Operand, Operand, Operand]:
     """Return the gradients of layer normalisation by input, weight and bias. Gradients not requested are placeholders.
 
     With x̂ = (x − mean) · rstd and g = grad · weight, dx = rstd (g − mean(g) − x̂ mean(g x̂)).
@@ -74,36 +74,36 @@ def layer_norm_backward(
     return of_input, of_weight, of_bias
 
 
-def safe_softmax(x: Any, dim: int, dtype: int = -1) -> Any:
+def safe_softmax(x: Operand, dim: int, dtype: int = -1) -> Operand:
     """Softmax in which a row of only −∞ (every key is masked) becomes zero instead of 0/0."""
     probabilities = op.Softmax(x, axis=dim)
     return op.Where(op.IsNaN(probabilities), 0.0, probabilities)
 
 
-def softmax_backward(grad: Any, output: Any, dim: int, input_dtype: int) -> Any:
+def softmax_backward(grad: Operand, output: Operand, dim: int, input_dtype: int) -> Operand:
     """Return ``y g − y Σ y g``."""
     share = op.Mul(grad, output)
     return op.Sub(share, op.Mul(output, op.ReduceSum(share, [dim])))
 
 
-def split(x: Any, size: int, dim: int = 0) -> Sequence[Any]:
+def split(x: Operand, size: int, dim: int = 0) -> Sequence[Operand]:
     """Split into pieces of ``size`` along ``dim``. The last may be smaller."""
     length = x.shape[dim]
     return split_with_sizes(x, [min(size, length - start) for start in range(0, length, size)], dim)
 
 
-def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Sequence[Any]:
+def split_with_sizes(x: Operand, sizes: Sequence[int], dim: int = 0) -> Sequence[Operand]:
     """Split into pieces of ``sizes`` along ``dim``.
 
     The exporter's version makes a sequence and copies each piece from it.
     """
     if len(set(sizes)) == 1 and len(sizes) > 1:
-        pieces: Sequence[Any] = op.Split(x, axis=dim, num_outputs=len(sizes))
+        pieces: Sequence[Operand] = op.Split(x, axis=dim, num_outputs=len(sizes))
         return pieces
     return [op.Slice(x, [start], [end], [dim]) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
-TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
+TRANSLATIONS: Mapping[OpOverload, Callable[..., Operand]] = {
     aten.gelu.default: gelu,
     aten.gelu_backward.default: gelu_backward,
     aten.native_layer_norm_backward.default: layer_norm_backward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,7 +42,9 @@ def dropout_noise(like: torch.Tensor, rate: float) -> torch.Tensor:
     return noise.div_(1.0 - rate) if rate < 1.0 else noise
 
 
-def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+def partition(
+    joint: fx.GraphModule, inputs: Sequence[object], *, num_fwd_outputs: int, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Apply AOTAutograd's default partition after :func:`take_out_dropout`. Views are recomputed, not saved."""
     take_out_dropout(joint)
     for node in joint.graph.nodes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Any
 
 from torch import nn
 
@@ -16,7 +15,7 @@ from rapidformer_templates.switches.onnx_runtime.transform import captured
 class OnnxGraphs(Receipt):
     """Reports ``onnx_runtime``. See :func:`graphs_of`."""
 
-    def after_step(self, engine: Engine) -> dict[str, Any]:
+    def after_step(self, engine: Engine) -> dict[str, object]:
         return {"onnx_runtime": graphs_of(engine.model)}
 
     def hides_parts(self, module: nn.Module) -> bool:
@@ -29,7 +28,7 @@ def seconds_in_graphs(model: nn.Module) -> float:
     return sum(graph.seconds for backend in backends.values() for graph in backend.graphs)
 
 
-def graphs_of(model: nn.Module) -> dict[str, Any]:
+def graphs_of(model: nn.Module) -> dict[str, object]:
     """Return the providers, graphs with their nodes, and shares of parameters and time in ONNX Runtime.
 
     ``share_of_time`` is the time spent in graphs, divided by the time since the first graph was requested, without the

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnxruntime
@@ -16,8 +15,12 @@ from onnxruntime import IOBinding, OrtValue
 from onnxruntime.capi import _pybind_state
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.onnx_runtime.export import ADVICE, Exported, Value
+from rapidformer_templates.switches.onnx_runtime.export import ADVICE, Exported, GraphInput, Sizes, Value
 from rapidformer_templates.switches.onnx_runtime.partition import dropout_noise
+
+GraphResult = GraphInput | None
+Provider = str | tuple[str, dict[str, str]]
+"""Name of an execution provider, alone or with its options."""
 
 onnxruntime.set_default_logger_severity(3)  # errors only; the optimiser warns about each constant that it leaves
 
@@ -54,7 +57,7 @@ class Graph:
         self._session, self.operators = _open(exported.model, name, _providers(device, self._stream))
         self.provider: str = self._session.get_providers()[0]
 
-    def __call__(self, inputs: list[Any]) -> list[Any]:
+    def __call__(self, inputs: list[GraphInput]) -> list[GraphResult]:
         exported = self._exported
         binding = self._session.io_binding()
         noise = {value.name: self._draw(value, rate, inputs) for value, rate in exported.noise}
@@ -78,15 +81,17 @@ class Graph:
             self._session.run_with_iobinding(binding)
             return
         # ONNX Runtime does not accept the default stream, so it has a separate one, synchronized with torch's.
+        options = onnxruntime.RunOptions()
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         torchs = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(torchs)
-        self._session.run_with_iobinding(binding, _without_waiting())
+        self._session.run_with_iobinding(binding, options)
         torchs.wait_stream(self._stream)
 
-    def _draw(self, value: Value, rate: float, inputs: Sequence[Any]) -> torch.Tensor:
+    def _draw(self, value: Value, rate: float, inputs: Sequence[GraphInput]) -> torch.Tensor:
         return dropout_noise(torch.empty(value.shape(inputs), dtype=value.dtype, device=self._device), rate)
 
-    def _tensor(self, value: Any) -> torch.Tensor:
+    def _tensor(self, value: GraphInput) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             return torch.tensor(value)
         if value.is_contiguous():
@@ -94,7 +99,7 @@ class Graph:
         self.copies += 1
         return value.detach().contiguous()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Return the entry for the receipt."""
         return {
             "name": self.name,
@@ -107,12 +112,14 @@ class Graph:
         }
 
     @staticmethod
-    def _result(result: Any, inputs: Sequence[Any], computed: dict[str, torch.Tensor]) -> Any:
+    def _result(
+        result: int | str | Sizes | None, inputs: Sequence[GraphInput], computed: dict[str, torch.Tensor]
+    ) -> GraphResult:
         if isinstance(result, int):
             return inputs[result]
         if isinstance(result, str):
             return computed[result]
-        return None if result is None else result(inputs)
+        return None if result is None else result(inputs)[0]
 
 
 def _share(tensor: torch.Tensor) -> OrtValue:
@@ -122,13 +129,7 @@ def _share(tensor: torch.Tensor) -> OrtValue:
     return OrtValue.from_dlpack(tensor)
 
 
-def _without_waiting() -> onnxruntime.RunOptions:
-    options = onnxruntime.RunOptions()
-    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    return options
-
-
-def _open(model: bytes, name: str, providers: list[Any]) -> tuple[onnxruntime.InferenceSession, Counter[str]]:
+def _open(model: bytes, name: str, providers: Sequence[Provider]) -> tuple[onnxruntime.InferenceSession, Counter[str]]:
     """Return the optimised graph, and the number of uses of each operator in it."""
     with tempfile.TemporaryDirectory() as folder:
         optimised = Path(folder) / "optimised.onnx"
@@ -164,7 +165,7 @@ def _provider(device: torch.device) -> str:
     return "CUDAExecutionProvider" if device.type == "cuda" else "CPUExecutionProvider"
 
 
-def _providers(device: torch.device, stream: torch.cuda.Stream | None) -> list[Any]:
+def _providers(device: torch.device, stream: torch.cuda.Stream | None) -> list[Provider]:
     if stream is None:
         return [_provider(device)]
     options = {
