@@ -16,7 +16,7 @@ Wait = Callable[[], None]
 class Host(Protocol):
     """Where kept tensors go."""
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Wait]:
+    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[object], Wait]:
         """Start to copy device tensors. Return the copies, and the wait that must precede freeing the tensors."""
 
     def fetch(self, copies: Sequence[Any]) -> tuple[list[torch.Tensor], Wait]:
@@ -38,15 +38,15 @@ class PinnedMemory:
         self._device = device
         self._out, self._back = torch.Stream(device), torch.Stream(device)
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Wait]:
+    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Wait]:
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
         return copies, self._copy(self._out, copies, tensors)
 
-    def fetch(self, copies: Sequence[Any]) -> tuple[list[torch.Tensor], Wait]:
+    def fetch(self, copies: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Wait]:
         tensors = [torch.empty(copy.shape, dtype=copy.dtype, device=self._device) for copy in copies]
         return tensors, self._copy(self._back, tensors, copies)
 
-    def _copy(self, stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Wait:
+    def _copy(self, stream: torch.Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Wait:
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         with stream:
             for target, source in zip(targets, sources, strict=True):

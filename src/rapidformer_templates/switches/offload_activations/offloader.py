@@ -9,9 +9,9 @@ the device at a time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -66,10 +66,11 @@ class SavedStorage:
     __slots__ = ("__weakref__", "block", "copy", "counts", "size", "values", "version")
 
     def __init__(self, tensor: torch.Tensor, block: str, counts: Counts) -> None:
-        self.copy: Any = None
+        self.copy: object = None
         self.block, self.counts = block, counts
         self.size = tensor.untyped_storage().nbytes()
-        self.values: torch.Tensor | None = _row_of(tensor)
+        rows = (tensor.untyped_storage().nbytes() // tensor.element_size(),)
+        self.values: torch.Tensor | None = tensor.detach().as_strided(rows, (1,), 0)
         self.version = tensor._version
 
     def free_device_copy(self) -> None:
@@ -176,7 +177,9 @@ class Offloader:
         self._incoming: list[_Transfer] = []
 
     @contextmanager
-    def around(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def around(
+        self, number: int, block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Iterator[None]:
         """Wrap a forward with gradients of the block with this number."""
         if self._running is not None:  # a nested block is a part of the outer one
             yield
@@ -193,11 +196,13 @@ class Offloader:
         self._free_device_copies(but=call)
         self._last = call
 
-    def _next_call(self, number: int, block: nn.Module, hidden: Any) -> BlockCall:
+    def _next_call(self, number: int, block: nn.Module, hidden: object) -> BlockCall:
         begins = isinstance(hidden, torch.Tensor) and hidden.is_leaf and hidden.requires_grad  # from another stage
         if begins or not self._forwards or self._forwards[-1].calls[-1].number >= number:
             self._forwards = [*(forward for forward in self._forwards if forward.is_waiting), ForwardCalls()]
-            self._free_abandoned()
+            # Free activations that were fetched for a backward that will not run.
+            for call in {transfer.call for transfer in self._incoming if not transfer.call.alive()}:
+                self._finish_fetch(call)
         forward = self._forwards[-1]
         call = BlockCall(number, type(block).__name__, forward)
         forward.calls.append(call)
@@ -307,16 +312,6 @@ class Offloader:
             transfer.wait()
             self._incoming.remove(transfer)
 
-    def _free_abandoned(self) -> None:
-        """Free activations that were fetched for a backward that will not run."""
-        for call in {transfer.call for transfer in self._incoming if not transfer.call.alive()}:
-            self._finish_fetch(call)
-
-
-def _row_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor's storage as a flat tensor."""
-    return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-
 
 def _storage_key(tensor: torch.Tensor) -> int:
     """Return a key that differs between all storages that are alive at the same time."""
@@ -327,7 +322,9 @@ Storages = dict[int, StorageWeakRef]
 """Storages by key. The reference keeps a key reserved: ZeRO-3's empty weights would otherwise give it up."""
 
 
-def _storages_on_device(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> Storages:
+def _storages_on_device(
+    block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], hidden: object
+) -> Storages:
     """Storages that are on the device anyway: the block's weights, and tensors that it shares with other blocks."""
     arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf is not hidden]
     tensors = [*arguments, *block.parameters(), *block.buffers()]

@@ -1,20 +1,24 @@
-"""Transform that makes the blocks keep their activations in host memory."""
+"""Transform that makes the blocks keep their activations in host memory, also those that recomputation saves."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.saved_matmuls import SavesMatmuls
 from rapidformer_templates.engines.side_effects import backward_may_follow
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from rapidformer_templates.switches.checkpoint_activations.transform import PRODUCTS, Checkpointed
 from rapidformer_templates.switches.offload_activations.host import PinnedMemory
-from rapidformer_templates.switches.offload_activations.offloader import Offloader
-from rapidformer_templates.switches.offload_activations.selective import offloaded_products
+from rapidformer_templates.switches.offload_activations.offloader import Offloader, SavedTensor
 
 
 def offload_activations(assembly: Assembly, building: Building) -> None:
@@ -52,11 +56,54 @@ class Offloaded:
 
     def __init__(self, block: nn.Module, number: int, offloader: Offloader) -> None:
         functools.update_wrapper(self, block.forward)
-        self.forward: Any = block.forward
+        self.forward: Callable[..., object] = block.forward
         self._block, self._number, self._offloader = block, number, offloader
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled() or not backward_may_follow():
             return self.forward(*args, **kwargs)
         with self._offloader.around(self._number, self._block, args, kwargs):
             return self.forward(*args, **kwargs)
+
+
+def offloaded_products(
+    offloader: Offloader,
+) -> Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]:
+    """Return a ``context_fn`` for torch's checkpoint: modes for the forward and for its recomputation.
+
+    They offload the matmul outputs that selective recomputation saves. torch holds them where autograd's hooks do not
+    see them.
+    """
+
+    def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        if not backward_may_follow():
+            return nullcontext(), nullcontext()  # the products of all blocks would stay on the device
+        products: deque[torch.Tensor | SavedTensor] = deque()
+        return _SaveProducts(offloader, products), _ReturnProducts(offloader, products)
+
+    return contexts
+
+
+class _SaveProducts(TorchDispatchMode, SavesMatmuls):
+    def __init__(self, offloader: Offloader, products: deque[torch.Tensor | SavedTensor]) -> None:
+        super().__init__()
+        self._offloader, self._products = offloader, products
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            self._products.append(self._offloader.pack(result.detach()))
+        return result
+
+
+class _ReturnProducts(_SaveProducts):
+    """Returns the saved outputs in the order in which they were computed. The recomputation has the same order."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        if func in PRODUCTS:
+            return self._offloader.unpack(self._products.popleft())
+        return func(*args, **(kwargs or {}))
