@@ -160,9 +160,8 @@ def attention(
         return _package_attention(module, query, key, value, dropout, scaling, others.get("is_causal")), None
     backends = _backends(query, attention_mask, kernel)
     if torch.is_grad_enabled():
-        _check_call(module, query, value, attention_mask, dropout, position_bias)
-        if backends == [SDPBackend.EFFICIENT_ATTENTION]:
-            _check_size_of_heads(module, value)
+        efficient = backends == [SDPBackend.EFFICIENT_ATTENTION]
+        _check_call(module, query, value, attention_mask, dropout, position_bias, efficient=efficient)
     with sdpa_kernel(backends):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
@@ -202,29 +201,25 @@ def _check_call(
     mask: torch.Tensor | None,
     dropout: float,
     position_bias: torch.Tensor | None,
+    *,
+    efficient: bool,
 ) -> None:
-    """Check what the configuration does not show."""
+    """Check what the configuration does not show. ``efficient``: whether the memory-efficient kernel computes this."""
     if query.shape[-1] != value.shape[-1]:
         raise _refusal(
             type(module).__name__, f"the heads of query and value differ: {query.shape[-1]}, {value.shape[-1]}"
         )
+    size, width = value.shape[-1], value.element_size()
+    step = 16 // width  # this kernel reads rows of a multiple of 16 bytes (``check_head_dim_size_mem_efficient``)
+    if efficient and size % step:
+        why = f"batches with a mask take the memory-efficient kernel, whose heads are a multiple of {step} values"
+        raise _refusal(type(module).__name__, f"{why} in {width * 8} bits, but these have {size}")
     if query.device.type != "cpu":
         return
     if dropout:
         raise _refusal(type(module).__name__, "the flash kernel of a CPU has no dropout", "--dropout 0, or ")
     if any(tensor is not None and tensor.requires_grad for tensor in (mask, position_bias)):
         raise _refusal(type(module).__name__, "the flash kernel of a CPU cannot train a bias of the scores")
-
-
-def _check_size_of_heads(module: nn.Module, value: torch.Tensor) -> None:
-    """Check the head size of a layer.
-
-    torch's memory-efficient kernel reads rows of a multiple of 16 bytes (``check_head_dim_size_mem_efficient``).
-    """
-    size, width = value.shape[-1], value.element_size()
-    if size % (step := 16 // width):
-        why = f"batches with a mask take the memory-efficient kernel, whose heads are a multiple of {step} values"
-        raise _refusal(type(module).__name__, f"{why} in {width * 8} bits, but these have {size}")
 
 
 for _kernel, _name in NAMES.items():

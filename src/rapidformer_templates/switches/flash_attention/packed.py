@@ -8,7 +8,7 @@ way, the cost grows with the squares of the documents' lengths, not of the rows'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -63,41 +63,15 @@ def packed_attention(
         return output
     rows, heads, tokens, size = query.shape
     flat = [part.transpose(1, 2).reshape(rows * tokens, part.shape[1], size) for part in (query, key, value)]
-    kernel: Callable[..., torch.Tensor] = _of_package if package else _of_torch
-    return kernel(*flat, borders, tokens, dropout, scale).view(rows, tokens, heads, size)
+    lengths = (borders, borders, tokens, tokens)
+    if package:
+        from flash_attn import flash_attn_varlen_func
 
-
-def _of_torch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    longest: int,
-    dropout: float,
-    scale: float,
-) -> torch.Tensor:
-    # The operator under torch.nn.attention.varlen, which has no dropout and whose signature differs between versions.
-    output: torch.Tensor = aten._flash_attention_forward(
-        query, key, value, borders, borders, longest, longest, dropout, True, False, scale=scale
-    )[0]
-    return output
-
-
-def _of_package(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    longest: int,
-    dropout: float,
-    scale: float,
-) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    output: torch.Tensor = flash_attn_varlen_func(
-        query, key, value, borders, borders, longest, longest, dropout_p=dropout, softmax_scale=scale, causal=True
-    )
-    return output
+        output = flash_attn_varlen_func(*flat, *lengths, dropout_p=dropout, softmax_scale=scale, causal=True)
+    else:
+        # The operator under torch.nn.attention.varlen, which has no dropout and whose signature differs by version.
+        output = aten._flash_attention_forward(*flat, *lengths, dropout, True, False, scale=scale)[0]
+    return output.view(rows, tokens, heads, size)
 
 
 # One operator, so that a compiler need not trace a loop whose length differs between batches.
@@ -121,7 +95,7 @@ def _on_cpu(
 
 
 @_on_cpu.register_fake
-def _(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
     return _like_output(query), _like_log_sums(query)
 
 
@@ -151,7 +125,7 @@ def _backward_on_cpu(
 
 @_backward_on_cpu.register_fake
 def _(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), value.new_empty(value.shape)
 
@@ -162,7 +136,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, gradient: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
     return (*_backward_on_cpu(gradient, *ctx.saved_tensors, ctx.scale), None, None)
 
 

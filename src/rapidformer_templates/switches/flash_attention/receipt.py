@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.autograd.profiler import profile
@@ -48,5 +47,5 @@ class AttentionKernels(Receipt):
         with count_kernels() as self._kernels:
             yield
 
-    def after_step(self, engine: Engine) -> dict[str, Any]:
+    def after_step(self, engine: Engine) -> dict[str, object]:
         return {"attention_kernels": self._kernels, "attention_functions": attention_functions(engine.model)}
