@@ -74,25 +74,20 @@ def _known_backend(request: Request) -> list[Finding]:
 
 
 def _can_compile(request: Request) -> list[Finding]:
-    missing = _what_is_missing(request)
-    if missing is None:
-        return []
-    message = f"the backend {request.config.get('torch_compile')} needs {missing}"
-    changes = (replace({"torch_compile": "aot_eager"}, "whole graphs, but nothing in them is made faster"),)
-    return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]
-
-
-def _what_is_missing(request: Request) -> str | None:
     backend, environment = request.config.get("torch_compile"), request.environment
     if backend in PACKAGES and PACKAGES[backend][0] not in environment.packages:
-        return "{}, which is not installed: {}".format(*PACKAGES[backend])
-    if backend == "cudagraphs" and environment.device != "cuda":
-        return "a GPU"
-    if backend == DEFAULT and environment.device == "cpu" and environment.cxx is None:
-        return "a C++ compiler, and there is none: apt install g++, or name yours in CXX"
-    if backend == DEFAULT and environment.compute_capability and "triton" not in environment.packages:
-        return "triton, which is not installed: pip install triton"
-    return None
+        missing = "{}, which is not installed: {}".format(*PACKAGES[backend])
+    elif backend == "cudagraphs" and environment.device != "cuda":
+        missing = "a GPU"
+    elif backend == DEFAULT and environment.device == "cpu" and environment.cxx is None:
+        missing = "a C++ compiler, and there is none: apt install g++, or name yours in CXX"
+    elif backend == DEFAULT and environment.compute_capability and "triton" not in environment.packages:
+        missing = "triton, which is not installed: pip install triton"
+    else:
+        return []
+    message = f"the backend {backend} needs {missing}"
+    changes = (replace({"torch_compile": "aot_eager"}, "whole graphs, but nothing in them is made faster"),)
+    return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]
 
 
 def _checkpointed_experts(request: Request) -> list[Finding]:

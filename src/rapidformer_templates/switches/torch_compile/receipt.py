@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from torch._dynamo.utils import counters, get_compilation_metrics, set_compilation_metrics_limit
@@ -23,13 +24,13 @@ class CompileRecords:
     """
 
     def __init__(self, backend: str, *, regions: int, limit: int) -> None:
-        self._asked = {"backend": backend, "regions": regions, "limit": limit}
+        self._settings = {"backend": backend, "regions": regions, "limit": limit}
         set_compilation_metrics_limit(RECORDS)
         self._earlier = {id(record): record for record in get_compilation_metrics()}
         self._breaks = Counter(counters["graph_break"])
         self._graphs = counters["stats"]["unique_graphs"]
 
-    def measured(self) -> dict[str, Any]:
+    def measured(self) -> dict[str, object]:
         """Return the entry for ``summary.json``.
 
         Returns:
@@ -39,12 +40,12 @@ class CompileRecords:
         """
         records = [record for record in get_compilation_metrics() if id(record) not in self._earlier]
         return {
-            **self._asked,
+            **self._settings,
             "graphs": counters["stats"]["unique_graphs"] - self._graphs,
             "seconds": round(sum(record.duration_us or 0 for record in records) / 1e6, 3),
-            "graph_breaks": _counted(Counter(counters["graph_break"]) - self._breaks),
-            "recompilations": _counted(Counter(r.recompile_reason for r in records if not r.fail_reason)),
-            "not_compiled": _counted(Counter(r.fail_reason for r in records)),
+            "graph_breaks": _counted((Counter(counters["graph_break"]) - self._breaks).items()),
+            "recompilations": _counted(Counter(r.recompile_reason for r in records if not r.fail_reason).items()),
+            "not_compiled": _counted(Counter(r.fail_reason for r in records).items()),
         }
 
 
@@ -56,7 +57,7 @@ class Compilation(Receipt):
 
     compiles = True
 
-    def after_step(self, engine: Engine) -> dict[str, Any]:
+    def after_step(self, engine: Engine) -> dict[str, object]:
         records = engine.assembly.find(CompileRecords)
         return {"compile": records and _most(engine.workers.gather(records.measured()))}
 
@@ -71,17 +72,13 @@ def _most(of_workers: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: _most(each) if isinstance(each[0], dict) else max(each) for key, each in values.items()}
 
 
-def _counted(reasons: Counter[Any]) -> dict[str, int]:
-    """Count each reason, shortened to a line. None does not count."""
+def _counted(reasons: Iterable[tuple[str | None, int]]) -> dict[str, int]:
+    """Count each reason, shortened to its first line without the number of the graph that did not fit."""
     counts: Counter[str] = Counter()
-    for reason, count in reasons.items():
+    for reason, count in reasons:
         if reason:
-            counts[_short(reason)] += count
+            line = reason.strip().split("\n")[0]
+            number, _, rest = line.partition(": ")
+            has_number = rest and number.replace("/", "").isdecimal()
+            counts[rest.split("  # ")[0].strip() if has_number else line] += count
     return dict(counts)
-
-
-def _short(reason: str) -> str:
-    """Return the first line of a reason, without the number of the graph that did not fit."""
-    line = reason.strip().split("\n")[0]
-    number, _, rest = line.partition(": ")
-    return rest.split("  # ")[0].strip() if rest and number.replace("/", "").isdecimal() else line

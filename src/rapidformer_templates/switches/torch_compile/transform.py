@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
@@ -148,7 +148,9 @@ class Compiled:
         layers: layers inside it that have local parts of parameters.
     """
 
-    def __init__(self, forward: Any, backend: str, *, static: bool, layers: Sequence[OnLocalParameters]) -> None:
+    def __init__(
+        self, forward: Callable[..., object], backend: str, *, static: bool, layers: Sequence[OnLocalParameters]
+    ) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
         self._layers = layers
@@ -156,7 +158,7 @@ class Compiled:
         # Evaluations pad in their own way, independently of the shapes of training.
         self._evaluating = torch.compile(forward, backend=backend)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         compiled = self._training if torch.is_grad_enabled() else self._evaluating
         with with_local_parameters(self._layers), _readable_collector():
             return compiled(*args, **kwargs)
