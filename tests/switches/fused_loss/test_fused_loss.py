@@ -27,10 +27,16 @@ from transformers import (
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
-from rapidformer_templates.switches.fused_loss.linear_cross_entropy import LossRecipe, linear_cross_entropy
+from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
+    LossRecipe,
+    Scale,
+    Shift,
+    Tanh,
+    linear_cross_entropy,
+    rows_at_once,
+    saved_bytes,
+)
 from rapidformer_templates.switches.fused_loss.logits import FusedHead, Logits, head_of
-from rapidformer_templates.switches.fused_loss.memory import rows_at_once, saved_bytes
-from rapidformer_templates.switches.fused_loss.pointwise import Scale, Shift, Tanh
 from rapidformer_templates.switches.fused_loss.transform import fuse_loss
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, ClassJob, _Job

@@ -31,7 +31,7 @@ from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.fake_tensors import DATA_DEPENDENT_OPS, answer
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
-from rapidformer_templates.switches.fused_loss.memory import CHUNK_BYTES
+from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
 from rapidformer_templates.switches.offload_activations.host import Wait
 from rapidformer_templates.switches.offload_activations.offloader import Counts, Offloader
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks

@@ -1,17 +1,106 @@
-"""Linear layer and cross-entropy, one chunk of rows at a time, with torch's own operations."""
+"""Linear layer and cross-entropy, one chunk of rows at a time, with torch's own operations.
+
+Models may apply functions to each logit before the loss. Their derivatives are here, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from rapidformer_templates.models.vocabulary_loss import VocabularyShard, losses_and_slope
-from rapidformer_templates.switches.fused_loss.memory import rows_at_once
-from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise, Shift
+
+CHUNK_BYTES = {"cpu": 64 * 2**20, "accelerator": 512 * 2**20}
+"""Bytes that the fp32 logits of a chunk may take.
+
+The gradient of the head's weight is accumulated once per chunk. An accelerator computes products faster than
+that, so its chunks are larger.
+"""
+
+
+def rows_at_once(rows: int, vocabulary: int, device: str) -> int:
+    """Return how many of ``rows`` have logits in memory at a time. It is at most a quarter, so never all of them."""
+    return max(1, min(CHUNK_BYTES["cpu" if device == "cpu" else "accelerator"] // (4 * vocabulary), -(-rows // 4)))
+
+
+def saved_bytes(rows: int, vocabulary: int, *, half: bool, device: str = "accelerator") -> int:
+    """Return the bytes by which fusing the loss lowers the peak.
+
+    Without fusing, the loss keeps the log probability and its gradient in fp32 for each row and word. In half
+    precision, it also keeps the logits or their gradient. That makes 8 or 10 bytes. With fusing, only a chunk of
+    rows needs these numbers.
+
+    Args:
+        rows: tokens of a micro batch.
+        vocabulary: words that the head scores.
+        half: whether products are computed in 16 bits.
+        device: ``cpu``, or torch's name of the accelerator.
+    """
+    return max(0, (rows - rows_at_once(rows, vocabulary, device)) * vocabulary * (10 if half else 8))
+
+
+class Pointwise(Protocol):
+    """A function of single logits."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the values for a chunk of logits of shape (rows, vocabulary)."""
+
+    def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the gradient by the inputs, given the gradient by the values ``y``."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Conversion to another number format, such as ``logits.float()``."""
+
+    dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype)
+
+    def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return gradient  # it takes the type of the product that uses it
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiplication by a number."""
+
+    factor: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+    def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return gradient * self.factor
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Addition of a constant for each word, of shape (1, vocabulary)."""
+
+    constant: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.constant.to(x.device)
+
+    def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@dataclass(frozen=True)
+class Tanh:
+    """Hyperbolic tangent. Some models use it to cap their logits."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+    def slope(self, gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return gradient * (1 - y * y)
 
 
 @dataclass(frozen=True)
@@ -104,7 +193,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*(None if g is None else g.mul_(outer[0]) for g in ctx.saved_tensors), None, None, None)
 
 
-def _chunks(target: torch.Tensor, ignored: int, step: int) -> Iterator[Any]:
+def _chunks(target: torch.Tensor, ignored: int, step: int) -> Iterator[torch.Tensor | slice]:
     """Yield indices of rows, ``step`` at a time.
 
     Rows that do not count are left out if that needs no synchronization.
@@ -140,7 +229,7 @@ class _Gradients:
         self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
 
-    def add(self, slope: torch.Tensor, rows: Any, part: torch.Tensor, weight: torch.Tensor) -> None:
+    def add(self, slope: torch.Tensor, rows: torch.Tensor | slice, part: torch.Tensor, weight: torch.Tensor) -> None:
         """Add a chunk. ``slope`` (rows, vocabulary) is the gradient by its logits, ``part`` its input."""
         if self.hidden is not None:
             self.hidden[rows] = (slope @ weight).to(self.hidden.dtype)

@@ -15,8 +15,15 @@ from torch.nn import functional as F  # noqa: N812
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.divided_tensor import DividedTensor, flattens_rows, rows_of_view, selects_rows
 from rapidformer_templates.models.vocabulary_loss import LossHead, VocabularyShard
-from rapidformer_templates.switches.fused_loss.linear_cross_entropy import LossRecipe, linear_cross_entropy
-from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise, Scale, Shift, Tanh
+from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
+    Cast,
+    LossRecipe,
+    Pointwise,
+    Scale,
+    Shift,
+    Tanh,
+    linear_cross_entropy,
+)
 
 SWITCH_FLAG = "--fused-linear-cross-entropy"
 
@@ -41,7 +48,7 @@ class FusedHead(LossHead):
     columns: int
 
     @torch.compiler.disable
-    def __call__(self, hidden: torch.Tensor) -> Any:
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor | Logits:
         if self.training and torch.is_grad_enabled():
             return Logits.of(self, hidden)
         return super().__call__(hidden)
@@ -99,7 +106,7 @@ class _Origin:
     totals: list[torch.Tensor] = field(default_factory=list)
 
 
-class Logits(tuple[Any, ...]):
+class Logits(tuple[object, ...]):
     """Placeholder for the logits of a model in training. Their cross-entropy is computed without the logits.
 
     Operations of the model on its logits are applied to their sources. Selecting and reshaping rows is applied
@@ -187,7 +194,7 @@ class Logits(tuple[Any, ...]):
 
     # Functions of each number.
 
-    def to(self, kind: Any) -> Logits:
+    def to(self, kind: torch.dtype | torch.device | str) -> Logits:
         if isinstance(kind, torch.dtype):
             return self._then(Cast(kind), kind)
         if torch.device(kind).type != self.device.type:
@@ -208,9 +215,13 @@ class Logits(tuple[Any, ...]):
     def __truediv__(self, divisor: Any) -> Logits:
         return self._then(Scale(1.0 / float(divisor)))
 
-    def __add__(self, constant: Any) -> Logits:
-        one_row = isinstance(constant, torch.Tensor) and constant.shape[-1:] == self.shape[-1:]
-        if not one_row or constant.requires_grad or math.prod(constant.shape[:-1]) != 1:
+    def __add__(self, constant: object) -> Logits:
+        if (
+            not isinstance(constant, torch.Tensor)
+            or constant.requires_grad
+            or constant.shape[-1:] != self.shape[-1:]
+            or math.prod(constant.shape[:-1]) != 1
+        ):
             _refuse("a sum with anything but a constant for each word")
         return self._then(Shift(constant.reshape(1, -1).to(self.dtype)))
 
@@ -255,21 +266,21 @@ class Logits(tuple[Any, ...]):
     @classmethod
     def __torch_function__(
         cls,
-        function: Callable[..., Any],
-        types: Any,
+        function: Callable[..., object],
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | Logits:
         if function is F.cross_entropy and isinstance(args[0], cls):
             return args[0].cross_entropy(*args[1:], **(kwargs or {}))
         if function is torch.tanh:
             return args[0].tanh()
         return _refuse(f"torch's {getattr(function, '__name__', function)}")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
-        return _refuse(f"their {name}")
+        _refuse(f"their {name}")
 
 
 def _refuse(what: str) -> NoReturn:

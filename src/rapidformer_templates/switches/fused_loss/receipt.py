@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,19 +28,15 @@ class WidestRows(TorchDispatchMode):
         self.rows: Counter[int] = Counter()
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if not _is_view(function):
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if not getattr(func, "is_view", False):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel():
                     width = leaf.shape[-1:].numel()
                     self.rows[width] = max(self.rows[width], leaf.numel() // width)
         return result
-
-
-def _is_view(function: Callable[..., Any]) -> bool:
-    return bool(getattr(function, "is_view", False))
 
 
 class LogitsInMemory(Receipt):
@@ -49,7 +45,7 @@ class LogitsInMemory(Receipt):
     Logits cover all words, or the words that this worker scores.
     """
 
-    def before_step(self, probe: Probe) -> dict[str, Any]:
+    def before_step(self, probe: Probe) -> dict[str, object]:
         head = head_of(probe.engine.model)
         if head is None:
             return {}
