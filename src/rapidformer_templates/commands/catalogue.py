@@ -87,6 +87,12 @@ def _switches_page(registry: Registry, pairs: Pairs) -> str:
     catalogue = [
         (str(number), switch.name, switch.summary, _flags(switch)) for number, switch in enumerate(registry.switches, 1)
     ]
+    optimizers = []
+    for name, facts in OPTIMIZERS.items():
+        needs = " and ".join(filter(None, (facts.needs_package, "a GPU" if facts.needs_cuda else "")))
+        fallback = facts.fallback.path if facts.fallback else ""
+        state, not_under = f"{facts.state_bytes:g}", ", ".join(sorted(facts.not_under))
+        optimizers.append((f"`{name}`", facts.implementation.path, fallback, needs, state, not_under))
     numbers = [number for number, *_ in catalogue]
     matrix = [
         [f"{number} {switch.name}", *(pair.cell for pair in row), *[""] * (len(numbers) - len(row))]
@@ -110,7 +116,7 @@ def _switches_page(registry: Registry, pairs: Pairs) -> str:
         "## Catalogue, in the order of application",
         table(("", "switch", "what it does", "flags"), catalogue),
         "## Optimizers",
-        _optimizers(),
+        table(("", "class", "without apex or a GPU", "needs", "state, bytes per parameter", "not under"), optimizers),
         "## Compatibility",
         "Two switches at a time, on eight GPUs with every package: "
         "`T` Trainer, `P` Pretrainer, `F` Finetuner; `+` when what one of them requires is added; `–` never. "
@@ -171,16 +177,6 @@ def _section(switch: Switch) -> str:
     if switch.rules:
         facts.append(f"- rules {', '.join(rule.code for rule in switch.rules)}")
     return f"## {switch.name}\n\n{switch.summary}\n\n" + "\n".join(facts)
-
-
-def _optimizers() -> str:
-    rows = []
-    for name, facts in OPTIMIZERS.items():
-        needs = " and ".join(filter(None, (facts.needs_package, "a GPU" if facts.needs_cuda else "")))
-        fallback = facts.fallback.path if facts.fallback else ""
-        state, not_under = f"{facts.state_bytes:g}", ", ".join(sorted(facts.not_under))
-        rows.append((f"`{name}`", facts.implementation.path, fallback, needs, state, not_under))
-    return table(("", "class", "without apex or a GPU", "needs", "state, bytes per parameter", "not under"), rows)
 
 
 def show(registry: Registry) -> None:

@@ -408,24 +408,21 @@ class ModelShapes:
         return [facts for facts in shapes if not facts.is_trained] + (shapes if self.has_copy else [])
 
     def _everything_of_stage(self, coordinates: Coordinates) -> dict[str, ParameterShape]:
-        if coordinates not in self._stages:
-            self._stages[coordinates] = self._parameters_of_stage(coordinates)
-        return self._stages[coordinates]
-
-    def _parameters_of_stage(self, coordinates: Coordinates) -> dict[str, ParameterShape]:
-        whole = self.local_parameters(coordinates.tensor, coordinates.peer)
-        local = {name: facts.among(coordinates.experts) for name, facts in whole.items()}
-        if coordinates.pipeline == 1:
-            return local
         rank = coordinates.stage
         end = "first" if rank == 0 else "last" if rank == coordinates.pipeline - 1 else "middle"
 
         def is_here(name: str) -> bool:
+            if coordinates.pipeline == 1:
+                return True
             if self.block_of(name) is None:
                 return end in self.ends_of(name)
             return self._part_in(coordinates, name) is not None
 
-        return {name: facts for name, facts in local.items() if is_here(name)}
+        if coordinates not in self._stages:
+            whole = self.local_parameters(coordinates.tensor, coordinates.peer)
+            local = {name: facts.among(coordinates.experts) for name, facts in whole.items() if is_here(name)}
+            self._stages[coordinates] = local
+        return self._stages[coordinates]
 
     def _part_in(self, coordinates: Coordinates, name: str) -> int | None:
         """Return the worker's part that contains a block's parameter."""

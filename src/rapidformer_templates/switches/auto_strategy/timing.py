@@ -167,7 +167,11 @@ def _data_seconds(
     if layout.replicas == 1:
         return 0.0, 0.0
     parameters = facts.parameters / (layout.tensor * layout.pipeline)
-    ring = _in_ring(layout, facts) / inside
+    # Elements that a worker sends in a sum. It has only some of the divided experts, and fewer peers for them.
+    expert_copies = layout.shares / layout.experts
+    of_experts = (expert_copies - 1) / expert_copies * facts.experts / layout.experts if expert_copies > 1 else 0.0
+    of_all = (layout.shares - 1) / layout.shares * (facts.parameters - facts.experts)
+    ring = (of_all + of_experts) / (layout.tensor * layout.pipeline) / inside
     by_parallel_engine = setting.by_parallel_engine(layout)
     gradient, weight = (setting.masters.reduce, width) if setting.masters else (4, 4)
     match layout.partitioning:
@@ -187,17 +191,6 @@ def _data_seconds(
             sums = 1 if layout.partitioning == "fsdp" else layout.accumulation
             copies = (layout.copies - 1) / layout.copies * parameters / layout.shares / between
             return (2 * layout.accumulation * width + sums * 4) * ring + 2 * sums * 4 * copies, 0.0
-
-
-def _in_ring(layout: Layout, facts: CommunicationSizes) -> float:
-    """Elements that a worker sends in a sum over its replicas.
-
-    It has only some divided experts, and fewer peers for them.
-    """
-    copies = layout.shares / layout.experts
-    of_experts = (copies - 1) / copies * facts.experts / layout.experts if copies > 1 else 0.0
-    of_all = (layout.shares - 1) / layout.shares * (facts.parameters - facts.experts)
-    return (of_all + of_experts) / (layout.tensor * layout.pipeline)
 
 
 def _hides(layout: Layout, setting: MemoryOptions) -> float:
