@@ -25,6 +25,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
@@ -170,11 +171,16 @@ MODELS = {
 }
 
 
+def _fuse(model: nn.Module) -> Any:
+    fuse_loss(Assembly(model), ON_CPU)  # type: ignore[arg-type]
+    return model
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_do_something_to_their_logits(name: str) -> None:
     torch.manual_seed(1)
     model = MODELS[name]().train()
-    fused = fuse_loss(copy.deepcopy(model), ON_CPU)  # type: ignore[arg-type]
+    fused = _fuse(copy.deepcopy(model))
     ids = torch.randint(3, 67, (3, 16))
     batch = {"input_ids": ids, "labels": torch.where(torch.rand(3, 16) < 0.4, ids, -100)}
     expected, outputs = model(**batch).loss, fused(**batch)
@@ -238,7 +244,7 @@ def test_they_look_like_logits() -> None:
 
 def test_models_without_such_a_head_are_refused() -> None:
     with pytest.raises(ModelError, match="Sequential has none"):
-        fuse_loss(nn.Sequential(nn.Linear(3, 4)), ON_CPU)  # type: ignore[arg-type]
+        _fuse(nn.Sequential(nn.Linear(3, 4)))
 
 
 # Runs.
@@ -375,6 +381,6 @@ def test_stages_in_bf16_follow_stages_without(runs: Any) -> None:
 
 
 def test_head_of_finds_it() -> None:
-    model = fuse_loss(MODELS["scaled"](), ON_CPU)  # type: ignore[arg-type]
+    model = _fuse(MODELS["scaled"]())
     assert head_of(model) is model.lm_head
     assert head_of(nn.Linear(2, 2)) is None
