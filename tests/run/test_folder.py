@@ -162,7 +162,7 @@ def test_a_death_in_an_overwrite_leaves_the_old_run_or_none(tmp_path: Path, monk
 class _Nothing:
     """An engine without parameters."""
 
-    def pieces(self, kind: str) -> Iterator[Any]:
+    def shards(self, kind: str) -> Iterator[Any]:
         return iter(())
 
     def state(self) -> dict[str, Any]:
