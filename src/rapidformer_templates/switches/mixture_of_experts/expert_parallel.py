@@ -7,7 +7,9 @@ the workers as under DDP, or as the engine of 3D layouts does it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.local import DDPEngine
@@ -23,9 +27,15 @@ from rapidformer_templates.engines.shards import COPIES, NO_COPIES, copies_of, l
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import base_of
 from rapidformer_templates.switches.mixture_of_experts.convert import sparse_layers
-from rapidformer_templates.switches.mixture_of_experts.experts import SHARE, Experts
+from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
-from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts
+from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import (
+    IMPLEMENTATION,
+    grouped_experts,
+    own_experts,
+)
+
+_numbers = itertools.count()
 
 
 def divide_experts(assembly: Assembly, building: Building) -> None:
@@ -33,20 +43,28 @@ def divide_experts(assembly: Assembly, building: Building) -> None:
     model, workers, over = assembly.model, building.workers, building.plan.engine_options.experts_over
     if over == 1:
         return
-    stacks = [*(base_of(layer.experts) for _, layer in sparse_layers(model)), *own_experts(model)]
+    native = own_experts(model)
+    stacks = [*(base_of(layer.experts) for _, layer in sparse_layers(model)), *native]
     _check(stacks, over)
     shape = (workers.pipeline, workers.copies // over, over, workers.tensor)
     mesh = init_device_mesh(workers.device.type, shape, mesh_dim_names=("pipeline", COPIES, "experts", "tensor"))
     # A separate process group, because the gradients of the rest are reduced at the same time.
     group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.movedim(2, -1).reshape(-1, over).tolist())
+    share, dispatcher = dist.get_rank(group), TokenDispatcher(group)
     for stack in stacks:
-        setattr(stack, SHARE, dist.get_rank(group))
         for name, parameter in list(stack.named_parameters()):
             stack.register_parameter(name, _local_share(parameter, mesh[COPIES, "experts", "tensor"]))
     for _, layer in sparse_layers(model):
-        layer.set_submodule("experts", DividedExperts(layer.experts, TokenDispatcher(group)))
-    for experts in own_experts(model):
-        experts.token_dispatcher = TokenDispatcher(group)
+        experts = base_of(layer.experts)
+        assert isinstance(experts, Experts)
+        experts.share = share
+        layer.set_submodule("experts", DividedExperts(layer.experts, dispatcher))
+    if native:
+        assert isinstance(model, PreTrainedModel)
+        implementation = f"{IMPLEMENTATION}_{next(_numbers)}"  # another model of this process has another dispatcher
+        divided = partial(grouped_experts, dispatcher=dispatcher, share=share)
+        ALL_EXPERTS_FUNCTIONS.register(implementation, divided)
+        model.set_experts_implementation(implementation)
 
 
 def _check(stacks: Sequence[nn.Module], over: int) -> None:

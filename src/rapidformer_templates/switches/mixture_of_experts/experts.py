@@ -15,8 +15,6 @@ from rapidformer_templates.models.adapters import ReadStack, reader_of, stack_fa
 GROUPED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Types that torch's grouped product supports."""
 
-SHARE = "share_of_experts"
-"""Attribute of a module whose stacks have only a share of the experts: the index of this share."""
 RANKS = 8
 """The ranks of adapters are padded to a multiple of this."""
 
@@ -34,6 +32,7 @@ class Experts(nn.Module):
     Attributes:
         tensor_styles: how tensor parallelism divides the parameters.
         bias_factor: factor of ``down``'s bias. 0 if another worker that shares the matrices adds it.
+        share: which share of the experts the stacks have, if they are divided over workers.
         is_transposed: whether a matrix is (input, output) features, in the meaning of transformers and peft.
     """
 
@@ -64,6 +63,7 @@ class Experts(nn.Module):
         super().__init__()
         self.activation = activation
         self.bias_factor = 1.0
+        self.share = 0
         shapes = {"up": (hidden, width), "gate": (hidden, width) if gated else None, "down": (width, hidden)}
         for name, shape in shapes.items():
             matrix = None if shape is None else nn.Parameter(torch.empty(experts, *shape))
@@ -87,7 +87,7 @@ class Experts(nn.Module):
             member = _members(counts, len(tokens))
 
         def project(inputs: torch.Tensor, name: str) -> torch.Tensor:
-            product = stack_product(self, name, inputs, counts, all_routed=all_routed)
+            product = stack_product(self, name, inputs, counts, share=self.share, all_routed=all_routed)
             if member is None:
                 return product
             offset = local_part(getattr(self, f"{name}_bias")).to(product.dtype)
@@ -141,9 +141,13 @@ def grouped_product(
 
 
 def stack_product(
-    experts: Any, name: str, inputs: torch.Tensor, counts: torch.Tensor, *, all_routed: bool = True
+    experts: Any, name: str, inputs: torch.Tensor, counts: torch.Tensor, *, share: int = 0, all_routed: bool = True
 ) -> torch.Tensor:
-    """Multiply each row with the matrix of its expert in one stack, and add the output of the stack's adapters."""
+    """Multiply each row with the matrix of its expert in one stack, and add the output of the stack's adapters.
+
+    Args:
+        share: which share of the experts the stack has. The adapters are those of all experts.
+    """
     read, stack = reader_of(experts, name), local_part(getattr(experts, name))
     if read is None:
         turned = stack if experts.is_transposed else stack.transpose(1, 2)
@@ -153,7 +157,7 @@ def stack_product(
     factors = stack_factors(experts, name)
     if factors is None:
         return product
-    first = getattr(experts, SHARE, 0) * len(counts)
+    first = share * len(counts)
     own_rows = slice(first, first + len(counts))
     # torch's grouped product on a GPU requires rows of a multiple of 16 bytes.
     more = -factors.down.shape[2] % RANKS

@@ -8,7 +8,9 @@ contains only the task.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -94,20 +96,45 @@ class _Attached:
         return logits, attached, chosen
 
 
+class Dispatcher(Protocol):
+    """Sends tokens to experts on other workers."""
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        counts: torch.Tensor,
+        experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        all_routed: bool,
+    ) -> torch.Tensor:
+        """Return the outputs for these tokens. ``experts`` computes those of this worker's experts."""
+
+
 def grouped_experts(
-    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    dispatcher: Dispatcher | None = None,
+    share: int = 0,
 ) -> torch.Tensor:
-    """Compute transformers' experts with grouped products. Has the signature of its ``ExpertsInterface``."""
+    """Compute transformers' experts with grouped products. Has the signature of its ``ExpertsInterface``.
+
+    Args:
+        dispatcher: sends tokens to experts on other workers, if the experts are divided.
+        share: which share of the experts this worker has.
+    """
+    product = partial(stack_product, experts, share=share)
     grouped = group_by_expert(hidden_states, top_k_index, None, experts.num_experts)
 
     def compute(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         if experts.has_gate:
-            inner = experts._apply_gate(stack_product(experts, "gate_up_proj", tokens, counts))
+            inner = experts._apply_gate(product("gate_up_proj", tokens, counts))
         else:
-            inner = experts.act_fn(stack_product(experts, "up_proj", tokens, counts))
-        return stack_product(experts, "down_proj", inner, counts)
+            inner = experts.act_fn(product("up_proj", tokens, counts))
+        return product("down_proj", inner, counts)
 
-    dispatcher = getattr(experts, "token_dispatcher", None)  # sends tokens to experts on other workers
     if dispatcher is None:
         outputs = compute(grouped.tokens, grouped.counts)
     else:
