@@ -146,7 +146,7 @@ def stack_product(
     """Multiply each row with the matrix of its expert in one stack, and add the output of the stack's adapters.
 
     Args:
-        share: which share of the experts the stack has. The adapters are those of all experts.
+        share: which share of the experts the stack has. The factors of adapters are stored for all experts.
     """
     read, stack = reader_of(experts, name), local_part(getattr(experts, name))
     if read is None:
