@@ -59,7 +59,7 @@ class AuxiliaryLosses(Protocol):
     def results(self, workers: Workers) -> dict[str, torch.Tensor]:
         """Return values of this step for the metrics, the same on every rank. Call it on every rank."""
 
-    def receipts(self, workers: Workers) -> dict[str, Any]:
+    def receipts(self, workers: Workers) -> dict[str, object]:
         """Return measurements of the whole run for the summary. Call it on every rank."""
 
 

@@ -62,10 +62,10 @@ class Engine(Protocol):
     workers: Workers
     micro_steps: int
     update_rule: type[torch.optim.Optimizer]
-    receipts: Mapping[str, Any]
+    receipts: Mapping[str, object]
     before_update: Callable[[], None] | None
 
-    def build_context(self) -> AbstractContextManager[Any]:
+    def build_context(self) -> AbstractContextManager[object]:
         """Return the context in which ``build_model`` runs."""
 
     def setup(self, assembly: Assembly, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
@@ -99,7 +99,7 @@ class Engine(Protocol):
     def frozen(self, model: nn.Module) -> nn.Module:
         """Prepare a second model that is never trained. It is sharded like the trained model."""
 
-    def precision(self) -> AbstractContextManager[Any]:
+    def precision(self) -> AbstractContextManager[object]:
         """Return the context for calls of ``compute_loss``: autocast if the engine computes in 16 bits."""
 
     def measuring(self) -> AbstractContextManager[nn.Module]:

@@ -82,7 +82,7 @@ class _AddNoise:
     def __init__(self, alpha: float, seed: int) -> None:
         self.alpha, self.seed = alpha, seed
 
-    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor | None:
         current = _current_batch.get()
         if current is None or not module.training:
             return None  # an evaluation, or a forward outside a training step
@@ -102,7 +102,7 @@ class _AddNoise:
         return output + (share * reach[:, None, None]).to(output.dtype)
 
 
-def _check(model: nn.Module, inputs: Any, output: Any) -> None:
+def _check(model: nn.Module, inputs: object, output: object) -> None:
     current = _current_batch.get()
     if current is not None and model.training and not current.is_noisy:
         raise ModelError(

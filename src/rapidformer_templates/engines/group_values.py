@@ -25,7 +25,7 @@ COUNT = "step"
 COUNTS_PER_PARAMETER = ("torch.", "deepspeed.", "rapidformer_templates.")
 NOT_SAVED = frozenset({"params", "lr"})  # the schedule sets the rate
 
-_initial_values: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+_initial_values: WeakKeyDictionary[Optimizer, list[dict[str, torch.Tensor]]] = WeakKeyDictionary()
 _counts_in_groups: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
 
@@ -34,7 +34,7 @@ def record_initial_values(optimizer: Optimizer) -> None:
     _initial_values[optimizer] = [_scalars_of(group) for group in optimizer.param_groups]
 
 
-def group_entries(optimizer: Optimizer, index: int, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def group_entries(optimizer: Optimizer, index: int, state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the values of a group to store with one of its parameters.
 
     Args:
@@ -43,9 +43,9 @@ def group_entries(optimizer: Optimizer, index: int, state: Mapping[str, Any]) ->
     return _prefixed(_changed(optimizer, index), state)
 
 
-def values_by_parameter(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+def values_by_parameter(optimizer: Optimizer) -> dict[int, dict[str, object]]:
     """Return for each parameter, by its ``id``, its state and the values of its group."""
-    by_index: dict[int, dict[str, Any]] = {}
+    by_index: dict[int, dict[str, object]] = {}
     for index, group in enumerate(optimizer.param_groups):
         changed = _changed(optimizer, index)
         for parameter in group["params"]:
@@ -59,7 +59,7 @@ def _changed(optimizer: Optimizer, index: int) -> dict[str, torch.Tensor]:
     return {key: value for key, value in now.items() if key not in initial or not _equal(value, initial[key])}
 
 
-def _prefixed(changed: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _prefixed(changed: Mapping[str, torch.Tensor], state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     prefixed = {PREFIX + key: value for key, value in changed.items() if key != COUNT}
     if COUNT in changed and state and COUNT not in state:
         prefixed[COUNT] = changed[COUNT].to(torch.float32)  # like the counts of torch's optimizers
@@ -76,7 +76,7 @@ def split(optimizer: Optimizer, keys: Sequence[str]) -> tuple[list[str], list[st
     return per_parameter, shared
 
 
-def read(optimizer: Optimizer, index: int, names: Sequence[str], reader: StateReader) -> dict[str, Any]:
+def read(optimizer: Optimizer, index: int, names: Sequence[str], reader: StateReader) -> dict[str, object]:
     """Read the values of a group from a checkpoint, in the form of the group.
 
     Args:
@@ -141,7 +141,7 @@ def step_once(zero: Any) -> None:
     if type(zero.optimizer).__module__.startswith(COUNTS_PER_PARAMETER):
         return
     update = zero._optimizer_step
-    first_values: dict[int, dict[str, Any]] = {}
+    first_values: dict[int, dict[str, object]] = {}
 
     def update_one(sub_group: int) -> None:
         own_group = zero.sub_group_to_group_id[sub_group]
@@ -159,12 +159,12 @@ def step_once(zero: Any) -> None:
     zero._optimizer_step = update_one
 
 
-def _copy_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_of(group: Mapping[str, object]) -> dict[str, object]:
     options = {key: value for key, value in group.items() if key != "params"}
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
 
 
-def _replace_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _replace_values(group: dict[str, object], values: Mapping[str, object]) -> None:
     parameters = group["params"]
     group.clear()
     group.update(_copy_of(values), params=parameters)
@@ -183,14 +183,16 @@ def check_count(optimizer: Optimizer, name: str, keys: Sequence[str]) -> None:
         )
 
 
-def _scalars_of(group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _scalars_of(group: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the numbers and flags of a group as scalar tensors. Items of a list have their index as suffix."""
     scalars: dict[str, torch.Tensor] = {}
     for key, value in group.items():
         if key in NOT_SAVED:
             continue
-        several = isinstance(value, (tuple, list)) and all(isinstance(part, (bool, int, float)) for part in value)
-        for name, part in [(f"{key}.{i}", part) for i, part in enumerate(value)] if several else [(key, value)]:
+        parts: list[tuple[str, object]] = [(key, value)]
+        if isinstance(value, (tuple, list)) and all(isinstance(part, (bool, int, float)) for part in value):
+            parts = [(f"{key}.{i}", part) for i, part in enumerate(value)]
+        for name, part in parts:
             if isinstance(part, torch.Tensor) and part.numel() == 1:
                 scalars[name] = part.detach().reshape(()).clone()
             elif isinstance(part, (bool, int, float)):
@@ -203,15 +205,15 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return first == second or (isinstance(first, float) and math.isnan(first) and math.isnan(second))
 
 
-def _in_group_form(group: Mapping[str, Any], scalars: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _in_group_form(group: Mapping[str, object], scalars: Mapping[str, torch.Tensor]) -> dict[str, object]:
     """Convert scalars of a checkpoint to the form in the group: a number, a tensor, or an item of a list."""
     values: dict[str, Any] = {}
     for name, scalar in scalars.items():
         key, _, index = name.rpartition(".")
-        if key and isinstance(group.get(key), (tuple, list)):
-            parts = list(values.get(key, group[key]))
+        if key and isinstance(items := group.get(key), (tuple, list)):
+            parts = list(values.get(key, items))
             parts[int(index)] = scalar.item()
-            values[key] = type(group[key])(parts)
+            values[key] = type(items)(parts)
         elif isinstance(current := group.get(name), torch.Tensor):
             values[name] = scalar.to(current).reshape(current.shape)
         elif name == COUNT:

@@ -35,7 +35,7 @@ class HostOptimizer(Optimizer):
         self,
         recipe: OptimizerSpec,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        differing: Mapping[str, Mapping[str, Any]],
+        differing: Mapping[str, Mapping[str, object]],
     ) -> None:
         self._copies = {parameter: nn.Parameter(_on_host(parameter)) for _, parameter in parameters}
         self._gradients = {parameter: _on_host(parameter) for _, parameter in parameters}
@@ -99,5 +99,5 @@ def _on_host(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=not is_in_host_memory(like.device))
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def _options(group: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in group.items() if name != "params"}

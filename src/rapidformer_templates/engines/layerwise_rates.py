@@ -28,7 +28,7 @@ class FirstUses(TorchFunctionMode):
         self._unused = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.__name__ not in ("__get__", "dim", "size"):  # reading a type or a shape does not count
             for leaf in tree_leaves((args, kwargs)):
@@ -110,7 +110,7 @@ def layerwise(depths: Mapping[str, int], decay: float, peak: float, options: Gro
             hint="keep them in a torch.nn.ModuleList, or give the options of groups in build_optimizer()",
         )
 
-    def with_rates(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+    def with_rates(name: str, parameter: nn.Parameter) -> Mapping[str, object]:
         depth = depth_of(name, depths)
         return {**options(name, parameter), **({"lr": peak * decay**depth} if depth else {})}
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -87,19 +86,20 @@ class SingleEngine:
         self.loss_scale = DynamicLossScale() if plan.precision == "fp16" else None
         self.offloads = plan.engine_options.offload == "cpu"
         self.micro_steps = 0
-        self.receipts: dict[str, Any] = {}
+        self.receipts: dict[str, object] = {}
         self.before_update: Callable[[], None] | None = None
         self.assembly: Assembly
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
         self._callable: nn.Module  # the model that compute_loss receives
         self._parameters: list[nn.Parameter]
+        self._updated_shards: Mapping[torch.Tensor, Shard]  # the shard of each tensor that the optimizer updates
         self._lr_factor = 1.0
         self._monitor: StepMonitor | None = None  # None if the host waits for the device
         self._auxiliary: AuxiliaryLosses | None = None
         self._measured: Mapping[str, torch.Tensor] = {}
 
-    def build_context(self) -> AbstractContextManager[Any]:
+    def build_context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     @final
@@ -127,6 +127,11 @@ class SingleEngine:
         trained = _trained(self.model)  # sharding replaces the parameters
         self._parameters = [parameter for _, parameter in trained]
         self.optimizer = self._build_optimizer(recipe, trained, differing)
+        self._updated_shards = {
+            tensor: shard_of(tensor, name, self.assembly, self.workers)
+            for name, tensor in named_tensors(self.assembly).items()
+            if tensor.requires_grad
+        }
 
     def _shard(self, model: nn.Module) -> None:
         """Shard the parameters over the workers in place, before the optimizer is built."""
@@ -145,7 +150,7 @@ class SingleEngine:
         return can_skip and accelerator.is_asynchronous(self.workers.device)
 
     def _build_optimizer(
-        self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, Any]]
+        self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, object]]
     ) -> torch.optim.Optimizer:
         if self.offloads and not is_in_host_memory(self.workers.device):
             return HostOptimizer(recipe, trainable, differing)
@@ -156,11 +161,11 @@ class SingleEngine:
         """The optimizer class that computes the updates, regardless of where its state is stored."""
         return type(self.optimizer.inner if isinstance(self.optimizer, HostOptimizer) else self.optimizer)
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
         """Context for the forward and backward of a micro batch. The last one exchanges gradients."""
         return nullcontext()
 
-    def precision(self) -> AbstractContextManager[Any]:
+    def precision(self) -> AbstractContextManager[object]:
         if self.compute_type is None:
             return nullcontext()
         return torch.autocast(self.workers.device.type, dtype=self.compute_type)
@@ -435,15 +440,6 @@ class SingleEngine:
                 if parameter.grad is not None:
                     yield replace(shard, values=local_part(parameter.grad))
 
-    @cached_property
-    def _updated_shards(self) -> Mapping[torch.Tensor, Shard]:
-        """The shard of each tensor that the optimizer updates."""
-        return {
-            tensor: shard_of(tensor, name, self.assembly, self.workers)
-            for name, tensor in named_tensors(self.assembly).items()
-            if tensor.requires_grad
-        }
-
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         check_names(self.assembly, reader, self.workers, optimizer=optimizer)
         if optimizer:
@@ -501,9 +497,10 @@ class DDPEngine(SingleEngine):
         exchanges: bool = self._callable.require_backward_grad_sync  # type: ignore[assignment]
         return exchanges
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
-        ddp: Any = self._callable
-        return nullcontext() if last else ddp.no_sync()
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
+        if last or not isinstance(self._callable, DistributedDataParallel):
+            return nullcontext()
+        return self._callable.no_sync()
 
     def _backward(self, loss: torch.Tensor) -> None:
         if not isinstance(self._callable, DistributedDataParallel):  # single worker, in a subclass

@@ -114,14 +114,14 @@ class _EnterModel:
     def __init__(self, indices: list[int]) -> None:
         self._indices = indices
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         current = _current_batch()
         if current:
             named = any(value is not None for name, value in kwargs.items() if "position" in name)
             current.enter(with_positions=named or any(args[i] is not None for i in self._indices if i < len(args)))
 
 
-def _leave_model(model: nn.Module, args: Any, output: Any) -> None:
+def _leave_model(model: nn.Module, args: object, output: object) -> None:
     current = _current_batch()
     if current:
         current.leave()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
+from rapidformer_templates.engines.recipe import GroupOptions, OptimizerSpec, Schedule
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.models.blocks import canonical_name
 
@@ -135,13 +135,13 @@ def _same_state(optimizer: Optimizer, fresh: Optimizer) -> bool:
     return True
 
 
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def _options_of(group: Mapping[str, object]) -> dict[str, object]:
     """Return the options a group was made with, without the changes that torch schedulers make to it."""
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in group.items() if key not in MARKS}
     return {**options, "lr": group["initial_lr"]} if "initial_lr" in group else options
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -149,10 +149,10 @@ def _equal(one: Any, other: Any) -> bool:
     return one is other or bool(one == other)
 
 
-def _options_by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parameter], Mapping[str, Any]]:
+def _options_by_name(optimizer: Optimizer, model: nn.Module) -> GroupOptions:
     """Map parameter names to the options in which their group differs from the optimizer's defaults."""
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
-    different: dict[str, dict[str, Any]] = {}
+    different: dict[str, dict[str, object]] = {}
     for group in optimizer.param_groups:
         defaults = optimizer.defaults
         differing = {k: v for k, v in _options_of(group).items() if k not in defaults or not _equal(v, defaults[k])}
@@ -175,7 +175,7 @@ def _options_by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, n
     return lambda name, parameter: different.get(name, {})  # parameters that a switch adds use the defaults
 
 
-def _check_can_be_grouped(options: Mapping[str, Any], name: str) -> None:
+def _check_can_be_grouped(options: Mapping[str, object], name: str) -> None:
     """Raise an error for unhashable options, because parameters are grouped by their options."""
     for option, value in options.items():
         try:
@@ -255,7 +255,7 @@ class _RecordedScales:
             )
         return most
 
-    def _other_options(self) -> list[dict[str, Any]]:
+    def _other_options(self) -> list[dict[str, object]]:
         return [{k: v for k, v in group.items() if k not in {"params", "lr"}} for group in self._groups]
 
     def _refuse(self, reason: str, hint: str) -> NoReturn:

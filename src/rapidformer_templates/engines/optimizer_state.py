@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -56,7 +55,7 @@ def load_optimizer(updated: Updated, optimizer: Optimizer, reader: StateReader) 
     for entry, shape in reader.names("optimizer").items():
         name, _, key = entry.rpartition("/")
         saved.setdefault(name, {})[key] = shape
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[int, dict[str, torch.Tensor]] = {}
     flattened = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(flattened):
         shard = updated.get(parameter)

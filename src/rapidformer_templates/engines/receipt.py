@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +45,7 @@ class Receipt:
 
     compiles = False
 
-    def before_step(self, probe: Probe) -> Mapping[str, Any]:
+    def before_step(self, probe: Probe) -> Mapping[str, object]:
         """Measure forwards before the first step. Workers that share a model's weights must run the same ones."""
         return {}
 
@@ -55,7 +54,7 @@ class Receipt:
         """Context for the first step."""
         yield
 
-    def after_step(self, engine: Engine) -> Mapping[str, Any]:
+    def after_step(self, engine: Engine) -> Mapping[str, object]:
         """Measure the engine after the first step, and again at the end of the run."""
         return {}
 

@@ -23,11 +23,11 @@ from rapidformer_templates.planning.schedules import STYLES, warmup_steps
 Schedule = Callable[[int], float]
 """Returns the learning rate of a step (from 0) as a fraction of the peak."""
 
-GroupOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
+GroupOptions = Callable[[str, nn.Parameter], Mapping[str, object]]
 """Returns the options in which a parameter, given by its canonical name, differs from the rest."""
 
 
-def undecayed(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+def undecayed(name: str, parameter: nn.Parameter) -> Mapping[str, object]:
     """Disable weight decay for biases and norms, which are the parameters with fewer than two dimensions."""
     return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
 
@@ -47,7 +47,7 @@ class OptimizerSpec:
     options: GroupOptions = undecayed
 
     def build(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], differing: Mapping[str, Mapping[str, Any]]
+        self, parameters: Iterable[tuple[str, nn.Parameter]], differing: Mapping[str, Mapping[str, object]]
     ) -> Optimizer:
         """Build the optimizer for the parameters as the engine has changed them.
 
@@ -55,7 +55,7 @@ class OptimizerSpec:
             parameters: canonical names and parameters that are trained.
             differing: result of :meth:`differences` before the parameters were sharded.
         """
-        groups: dict[tuple[bool, tuple[tuple[str, Any], ...]], list[nn.Parameter]] = {}
+        groups: dict[tuple[bool, tuple[tuple[str, object], ...]], list[nn.Parameter]] = {}
         for name, parameter in parameters:
             # torch updates many parameters at once, but not sharded and plain ones together.
             key = isinstance(parameter, DTensor), tuple(sorted(differing[name].items()))
@@ -64,7 +64,7 @@ class OptimizerSpec:
             [{"params": members, **dict(options)} for (_, options), members in groups.items()], **self.kwargs
         )
 
-    def differences(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Mapping[str, Any]]:
+    def differences(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Mapping[str, object]]:
         """Return the options of each parameter. Call this while the parameters have their whole shapes."""
         return {name: self.options(name, parameter) for name, parameter in parameters}
 

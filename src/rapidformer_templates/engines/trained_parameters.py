@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
@@ -15,7 +15,7 @@ T = TypeVar("T")
 class TrainedAndFrozen(Receipt):
     """Elements and bytes of the trained and of the frozen parameters, in full size and over all pipeline stages."""
 
-    def after_step(self, engine: Engine) -> dict[str, Any]:
+    def after_step(self, engine: Engine) -> dict[str, int]:
         whole_name = engine.assembly.placement.whole_name
         local = {
             whole_name(canonical_name(name)): (p.requires_grad, math.prod(shape_of(p)), bytes_of(p))

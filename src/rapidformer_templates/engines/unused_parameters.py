@@ -58,7 +58,7 @@ class _ReachParameters(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         Variable._execution_engine.queue_callback(ctx.then)
         return (gradients[0], None, *[None] * ctx.count)
 
@@ -154,13 +154,13 @@ class ForwardSequenceCheck:
         elif self._expected[index : index + 1] != [position]:
             raise self._skipped_error(self._expected[index][0] if index < len(self._expected) else name)
 
-    def _watch_backward(self, name: str, output: Any) -> None:
+    def _watch_backward(self, name: str, output: object) -> None:
         """Detect that the backward reaches a module, at the first gradient of its outputs."""
         if not self._is_active:
             return
         is_first = True
 
-        def visit_once(gradient: Any) -> None:
+        def visit_once(gradient: object) -> None:
             nonlocal is_first
             if is_first and self._is_active:
                 is_first = False

@@ -75,7 +75,7 @@ def sum_rows_in_fp32(model: nn.Module) -> None:
 
 
 def _look_up_rows(
-    module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor
+    module: nn.Module, inputs: tuple[object, ...], named: dict[str, object], output: torch.Tensor
 ) -> torch.Tensor:
     if not output.requires_grad:
         return output

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,6 +80,8 @@ class ParallelEngine(SingleEngine):
             named, differing = [("", nn.Parameter(torch.empty(0, 0, device=self.workers.device)))], {"": {}}
         self._parameters = [values for _, values in named]
         self.optimizer = self._build_optimizer(recipe, named, differing)
+        shards, units = model_shards(self.assembly, self.workers), self._sharded_gradients.units
+        self._updated_shards = {unit.values: _shard_of_unit(unit, shards[unit.of.name]) for unit in units}
         self._updates_in_chunks = updates_in_chunks(_path_of(type(self.optimizer)))
 
     def _trained_parameters(self) -> list[TrainedParameter]:
@@ -132,7 +132,7 @@ class ParallelEngine(SingleEngine):
     def _gradient_divisor(self) -> float:
         return 1 / self.workers.context  # the shards are sums
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
         self._last = last
         return nullcontext()
 
@@ -185,11 +185,6 @@ class ParallelEngine(SingleEngine):
             yield from (shard for name, shard in shards.items() if name not in with_masters)
             yield from (shard for shard in updated.values() if shard.name in with_masters)
 
-    @cached_property
-    def _updated_shards(self) -> Mapping[torch.Tensor, Shard]:
-        shards = model_shards(self.assembly, self.workers)
-        return {unit.values: _shard_of_unit(unit, shards[unit.of.name]) for unit in self._sharded_gradients.units}
-
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         super().load(reader, optimizer=optimizer)
         self._sharded_gradients.all_gather_parameters()  # 16-bit parameters follow their masters
@@ -206,7 +201,7 @@ def _shard_of_unit(unit: UpdateShard, parameter: Shard) -> Shard:
     )
 
 
-def _path_of(kind: Any) -> str:
+def _path_of(kind: object) -> str:
     """Return the import path of an optimizer class, or "" for any other factory."""
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else ""
 

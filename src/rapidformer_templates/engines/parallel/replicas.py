@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -446,7 +446,7 @@ class ShardedGradients:
         for entry in self.trained:
             entry.parameter.grad = None
 
-    def exchange(self) -> dict[str, Any]:
+    def exchange(self) -> dict[str, float]:
         """Return statistics of the gradient exchange in this step.
 
         They are the number of buckets that were exchanged, the number of them that were sent during a backward, and the
@@ -481,7 +481,7 @@ class _PendingReduce(NamedTuple):
     bucket: Bucket
     flat: torch.Tensor
     received: torch.Tensor
-    work: Any
+    work: dist.Work | None
 
     @property
     def is_complete(self) -> bool:
