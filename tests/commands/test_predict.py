@@ -109,6 +109,7 @@ def test_what_is_refused(tmp_path: Path, bert: Path, capsys: Any) -> None:
             (kept, (), "there is a column 'prediction' already"),
             (rows, ("--output", str(kept)), "already exists"),
             (rows, ("--output", str(rows), "--overwrite"), "already exists"),
+            (tmp_path / "none.csv", ("--output", str(kept), "--overwrite"), "none.csv does not exist"),
             (rows, ("--output", str(tmp_path)), "is a folder"),
             (rows, ("--temperature", "-1"), "--temperature must be at least 0"),
         ):

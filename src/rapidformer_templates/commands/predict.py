@@ -135,7 +135,7 @@ def _check_files(values: Values) -> None:
         if output.is_dir() or not output.parent.is_dir():
             what = f"{output} is a folder" if output.is_dir() else f"the folder {output.parent} does not exist"
             mistakes.errors.append(ConfigError(what, where="--output", hint="name a file"))
-        elif output.exists() and (not values.get("overwrite", False) or output.samefile(source)):
+        elif output.exists() and (not values.get("overwrite", False) or (source.exists() and output.samefile(source))):
             hint = "give another one, or --overwrite"
             mistakes.errors.append(ConfigError(f"{output} already exists", where="--output", hint=hint))
     mistakes.raise_all()
