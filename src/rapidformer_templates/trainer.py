@@ -278,13 +278,13 @@ class Trainer:
         """Whether the user overrides ``compute_metrics``. Only a run can then show what it returns."""
         return type(self).compute_metrics is not Trainer.compute_metrics
 
-    def override_flags(self, values: Mapping[str, Any]) -> None:
+    def override_flags(self, values: Mapping[str, object]) -> None:
         """Take over flags from the process that started this worker. The library calls it before it builds anything."""
         if values:
             several = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
             self._replace_flags("the process that started the workers", {**values, **several})
 
-    def _replace_flags(self, origin: str, values: Mapping[str, Any]) -> None:
+    def _replace_flags(self, origin: str, values: Mapping[str, object]) -> None:
         self._set_config(self.config.replace(origin, **values))
 
     def _set_config(self, config: RunConfig) -> None:

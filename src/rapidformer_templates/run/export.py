@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -124,12 +125,12 @@ def _write(assembly: Assembly, weights: Mapping[str, torch.Tensor], folder: Path
         save_file(dict(weights), folder / "model.safetensors")
 
 
-def _exported() -> list[Any]:
+def _exported() -> list[ModuleType]:
     """Modules of switches for models that transformers does not know. They write such a model, or mark its folder."""
     return [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
 
 
-def _writer_of(assembly: Assembly) -> Any:
+def _writer_of(assembly: Assembly) -> ModuleType | None:
     return next((module for module in _exported() if hasattr(module, "writes") and module.writes(assembly)), None)
 
 

@@ -304,7 +304,7 @@ class Session:
         nothing = MicroBatch((arguments, named), [], idle=True)
         return self._run.engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
 
-    def precision(self) -> AbstractContextManager[Any]:
+    def precision(self) -> AbstractContextManager[object]:
         """Return the autocast context in which ``compute_loss`` runs. Use it for a loss in your own loop."""
         return self._run.engine.precision()
 
