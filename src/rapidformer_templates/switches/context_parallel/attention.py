@@ -75,7 +75,7 @@ def attention(
     shards: ContextSequenceShards,
     inner: str,
     **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention with transformers' signature.
 
     Args:
@@ -126,7 +126,7 @@ def _attend_in_ring(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    **others: object,
 ) -> torch.Tensor:
     """Return the output for this worker's part of the sequence, of shape (samples, tokens, heads, size of a head)."""
     unsupported = sorted(name for name in NOT_IN_A_RING if others.get(name) is not None)
@@ -171,9 +171,9 @@ class _RepeatedHeads:
 
     def __init__(self, module: nn.Module, repeats: int) -> None:
         self._module = module
-        if hasattr(module, "num_key_value_groups"):
-            groups: Any = module.num_key_value_groups
+        groups: int | None = getattr(module, "num_key_value_groups", None)
+        if groups is not None:
             self.num_key_value_groups = groups // repeats
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._module, name)

@@ -6,33 +6,36 @@ Every collective here has the derivative of this sum: the backward of an all-red
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from rapidformer_templates.switches.tensor_parallel.collectives import Peers
+from rapidformer_templates.switches.tensor_parallel.collectives import Peers, PeersContext
+
+
+class _AllToAllContext(PeersContext):
+    split_dim: int
+    concat_dim: int
 
 
 class _AllReduceBothWays(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    def forward(ctx: PeersContext, x: torch.Tensor, peers: Peers) -> torch.Tensor:
         ctx.peers = peers
         return peers.sum(x.detach().clone())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: PeersContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.peers.sum(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, peers: Peers, split_dim: int, concat_dim: int) -> torch.Tensor:
+    def forward(ctx: _AllToAllContext, x: torch.Tensor, peers: Peers, split_dim: int, concat_dim: int) -> torch.Tensor:
         ctx.peers, ctx.split_dim, ctx.concat_dim = peers, split_dim, concat_dim
         return _exchange_parts(x, peers, split_dim, concat_dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _AllToAllContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _exchange_parts(gradient, ctx.peers, ctx.concat_dim, ctx.split_dim), None, None, None
 
 

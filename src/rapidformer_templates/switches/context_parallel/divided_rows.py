@@ -19,6 +19,7 @@ from torch.nn import functional
 from rapidformer_templates.models.divided_tensor import (
     DividedTensor,
     Handler,
+    TorchFunction,
     flattens_rows,
     has_class_indices,
     rows_of_view,
@@ -40,7 +41,7 @@ class DividedRows(DividedTensor):
         peers: the workers that have the other rows.
     """
 
-    handlers: ClassVar[dict[Any, Handler]] = {}
+    handlers: ClassVar[dict[TorchFunction, Handler]] = {}
     places: Places
     peers: Peers
 
@@ -83,11 +84,11 @@ class DividedRows(DividedTensor):
         """Return other values for the same rows."""
         return DividedRows(local, self.rows, self.places, self.peers)
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
         return f"DividedRows({tuple(self.shape)}, {len(self.places)} rows here)"
 
 
-_T: Any = torch.Tensor
+_T = torch.Tensor
 _handles = DividedRows.handles
 
 
@@ -96,7 +97,7 @@ _handles = DividedRows.handles
     torch.sqrt, torch.exp, torch.abs, torch.sigmoid, torch.relu, functional.gelu, functional.silu, functional.relu,
     functional.tanh, functional.dropout, functional.softplus,
 )  # fmt: skip
-def _each_value(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
+def _each_value(function: TorchFunction, divided: object, *args: object, **kwargs: object) -> object:
     if not isinstance(divided, DividedRows) or kwargs.get("inplace") or _has_divided((args, kwargs)):
         return NotImplemented
     if any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
@@ -105,7 +106,7 @@ def _each_value(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @_handles(functional.linear, functional.layer_norm, functional.rms_norm)
-def _each_row(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
+def _each_row(function: TorchFunction, divided: object, *args: object, **kwargs: object) -> object:
     """A product with a matrix, or a norm over the last dimension."""
     if not isinstance(divided, DividedRows) or _has_divided((args, kwargs)):
         return NotImplemented
@@ -116,7 +117,9 @@ def _each_row(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @_handles(_T.mean, torch.mean, _T.var, torch.var)
-def _over_features(function: Any, divided: DividedRows, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _over_features(
+    function: TorchFunction, divided: DividedRows, dim: object = None, *args: object, **kwargs: object
+) -> object:
     last = dim in (-1, divided.ndim - 1, (-1,), [-1])
     if not last or not kwargs.get("keepdim") or _has_divided((args, kwargs)):
         return NotImplemented
@@ -127,16 +130,18 @@ def _over_features(function: Any, divided: DividedRows, dim: Any = None, *args: 
     _T.mul, _T.__mul__, _T.__rmul__, _T.div, _T.__truediv__, _T.add, _T.__add__, _T.__radd__, _T.sub, _T.__sub__,
     torch.mul, torch.div, torch.add, torch.sub,
 )  # fmt: skip
-def _with_another(function: Any, one: Any, other: Any, **kwargs: Any) -> Any:
+def _with_another(function: TorchFunction, one: object, other: object, **kwargs: object) -> object:
     """Combine divided rows with a number, a vector of features, or other divided rows at the same places."""
     divided = one if isinstance(one, DividedRows) else other
+    if kwargs or not isinstance(divided, DividedRows):
+        return NotImplemented
     values = [_matching_local(divided, value) for value in (one, other)]
-    if kwargs or any(value is NotImplemented for value in values):
+    if any(value is NotImplemented for value in values):
         return NotImplemented
     return divided.with_local(function(*values))
 
 
-def _matching_local(divided: DividedRows, value: Any) -> Any:
+def _matching_local(divided: DividedRows, value: object) -> object:
     """Return the value to combine with the local rows of ``divided``, or NotImplemented."""
     if isinstance(value, DividedRows):
         same = value.rows == divided.rows and value.places is divided.places
@@ -147,13 +152,13 @@ def _matching_local(divided: DividedRows, value: Any) -> Any:
     return value if vector and not isinstance(value, DividedTensor) else NotImplemented
 
 
-def _has_divided(arguments: Any) -> bool:
+def _has_divided(arguments: object) -> bool:
     """Return whether the arguments contain a divided tensor."""
     return any(isinstance(leaf, DividedTensor) for leaf in torch.utils._pytree.tree_leaves(arguments))
 
 
 @_handles(_T.view, _T.reshape, torch.reshape)
-def _view(function: Any, divided: DividedRows, *shape: Any) -> Any:
+def _view(function: TorchFunction, divided: DividedRows, *shape: Any) -> object:
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         return NotImplemented
     rows = rows_of_view(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape, divided.shape)
@@ -169,7 +174,7 @@ def _resolved(rows: Sequence[int], count: int) -> list[int]:
 
 
 @_handles(_T.flatten, torch.flatten)
-def _flatten(function: Any, divided: DividedRows, start_dim: int = 0, end_dim: int = -1) -> Any:
+def _flatten(function: TorchFunction, divided: DividedRows, start_dim: int = 0, end_dim: int = -1) -> object:
     if not flattens_rows(divided.ndim, start_dim, end_dim):
         return NotImplemented
     rows = torch.empty((*divided.rows, 1), device="meta").flatten(start_dim, end_dim).shape[:-1]
@@ -177,7 +182,7 @@ def _flatten(function: Any, divided: DividedRows, start_dim: int = 0, end_dim: i
 
 
 @_handles(_T.__getitem__)
-def _select(function: Any, divided: DividedRows, index: Any) -> Any:
+def _select(function: TorchFunction, divided: DividedRows, index: object) -> object:
     if _has_divided(index) or not selects_rows(index, divided.ndim):
         return NotImplemented
     count, local_count = math.prod(divided.rows), len(divided.places)
@@ -194,22 +199,22 @@ def _select(function: Any, divided: DividedRows, index: Any) -> Any:
 
 
 @_handles(_T.sum, torch.sum)
-def _sum(function: Any, divided: DividedRows, *args: Any, **kwargs: Any) -> Any:
+def _sum(function: TorchFunction, divided: DividedRows, *args: object, **kwargs: object) -> object:
     return NotImplemented if args or kwargs else all_reduce_both_ways(divided.local.sum(), divided.peers)
 
 
 @_handles(functional.cross_entropy)
 def _cross_entropy(
-    function: Any,
-    input: Any,
+    function: TorchFunction,
+    input: object,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
-    size_average: Any = None,
+    size_average: object = None,
     ignore_index: int = -100,
-    reduce: Any = None,
+    reduce: object = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Any:
+) -> object:
     """``torch.nn.functional.cross_entropy`` of logits (rows, tokens) or (tokens,) with class indices as targets."""
     if not isinstance(input, DividedRows) or not has_class_indices(input, target, size_average, reduce):
         return NotImplemented
@@ -238,7 +243,7 @@ class OnRows:
         functools.update_wrapper(self, forward)
         self.forward = forward
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         if not isinstance(x, DividedRows):
             return self.forward(x, *args, **kwargs)
         return x.with_local(self.forward(x.local[None], *args, **kwargs)[0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.switches.context_parallel.sequence_shards import ContextSequenceShards
@@ -16,7 +14,7 @@ class ContextDivision(Receipt):
     was divided, and ``context_kind`` is how.
     """
 
-    def after_step(self, engine: Engine) -> dict[str, Any]:
+    def after_step(self, engine: Engine) -> dict[str, object]:
         shards = engine.assembly.find(ContextSequenceShards)
         return (
             {}

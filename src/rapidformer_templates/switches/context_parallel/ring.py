@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 
 from rapidformer_templates.switches.context_parallel.token_intervals import TokenIntervals
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
@@ -59,10 +59,16 @@ def ring_attention(
     return result
 
 
+class _RingContext(FunctionCtx):
+    attention_mask: AttentionMask
+    peers: Peers
+    saved_tensors: tuple[torch.Tensor, ...]
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _RingContext,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -91,7 +97,9 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(
+        ctx: _RingContext, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         query, key, value, output, sums = ctx.saved_tensors
         attention_mask, peers, wide = ctx.attention_mask, ctx.peers, sums.dtype
         groups, outer = _by_keys(query, key), _by_keys(gradient, key)
@@ -200,7 +208,9 @@ def _rotate(
         tensors[3].copy_(current[3])
 
 
-def _send_to_next(peers: Peers, tensors: Sequence[torch.Tensor]) -> list[tuple[list[Any], torch.Tensor, torch.Tensor]]:
+def _send_to_next(
+    peers: Peers, tensors: Sequence[torch.Tensor]
+) -> list[tuple[list[dist.Work], torch.Tensor, torch.Tensor]]:
     """Start to send tensors to the next worker, and to receive the same tensors from the previous one."""
     to, origin = (dist.get_global_rank(peers.group, (peers.rank + by) % peers.size) for by in (1, -1))
     transfers = []
@@ -214,7 +224,7 @@ def _send_to_next(peers: Peers, tensors: Sequence[torch.Tensor]) -> list[tuple[l
     return transfers
 
 
-def _wait_for(transfer: tuple[list[Any], torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _wait_for(transfer: tuple[list[dist.Work], torch.Tensor, torch.Tensor]) -> torch.Tensor:
     works, incoming, _ = transfer
     for work in works:
         work.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +49,7 @@ class ContextSequenceShards(SequenceShards):
         self._sliced.clear()
         return self.shard(hidden, DIM)
 
-    def arguments(self, arguments: dict[str, Any], length: int) -> dict[str, Any]:
+    def arguments(self, arguments: dict[str, object], length: int) -> dict[str, object]:
         sliced = {
             name: tree_map_only(torch.Tensor, partial(self._slice_once, dim=dim, length=length), arguments[name])
             for name, dim in POSITIONS.items()

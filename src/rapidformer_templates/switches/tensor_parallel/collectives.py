@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 
 from rapidformer_templates.engines.saved_matmuls import matmuls_are_saved
 from rapidformer_templates.system import workers
@@ -28,7 +28,7 @@ class Peers:
         rank: the rank of this worker in the group.
     """
 
-    group: Any
+    group: dist.ProcessGroup
     size: int
     rank: int
 
@@ -86,27 +86,44 @@ def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
+class PeersContext(FunctionCtx):
+    """Values that the forward of a collective saves for its backward."""
+
+    peers: Peers
+
+
+class _GatherContext(PeersContext):
+    dim: int
+    shard_length: int
+    partial: bool
+
+
+class _ScatterContext(PeersContext):
+    dim: int
+    length: int
+
+
 class _CopyToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    def forward(ctx: PeersContext, x: torch.Tensor, peers: Peers) -> torch.Tensor:
         ctx.peers = peers
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: PeersContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         # Other nodes may hold this gradient, so it is not summed in place.
         return ctx.peers.sum(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _CopyAllToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: PeersContext, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.peers = peers
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: PeersContext, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         present = [gradient for gradient in gradients if gradient is not None]
         sums: Iterator[torch.Tensor] = iter(())
         if present:
@@ -118,23 +135,25 @@ class _CopyAllToRegion(torch.autograd.Function):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    def forward(ctx: PeersContext, x: torch.Tensor, peers: Peers) -> torch.Tensor:
         return peers.sum(x.detach().clone() if matmuls_are_saved() else x.detach())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: PeersContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, peers: Peers, dim: int, length: int, partial: bool) -> torch.Tensor:
+    def forward(
+        ctx: _GatherContext, x: torch.Tensor, peers: Peers, dim: int, length: int, partial: bool
+    ) -> torch.Tensor:
         ctx.peers, ctx.dim, ctx.partial = peers, dim, partial
         ctx.shard_length = x.shape[dim]
         return peers.gather(x, dim, length)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _GatherContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         if ctx.partial:
             share = ctx.peers.reduce_scatter(gradient, ctx.dim, ctx.shard_length)
         else:
@@ -144,23 +163,23 @@ class _AllGather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
+    def forward(ctx: _ScatterContext, x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
         ctx.peers, ctx.dim, ctx.length = peers, dim, x.shape[dim]
         return peers.reduce_scatter(x, dim, -(-x.shape[dim] // peers.size))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _ScatterContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.peers.gather(gradient, ctx.dim, ctx.length), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, peers: Peers, dim: int, even: bool) -> torch.Tensor:
+    def forward(ctx: _ScatterContext, x: torch.Tensor, peers: Peers, dim: int, even: bool) -> torch.Tensor:
         ctx.peers, ctx.dim, ctx.length = peers, dim, x.shape[dim]
         return peers.scatter(x, dim, -(-x.shape[dim] // peers.size) if even else None)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _ScatterContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return ctx.peers.gather(gradient, ctx.dim, ctx.length), None, None, None
 
 

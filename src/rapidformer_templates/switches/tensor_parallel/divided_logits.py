@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.divided_tensor import (
     DividedTensor,
     Handler,
+    TorchFunction,
     flattens_rows,
     has_class_indices,
     rows_of_view,
@@ -34,7 +36,7 @@ class DividedLogits(DividedTensor):
         peers: the workers that have the other columns.
     """
 
-    handlers: ClassVar[dict[Any, Handler]] = {}
+    handlers: ClassVar[dict[TorchFunction, Handler]] = {}
     peers: Peers
 
     @staticmethod
@@ -56,16 +58,16 @@ class DividedLogits(DividedTensor):
         """Return other values for the same tokens."""
         return DividedLogits(local, self.peers, self.shape[-1])
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
         return f"DividedLogits({tuple(self.shape)}, {self.local.shape[-1]} columns here)"
 
 
-_T: Any = torch.Tensor
+_T = torch.Tensor
 _handles = DividedLogits.handles
 
 
 @_handles(_T.view, _T.reshape, torch.reshape)
-def _view(function: Any, logits: DividedLogits, *shape: Any) -> Any:
+def _view(function: TorchFunction, logits: DividedLogits, *shape: Any) -> object:
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         return NotImplemented
     rows = rows_of_view(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape, logits.shape)
@@ -75,39 +77,40 @@ def _view(function: Any, logits: DividedLogits, *shape: Any) -> Any:
 
 
 @_handles(_T.flatten, torch.flatten)
-def _flatten(function: Any, logits: DividedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+def _flatten(function: TorchFunction, logits: DividedLogits, start_dim: int = 0, end_dim: int = -1) -> object:
     if not flattens_rows(logits.ndim, start_dim, end_dim):
         return NotImplemented
     return logits.with_local(function(logits.local, start_dim, end_dim))
 
 
 @_handles(_T.__getitem__)
-def _select(function: Any, logits: DividedLogits, index: Any) -> Any:
+def _select(function: TorchFunction, logits: DividedLogits, index: Any) -> object:
     if any(isinstance(entry, DividedLogits) for entry in (index if isinstance(index, tuple) else (index,))):
         return NotImplemented
     return logits.with_local(logits.local[index]) if selects_rows(index, logits.ndim) else NotImplemented
 
 
 @_handles(_T.sum, torch.sum)
-def _sum(function: Any, logits: DividedLogits, *args: Any, **kwargs: Any) -> Any:
+def _sum(function: TorchFunction, logits: DividedLogits, *args: object, **kwargs: object) -> object:
     return NotImplemented if args or kwargs else all_reduce(logits.local.sum(), logits.peers)
 
 
 @_handles(functional.cross_entropy)
 def _cross_entropy(
-    function: Any,
-    input: Any,
+    function: TorchFunction,
+    input: object,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
-    size_average: Any = None,
+    size_average: object = None,
     ignore_index: int = -100,
-    reduce: Any = None,
+    reduce: object = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Any:
+) -> object:
     """``torch.nn.functional.cross_entropy`` of logits (samples, tokens) or (tokens,) with class indices as targets."""
-    by_index = isinstance(input, DividedLogits) and has_class_indices(input, target, size_average, reduce)
-    if weight is not None or not by_index:
+    if not isinstance(input, DividedLogits) or not has_class_indices(input, target, size_average, reduce):
+        return NotImplemented
+    if weight is not None:
         return NotImplemented
     local = input.local
     # Autocast computes every cross-entropy in fp32.
@@ -168,12 +171,22 @@ def check_inside(inside: torch.Tensor, vocabulary: int, what: str) -> None:
         ) from None
 
 
+class _CrossEntropyContext(FunctionCtx):
+    kind: torch.dtype
+    saved_tensors: tuple[torch.Tensor, torch.Tensor]
+
+
 class _CrossEntropy(torch.autograd.Function):
     """The cross-entropy of each row, in fp32 or fp64."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, words: VocabularyShard, ignored: int, smoothing: float
+        ctx: _CrossEntropyContext,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        words: VocabularyShard,
+        ignored: int,
+        smoothing: float,
     ) -> torch.Tensor:
         losses, slope = losses_and_slope(logits, target, words, ignored, smoothing)
         ctx.save_for_backward(slope, target != ignored)
@@ -181,7 +194,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: _CrossEntropyContext, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         slope, counts = ctx.saved_tensors
         gradient = gradient.masked_fill(~counts, 0.0).unsqueeze(-1)  # not finite for a mean over no targets
         return (slope * gradient).to(ctx.kind), None, None, None, None

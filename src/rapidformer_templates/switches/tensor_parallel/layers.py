@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.switches.tensor_parallel.collectives import (
     Peers,
@@ -105,7 +106,7 @@ class OnLocalParameters:
             local |= dict(zip(self.partial, whole, strict=True))
         return local
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         before = self.module._parameters
         parts = self.parts()
         # No local name for __dict__: after a graph break, torch.compile would not know it as the module's attributes,
@@ -119,12 +120,13 @@ class OnLocalParameters:
 
 def local_parameter_layers(part: nn.Module) -> list[OnLocalParameters]:
     """Return all :class:`OnLocalParameters` forwards in a part of a model, also inside other wrapped forwards."""
-    layers = []
+    layers: list[OnLocalParameters] = []
     for module in part.modules():
-        forward: Any = vars(module).get("forward")
+        forward: object = vars(module).get("forward")
         while forward is not None and not isinstance(forward, OnLocalParameters):
             forward = getattr(forward, "forward", None)
-        layers += [forward] if forward is not None else []
+        if isinstance(forward, OnLocalParameters):
+            layers.append(forward)
     return layers
 
 
@@ -144,7 +146,7 @@ def with_local_parameters(layers: Sequence[OnLocalParameters]) -> Iterator[None]
 class Divided:
     """A forward that replaces a module's own, at the edge of a divided region or inside it."""
 
-    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
+    def __init__(self, module: nn.Module, forward: Forward, regions: Regions) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
         self.regions = regions
@@ -156,11 +158,11 @@ class Divided:
 class Region(Divided):
     """A module whose inputs go into divided layers that it contains."""
 
-    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
+    def __init__(self, module: nn.Module, forward: Forward, regions: Regions) -> None:
         super().__init__(module, forward, regions)
         self.first = first_argument(forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         for name in OTHER_SEQUENCES:
             if isinstance(kwargs.get(name), torch.Tensor):
                 kwargs[name] = copy_to_region(kwargs[name], self.regions.peers)
@@ -182,7 +184,7 @@ class EnteringColumn(Divided):
 class AroundColumns(Divided):
     """A module that contains :class:`EnteringColumn` layers. It begins on the shared stream of random numbers."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         self.regions.streams.reset()
         return self.forward(*args, **kwargs)
 
@@ -198,7 +200,7 @@ class FeatureShardedExperts(Divided):
         if hasattr(module, "bias_factor"):
             module.bias_factor = float(regions.peers.rank == 0)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
         peers = self.regions.peers
         inputs = [
             copy_to_region(x, peers) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args
@@ -235,7 +237,7 @@ class SplitRow(Row):
 class GatheredColumn(Divided):
     """A column-parallel layer with whole activations as its output."""
 
-    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
+    def __init__(self, module: nn.Linear | Conv1D, forward: Forward, regions: Regions) -> None:
         super().__init__(module, forward, regions)
         self.features = module.weight.shape[0]
 
@@ -274,15 +276,15 @@ class VocabularyHead(Divided):
         columns: (on this worker, in total) of the latest logits.
     """
 
-    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
+    def __init__(self, module: nn.Linear, forward: Forward, regions: Regions) -> None:
         super().__init__(module, forward, regions)
-        self.module = module
+        self.module: nn.Module = module
         self.peers = regions.peers
         self.vocabulary = module.weight.shape[0]
         self.words = DividedVocabularyShard(self.peers, self.vocabulary)
         self.columns: tuple[int, int] | None = None
 
-    def __call__(self, x: torch.Tensor, *loss: Any) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *loss: object) -> torch.Tensor:
         begin, end = self.peers.share(self.vocabulary)
         self.columns = (end - begin, self.vocabulary)
         result: torch.Tensor

@@ -9,8 +9,6 @@ same masks again.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -25,13 +23,11 @@ def draws_random_numbers(model: nn.Module) -> bool:
     """Return whether a forward in training may draw: a dropout layer, or a rate above zero in the configuration."""
     if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
         return True
-    settings: Any = getattr(model, "config", None)
+    settings: object = getattr(model, "config", None)
     values = settings.to_dict() if hasattr(settings, "to_dict") else {}
-    return any(isinstance(value, float) and value > 0 for name, value in values.items() if _is_rate(name))
-
-
-def _is_rate(name: str) -> bool:
-    return ("drop" in name and not name.startswith("summary_")) or "jitter" in name  # summary dropout is a layer
+    # The dropout of a summary is a layer.
+    rates = [name for name in values if ("drop" in name and not name.startswith("summary_")) or "jitter" in name]
+    return any(isinstance(values[name], float) and values[name] > 0 for name in rates)
 
 
 class Streams:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.switches.tensor_parallel.transform import TensorParallel
@@ -16,7 +14,7 @@ class TensorDivision(Receipt):
     not divide sequences.
     """
 
-    def after_step(self, engine: Engine) -> dict[str, Any]:
+    def after_step(self, engine: Engine) -> dict[str, object]:
         applied = engine.assembly.find(TensorParallel)
         if applied is None:
             return {}

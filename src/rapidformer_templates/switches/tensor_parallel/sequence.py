@@ -21,6 +21,12 @@ from rapidformer_templates.switches.tensor_parallel.random_streams import Stream
 DIM = 1
 """The dimension of the sequence: hidden states are (samples, tokens, features)."""
 
+Arguments = tuple[tuple[object, ...], dict[str, object]]
+"""The positional and keyword arguments of a block."""
+
+Output = torch.Tensor | tuple[torch.Tensor, *tuple[object, ...]]
+"""The output of a block: hidden states, or a tuple that begins with them."""
+
 
 class SequenceShards:
     """Tracks the sequence that is currently divided, if there is one.
@@ -45,7 +51,7 @@ class SequenceShards:
         """Return this worker's part of whole hidden states. All parts have the same length."""
         return scatter(hidden, self.peers, DIM, even=True)
 
-    def arguments(self, arguments: dict[str, Any], length: int) -> dict[str, Any]:
+    def arguments(self, arguments: dict[str, object], length: int) -> dict[str, object]:
         """Return the keyword arguments of a block that runs on a part of the sequence."""
         return {**arguments, self.key: length}
 
@@ -73,7 +79,7 @@ class SequenceShards:
             blocks[-1].register_forward_hook(run.unite)
         model.register_forward_hook(self._unite_recorded)
 
-    def _unite_recorded(self, model: nn.Module, inputs: Any, output: Any) -> None:
+    def _unite_recorded(self, model: nn.Module, inputs: object, output: Any) -> None:
         """Gather the hidden states of blocks that transformers recorded. The last one is already whole."""
         for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
             recorded = getattr(output, name, None)
@@ -93,7 +99,7 @@ class _BlockListRun:
         self.ends = ends
         self.length = 0
 
-    def divide(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def divide(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         hidden = args[0] if args else kwargs["hidden_states"]
         self.length = hidden.shape[DIM]
         shard = self.shards.divide(hidden)
@@ -101,10 +107,10 @@ class _BlockListRun:
         kwargs = self.shards.arguments(kwargs, self.length)
         return ((shard, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": shard})
 
-    def pass_length(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def pass_length(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         return args, self.shards.arguments(kwargs, self.length)
 
-    def unite(self, block: nn.Module, inputs: Any, output: Any) -> Any:
+    def unite(self, block: nn.Module, inputs: object, output: Output) -> Output:
         hidden = output[0] if isinstance(output, tuple) else output
         whole = self.shards.unite(hidden, self.length, ends=self.ends)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
@@ -113,12 +119,12 @@ class _BlockListRun:
 class _OnShard:
     """The forward of a block whose input is a part of the sequence."""
 
-    def __init__(self, forward: Callable[..., Any], shards: SequenceShards) -> None:
+    def __init__(self, forward: Callable[..., object], shards: SequenceShards) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
         self.shards = shards
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> object:
         self.shards.length = kwargs.pop(self.shards.key)
         self.shards.streams.enter_local_rng()  # each part of the sequence has different masks
         try:
@@ -131,13 +137,13 @@ class _OnShard:
 class OnWholeSequence:
     """The forward of a module inside a block that must see all tokens, such as a router of experts."""
 
-    def __init__(self, forward: Callable[..., Any], shards: SequenceShards) -> None:
+    def __init__(self, forward: Callable[..., Output], shards: SequenceShards) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
         self.shards = shards
         self.first = first_argument(forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Output:
         shards, length = self.shards, self.shards.length
         if length is None:
             return self.forward(*args, **kwargs)
@@ -155,6 +161,6 @@ class OnWholeSequence:
         return scatter(output, shards.peers, DIM, even=True)
 
 
-def first_argument(forward: Callable[..., Any]) -> str:
+def first_argument(forward: Callable[..., object]) -> str:
     """Return the name of the first argument of a module's forward."""
     return next(iter(inspect.signature(forward).parameters), "")

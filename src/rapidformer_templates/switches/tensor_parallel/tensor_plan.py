@@ -9,9 +9,8 @@ workers (Shoeybi et al., 2019, section 3).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
@@ -126,7 +125,7 @@ def tensor_plan_of(model: nn.Module) -> TensorPlan:
 
 
 def _type_of(model: nn.Module) -> str:
-    settings: Any = getattr(model, "config", None)
+    settings: object = getattr(model, "config", None)
     return getattr(settings, "model_type", None) or ""
 
 
@@ -135,7 +134,7 @@ def check_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
 
     The vocabulary and the feed-forward width need not be multiples: the last worker's share is smaller.
     """
-    settings: Any = getattr(model, "config", None)
+    settings: object = getattr(model, "config", None)
     for key, words in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
         heads = getattr(settings, key, None)
         if isinstance(heads, int) and heads % size:
@@ -224,12 +223,11 @@ def _with_adapter_styles(model: nn.Module, styles: Mapping[str, str]) -> tuple[d
 
 def _patterns_of(model: nn.Module) -> Mapping[str, str]:
     """Return the plan that the model has itself, or this package's plan for its architecture."""
-    plans = (getattr(model, "tensor_plan", None), getattr(model, "_tp_plan", None), PLANS.get(_type_of(model)))
-    plan: Any = next((plan for plan in plans if plan), None)
+    own_plans: list[Mapping[str, str] | None] = [getattr(model, key, None) for key in ("tensor_plan", "_tp_plan")]
+    plan = next((plan for plan in (*own_plans, PLANS.get(_type_of(model))) if plan), None)
     if plan is None:
         raise _no_tensor_plan(model)
-    patterns: Mapping[str, str] = plan
-    return patterns
+    return plan
 
 
 def _no_tensor_plan(model: nn.Module) -> ModelError:
@@ -266,12 +264,11 @@ def _vocabulary(model: nn.Module) -> dict[str, str]:
     return styles
 
 
-def _module_or_none(question: Any) -> nn.Module | None:
+def _module_or_none(question: Callable[[], nn.Module | None]) -> nn.Module | None:
     try:
-        answer: nn.Module | None = question()
+        return question()
     except (AttributeError, NotImplementedError):  # the model or this stage has no such module
         return None
-    return answer
 
 
 def _divided_parameters(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Division | None]]:

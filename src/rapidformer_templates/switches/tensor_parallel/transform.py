@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +20,7 @@ from rapidformer_templates.switches.tensor_parallel import tensor_plan
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 from rapidformer_templates.switches.tensor_parallel.layers import (
     AroundColumns,
+    Divided,
     EnteringColumn,
     FeatureShardedExperts,
     GatheredColumn,
@@ -36,7 +36,7 @@ from rapidformer_templates.switches.tensor_parallel.random_streams import Stream
 from rapidformer_templates.switches.tensor_parallel.sequence import OnWholeSequence, SequenceShards
 from rapidformer_templates.switches.tensor_parallel.tensor_plan import TensorPlan
 
-LAYERS: dict[str, Callable[..., Any]] = {
+LAYERS: dict[str, Callable[..., Divided]] = {
     **dict.fromkeys(tensor_styles.ROW, Row),
     tensor_styles.SPLIT_ROW: SplitRow,
     tensor_styles.GATHERED_COLUMN: GatheredColumn,
@@ -102,11 +102,11 @@ def apply(assembly: Assembly, building: Building) -> None:
     model.forward = _explain_foreign_parameters(model.forward, type(model).__name__)
 
 
-def _explain_foreign_parameters(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _explain_foreign_parameters(forward: Callable[..., object], name: str) -> Callable[..., object]:
     """Explain torch's error for a module that computes with the parameters of another one, as some mixers do."""
 
     @wraps(forward)
-    def explained(*args: Any, **kwargs: Any) -> Any:
+    def explained(*args: object, **kwargs: object) -> object:
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
@@ -164,19 +164,15 @@ def _install_layers(modules: dict[str, nn.Module], plan: TensorPlan, regions: Re
 
 def _install_regions(model: nn.Module, modules: dict[str, nn.Module], plan: TensorPlan, regions: Regions) -> None:
     """Replace the forwards of the modules around column-parallel layers, and divide their size attributes."""
-    for name in _regions_of(plan, modules):
+    # The modules whose inputs go into column-parallel layers.
+    columns = {name for name, style in plan.styles.items() if name in modules and style in tensor_styles.COLUMN}
+    for name in sorted({plan.adapted.get(column, column).rpartition(".")[0] for column in columns}):
         region = modules[name]
         _check_region(model, plan, name, region)
         for size in plan.local_sizes:
             if hasattr(region, size):
                 setattr(region, size, getattr(region, size) // regions.peers.size)
         region.forward = (AroundColumns if plan.is_user_plan else Region)(region, region.forward, regions)
-
-
-def _regions_of(plan: TensorPlan, modules: dict[str, nn.Module]) -> list[str]:
-    """Return the names of the modules whose inputs go into column-parallel layers."""
-    columns = {name for name, style in plan.styles.items() if name in modules and style in tensor_styles.COLUMN}
-    return sorted({plan.adapted.get(name, name).rpartition(".")[0] for name in columns})
 
 
 def _undivided_modules(plan: TensorPlan) -> list[str]:
