@@ -51,7 +51,7 @@ class PipelineEngine(ParallelEngine):
         self._links.flush()
         return step.total
 
-    def _shared_autocast_cache(self) -> AbstractContextManager[Any]:
+    def _shared_autocast_cache(self) -> AbstractContextManager[object]:
         """Share autocast's copies of the weights between all micro batches of a step.
 
         Autocast drops its copies when its outermost context ends, and each graph would keep separate copies. This
@@ -103,10 +103,10 @@ class PipelineEngine(ParallelEngine):
             stage = self.stage_of(part)
             hidden = self._links.receive_forward(stage, key).unpack() if stage else None
             output = self._stage_runner.run(part, hidden, evaluate)
-            if stage == self.last_stage:
-                evaluated = output
-            else:
+            if isinstance(output, torch.Tensor):
                 self._links.send_forward(stage, key, output)
+            else:
+                evaluated = output
         return evaluated
 
     @contextmanager
@@ -134,7 +134,7 @@ class _StepRunner:
         self._losses: dict[int, torch.Tensor] = {}
         self._graphs: dict[tuple[int, int], GradientEdge | None] = {}
         self._gradients: dict[tuple[int, int], torch.Tensor] = {}
-        self._recorded: dict[tuple[int, int], Any] = {}  # by the model's own losses
+        self._recorded: dict[tuple[int, int], object] = {}  # by the model's own losses
 
     def do(self, action: Action) -> None:
         kind, stage, number = action
@@ -159,7 +159,7 @@ class _StepRunner:
             hidden = self._incoming.pop(Action(Kind.RECEIVE_FORWARD, stage, number)).unpack().requires_grad_()
             self._inputs[stage, number] = hidden
 
-        def body() -> Any:
+        def body() -> torch.Tensor:
             if stage == engine.last_stage:
                 return engine._loss_of(microbatch, self.weight)
             return engine.forward_of_part(microbatch)
@@ -204,7 +204,7 @@ def _are_recomputed(blocks: Iterable[nn.Module]) -> bool:
     return all(checkpointed_forward(block) is not None for block in blocks)
 
 
-def _shapes(batch: Any) -> Hashable:
+def _shapes(batch: object) -> Hashable:
     """Return the shapes of a batch's tensors. They determine the shapes of its hidden states."""
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))

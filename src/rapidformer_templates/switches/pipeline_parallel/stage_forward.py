@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,11 +13,14 @@ from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.placeholders import SkippedBlock, replaced
 from rapidformer_templates.switches.pipeline_parallel.tracing import (
+    Arguments,
     called_twice_error,
     hidden_of,
     not_called_error,
     with_hidden,
 )
+
+Result = TypeVar("Result")
 
 
 class LeaveStage(BaseException):
@@ -64,7 +67,7 @@ class StageRunner:
         if ends:
             model.register_forward_hook(self._fill)
 
-    def run(self, part: int, hidden: torch.Tensor | None, body: Callable[[], Any]) -> Any:
+    def run(self, part: int, hidden: torch.Tensor | None, body: Callable[[], Result]) -> Result | torch.Tensor:
         """Return what ``body`` returns, or the hidden state with which it leaves the part.
 
         Args:
@@ -110,7 +113,7 @@ class StageRunner:
         finally:
             self._first = self._last = self._hidden = None
 
-    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _enter(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments | None:
         if block is not self._first:
             return None
         self._entered += 1
@@ -130,11 +133,11 @@ class StageRunner:
             )
         return with_hidden(args, kwargs, self._hidden)
 
-    def _leave_stage(self, block: nn.Module, args: Any, output: Any) -> None:
+    def _leave_stage(self, block: nn.Module, args: object, output: Any) -> None:
         if block is self._last:
             raise LeaveStage(output[0] if isinstance(output, tuple) else output)
 
-    def _fill(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def _fill(self, model: nn.Module, args: object, output: Any) -> object:
         """Put hidden states and attentions at their places in the whole model. The entries of other stages are None."""
         for name in ("hidden_states", "attentions"):
             states = getattr(output, name, None)

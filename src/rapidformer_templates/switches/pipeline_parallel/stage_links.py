@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,11 @@ class PendingRecv(NamedTuple):
     """A tensor that is being received or sent."""
 
     tensor: torch.Tensor
-    work: Any
+    work: dist.Work | None
 
     def unpack(self) -> torch.Tensor:
         """Wait for the transfer and return the tensor."""
+        assert self.work is not None, "this worker is in the group"
         self.work.wait()
         return self.tensor
 

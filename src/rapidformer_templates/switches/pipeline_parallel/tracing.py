@@ -20,6 +20,9 @@ from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
 from rapidformer_templates.models.placeholders import OutputShape, Placeholder, facts_of, replaced
 
+Arguments = tuple[tuple[object, ...], dict[str, object]]
+"""The positional and keyword arguments of a block."""
+
 BEFORE, WITHIN, AFTER = "before", "within", "after"
 
 
@@ -43,7 +46,11 @@ class Flow:
     form: int | None = None
 
 
-def trace(model: nn.Module, blocks: Mapping[str, nn.Module], compute_loss: Callable[[nn.Module], Any]) -> Flow:
+def trace(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    compute_loss: Callable[[nn.Module], torch.Tensor | tuple[torch.Tensor, object]],
+) -> Flow:
     """Run ``compute_loss(model)`` once and record how it uses the blocks.
 
     Raises:
@@ -139,7 +146,7 @@ class _FlowRecorder:
         return BEFORE if self.called_blocks == 0 else AFTER if self.called_blocks == len(self.names) else WITHIN
 
     def outside(self, name: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: Any, output: Any) -> None:
+        def record(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             self.flow.called[name].add(self.phase)
             shape = OutputShape.like(args, output)
             if name in self.flow.absent and self.flow.absent[name] != shape:
@@ -148,7 +155,7 @@ class _FlowRecorder:
 
         return record
 
-    def enter(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         if self.called_blocks:
             raise called_twice_error()
         self.called_blocks = 1
@@ -156,7 +163,7 @@ class _FlowRecorder:
         # Detach it, so that the loss shows only what bypasses the blocks.
         return with_hidden(args, kwargs, hidden_of(args, kwargs).detach().requires_grad_())
 
-    def leave_first(self, block: nn.Module, args: Any, output: Any) -> Any:
+    def leave_first(self, block: nn.Module, args: object, output: object) -> object:
         entries = output if isinstance(output, tuple) else (output,)
         if not isinstance(entries[0], torch.Tensor):
             raise ModelError(
@@ -169,7 +176,7 @@ class _FlowRecorder:
         self.side_outputs = [leaf for leaf in tree_leaves(entries[1:]) if isinstance(leaf, torch.Tensor)]
         return (self.hidden, *entries[1:]) if isinstance(output, tuple) else self.hidden
 
-    def skip(self, name: str, args: Any, kwargs: Any) -> Any:
+    def skip(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if (
             self.called_blocks < len(self.names)
             and self.names[self.called_blocks] == name
@@ -187,7 +194,7 @@ class _FlowRecorder:
             "models have two runs of blocks: leave --pipeline-model-parallel-size out",
         )
 
-    def fill(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def fill(self, model: nn.Module, args: object, output: Any) -> object:
         """Return as many hidden states to the hook as the whole model has."""
         for name, extra in (("hidden_states", 1), ("attentions", 0)):
             states = getattr(output, name, None)
@@ -195,7 +202,7 @@ class _FlowRecorder:
                 output[name] = (states[0],) * (len(self.names) + extra - len(states)) + states
         return output
 
-    def _record_side_inputs(self, args: Any, kwargs: Any) -> None:
+    def _record_side_inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         for leaf in tree_leaves((args, {k: v for k, v in kwargs.items() if k != HIDDEN})):
             if any(leaf is output for output in self.side_outputs):
                 raise ModelError(
@@ -224,7 +231,7 @@ class _SkippedForward(Placeholder):
         self.__dict__.update(facts_of(block))
         self._skip, self._name_in_model = recorder.skip, name
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return self._skip(self._name_in_model, args, kwargs)
 
 
@@ -232,7 +239,7 @@ HIDDEN = "hidden_states"
 """transformers' name for a block's input if it is not the first positional argument."""
 
 
-def hidden_of(args: Any, kwargs: Any) -> torch.Tensor:
+def hidden_of(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
     """Return the hidden state among a block's arguments."""
     hidden = args[0] if args else kwargs.get(HIDDEN)
     if not isinstance(hidden, torch.Tensor):
@@ -242,12 +249,12 @@ def hidden_of(args: Any, kwargs: Any) -> torch.Tensor:
     return hidden
 
 
-def with_hidden(args: Any, kwargs: Any, hidden: torch.Tensor) -> tuple[Any, Any]:
+def with_hidden(args: tuple[object, ...], kwargs: dict[str, object], hidden: torch.Tensor) -> Arguments:
     """Return the arguments with another hidden state."""
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, HIDDEN: hidden})
 
 
-def in_form(hidden: torch.Tensor, form: int | None) -> Any:
+def in_form(hidden: torch.Tensor, form: int | None) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """Return the output of a block that only passes on ``hidden``."""
     return hidden if form is None else (hidden, *[None] * (form - 1))
 

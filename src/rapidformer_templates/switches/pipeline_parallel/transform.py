@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +50,12 @@ class PipelineCut:
         module_ranks: the pipeline ranks of each such module, by name. All other modules are on every rank.
     """
 
-    def __init__(self, assembly: Assembly, pipeline: int, try_loss: Callable[[nn.Module], Any]) -> None:
+    def __init__(
+        self,
+        assembly: Assembly,
+        pipeline: int,
+        try_loss: Callable[[nn.Module], torch.Tensor | tuple[torch.Tensor, object]],
+    ) -> None:
         self.assembly, self.model = assembly, assembly.model
         self.blocks, self.pipeline = assembly.blocks, pipeline
         if not self.blocks:
