@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import shape_of
@@ -126,7 +127,7 @@ def _dropout(module: nn.Module, shape: FeedForwardNames) -> nn.Module | None:
 
 
 def _part(module: nn.Module, name: str) -> Any:
-    part: Any = module
+    part: object = module
     for step in name.split("."):
         part = getattr(part, step, None)
     return part
@@ -200,9 +201,9 @@ def _sparse(feed_forward: FeedForward, sizes: MixtureSizes, losses: BalanceLosse
 class _Dense:
     """A linear layer of a dense feed-forward, with its matrix in either order. ZeRO-3 may have partitioned it."""
 
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-        self.weight, self.bias = layer.weight, layer.bias
+    def __init__(self, layer: nn.Linear | Conv1D) -> None:
+        self.weight = layer.weight
+        self.bias: torch.Tensor | None = layer.bias
         self.dtype = layer.weight.dtype
         shape = shape_of(layer.weight)
         self.inputs, self.outputs = shape if type(layer).__name__ == "Conv1D" else shape[::-1]

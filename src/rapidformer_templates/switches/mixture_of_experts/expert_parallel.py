@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -150,6 +150,11 @@ class TokenDispatcher:
         return back if all_routed else torch.cat([back, back.new_zeros(len(tokens) - routed, back.shape[1])])
 
 
+class _ExchangeContext(FunctionCtx):
+    sizes: tuple[list[int], list[int]]
+    group: dist.ProcessGroup
+
+
 class Exchange(torch.autograd.Function):
     """Sends each worker its rows and receives those of the others.
 
@@ -158,14 +163,14 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx: _ExchangeContext, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.sizes = sent, received
         ctx.group = group
         return _exchange(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _ExchangeContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sent, received = ctx.sizes
         return _exchange(gradients[0], received, sent, ctx.group), None, None, None
 

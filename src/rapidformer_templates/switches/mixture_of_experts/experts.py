@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rapidformer_templates.engines.shards import local_part
@@ -177,30 +178,46 @@ def _product_of_codes(
     return product
 
 
+class _CodesContext(FunctionCtx):
+    read: ReadStack
+    all_routed: bool
+    saved_tensors: tuple[torch.Tensor, torch.Tensor]
+
+
 class _CodesProduct(torch.autograd.Function):
     """A grouped product that saves the quantized codes for the backward, and not the dequantized stack."""
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, stored: torch.Tensor, counts: torch.Tensor, read: ReadStack, all_routed: bool
+        ctx: _CodesContext,
+        inputs: torch.Tensor,
+        stored: torch.Tensor,
+        counts: torch.Tensor,
+        read: ReadStack,
+        all_routed: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(stored, counts)
         ctx.read, ctx.all_routed = read, all_routed
         return grouped_product(inputs, read(stored, inputs.dtype), counts, all_routed=all_routed)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _CodesContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (stored, counts), (gradient,) = ctx.saved_tensors, gradients
         turned = ctx.read(stored, gradient.dtype).transpose(1, 2)
         with torch.autocast(gradient.device.type, enabled=False):
             return grouped_product(gradient, turned, counts, all_routed=ctx.all_routed), None, None, None, None
 
 
+class _SegmentContext(FunctionCtx):
+    counts: list[int]
+    saved_tensors: tuple[torch.Tensor, torch.Tensor]
+
+
 class _SegmentProduct(torch.autograd.Function):
     """A grouped product with one matrix product per group, for fp64, which torch's grouped product does not support."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, matrices: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def forward(ctx: _SegmentContext, inputs: torch.Tensor, matrices: torch.Tensor, counts: list[int]) -> torch.Tensor:
         ctx.save_for_backward(inputs, matrices)
         ctx.counts = [*counts, len(inputs) - sum(counts)]
         parts = inputs.split(ctx.counts)
@@ -208,7 +225,7 @@ class _SegmentProduct(torch.autograd.Function):
         return torch.cat([*products, inputs.new_zeros(ctx.counts[-1], matrices.shape[2])])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: _SegmentContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         inputs, matrices = ctx.saved_tensors
         groups = list(zip(inputs.split(ctx.counts), gradients[0].split(ctx.counts), matrices, strict=False))
         to_inputs = [gradient @ matrix.T for _, gradient, matrix in groups]

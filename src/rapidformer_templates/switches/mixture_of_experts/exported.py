@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.expert_architectures import CONVERTED
@@ -60,7 +60,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def with_mixtures(model: Any) -> Any:
+def with_mixtures(model: PreTrainedModel) -> PreTrainedModel:
     """Put mixtures into a model if its configuration describes them. The caller must load their values."""
     sizes = getattr(model.config, KEY, None)
     if sizes:
@@ -70,7 +70,7 @@ def with_mixtures(model: Any) -> Any:
 
 def read_model(
     factory: Any, folder: Path, config: PreTrainedConfig, *, base_folder: str | None = None
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[PreTrainedModel, dict[str, object]]:
     """Load the model in a marked folder. Also return the loading info that ``from_pretrained`` would give.
 
     Args:
@@ -95,7 +95,7 @@ def read_model(
     return model, {"missing_keys": untied, "mismatched_keys": wrong}
 
 
-def load_mixture(folder: str | Path, auto_class: str = "AutoModelForCausalLM") -> Any:
+def load_mixture(folder: str | Path, auto_class: str = "AutoModelForCausalLM") -> PreTrainedModel:
     """Load a model with mixtures from an exported folder, for use outside of this library.
 
     Args:

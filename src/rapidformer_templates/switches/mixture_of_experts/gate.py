@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -94,7 +93,7 @@ def within_capacity(
     rows, tokens, top_k = chosen.shape
     choices = F.one_hot(chosen.reshape(rows, tokens * top_k), experts)
     if is_kept is None:
-        room: Any = math.ceil(capacity_factor * top_k * tokens / experts)
+        room: int | torch.Tensor = math.ceil(capacity_factor * top_k * tokens / experts)
     else:
         choices = choices * is_kept.reshape(rows, -1, 1)
         real = is_kept[..., 0].sum(1)

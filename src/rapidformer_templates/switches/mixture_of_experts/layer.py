@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from rapidformer_templates.engines.auxiliary_losses import LossLayer
 from rapidformer_templates.models.adapters import base_of
@@ -96,6 +96,11 @@ def ungroup(outputs: torch.Tensor, grouped: Grouped, weights: torch.Tensor) -> t
     return (returned.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1)
 
 
+class _RearrangeContext(FunctionCtx):
+    copies: int
+    saved_tensors: tuple[torch.Tensor]
+
+
 class Rearrange(torch.autograd.Function):
     """Copies each row ``copies`` times and reorders the copies.
 
@@ -105,7 +110,7 @@ class Rearrange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, permutation: torch.Tensor, back: torch.Tensor, copies: int
+        ctx: _RearrangeContext, rows: torch.Tensor, permutation: torch.Tensor, back: torch.Tensor, copies: int
     ) -> torch.Tensor:
         """Return rows in which row ``i`` is copy ``permutation[i] % copies`` of row ``permutation[i] // copies``.
 
@@ -119,7 +124,7 @@ class Rearrange(torch.autograd.Function):
         return rows.index_select(0, permutation if copies == 1 else permutation // copies)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _RearrangeContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (back,) = ctx.saved_tensors
         gradient = gradients[0].index_select(0, back)
         return gradient if ctx.copies == 1 else gradient.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rapidformer_templates.data.loader import MicroBatch
@@ -43,7 +43,7 @@ def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, mask: torch.Tensor 
     """
     shares = F.one_hot(chosen, logits.shape[-1]).sum(2).to(logits.dtype)  # [B, T, N]
     probabilities = logits.softmax(-1)
-    tokens: Any = logits.shape[1]
+    tokens: int | torch.Tensor = logits.shape[1]
     if mask is not None:
         shares, probabilities = shares * mask.unsqueeze(-1), probabilities * mask.unsqueeze(-1)
         tokens = mask.sum(1, keepdim=True).clamp(min=1).to(logits.dtype)
@@ -56,7 +56,7 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
     return logits.logsumexp(-1).square()
 
 
-def token_mask(mask: Any, shape: Sequence[int]) -> torch.Tensor | None:
+def token_mask(mask: object, shape: Sequence[int]) -> torch.Tensor | None:
     """Return a batch's attention mask as a mask of its tokens.
 
     None if it is a different kind of mask, or there is none.
@@ -64,6 +64,10 @@ def token_mask(mask: Any, shape: Sequence[int]) -> torch.Tensor | None:
     if isinstance(mask, torch.Tensor) and tuple(mask.shape) == tuple(shape):
         return mask.bool()
     return None
+
+
+Recorded = tuple[object, tuple[int, ...], dict[int, torch.Tensor]]
+"""The attention mask and the shape of a batch, and the records of layers that have no backward."""
 
 
 class BalanceLosses:
@@ -83,7 +87,7 @@ class BalanceLosses:
         self.balance = balance
         self.z = z
         self.sequences: DividedSequences | None = None
-        self._mask: Any = None
+        self._mask: object = None
         self._shape: tuple[int, ...] = ()
         self._tokens: float = 1.0  # of the global batch
         self._without_backward: dict[int, torch.Tensor] = {}  # what layers record without a backward, by layer
@@ -99,7 +103,7 @@ class BalanceLosses:
         """Read the padding mask in each forward of the model."""
         names = list(inspect.signature(model.forward).parameters)
 
-        def read_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def read_mask(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             arguments = dict(zip(names, args, strict=False)) | kwargs
             self._mask = arguments.get("attention_mask")
             inputs = arguments.get("input_ids", arguments.get("inputs_embeds"))
@@ -204,10 +208,10 @@ class BalanceLosses:
         for layer, record in self._without_backward.items() if self._counts else ():
             self.add_record(record, layer)
 
-    def recorded(self) -> Any:
+    def recorded(self) -> Recorded:
         return self._mask, self._shape, self._without_backward
 
-    def recall(self, recorded: Any) -> None:
+    def recall(self, recorded: Recorded) -> None:
         self._mask, self._shape, self._without_backward = recorded
 
     def results(self, workers: Workers) -> dict[str, torch.Tensor]:
@@ -223,7 +227,7 @@ class BalanceLosses:
             "expert_load_max": load.max(),
         }
 
-    def receipts(self, workers: Workers) -> dict[str, Any]:
+    def receipts(self, workers: Workers) -> dict[str, object]:
         run = self._run.cpu()
         load = _load(run)
         return {
@@ -247,12 +251,24 @@ def _tokens_in(microbatch: MicroBatch) -> int:
     return microbatch.padded_tokens if mask is None else int(mask.sum())
 
 
+class _AttachContext(FunctionCtx):
+    losses: BalanceLosses
+    layer: int
+    own_type: torch.dtype
+    saved_tensors: tuple[torch.Tensor]
+
+
 class _Attach(torch.autograd.Function):
     """Returns ``weights`` unchanged. In the backward, ``own`` gets its gradient in the objective."""
 
     @staticmethod
     def forward(
-        ctx: Any, weights: torch.Tensor, loss: torch.Tensor, record: torch.Tensor, losses: BalanceLosses, layer: int
+        ctx: _AttachContext,
+        weights: torch.Tensor,
+        loss: torch.Tensor,
+        record: torch.Tensor,
+        losses: BalanceLosses,
+        layer: int,
     ) -> torch.Tensor:
         ctx.losses, ctx.layer = losses, layer
         ctx.save_for_backward(record)
@@ -260,9 +276,9 @@ class _Attach(torch.autograd.Function):
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _AttachContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (record,) = ctx.saved_tensors
-        losses: BalanceLosses = ctx.losses
+        losses = ctx.losses
         if losses._counts:
             losses.add_record(record, ctx.layer)
         return gradients[0], losses._unit.to(ctx.own_type), None, None, None

@@ -88,7 +88,7 @@ class _Attached:
         self.losses = losses
         self.layer = layer
 
-    def __call__(self, router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def __call__(self, router: nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         logits, weights, chosen = output
         rows = self.losses.rows_of(logits)
         mask = self.losses.mask_of(rows)
