@@ -40,11 +40,11 @@ def test_layer_is_the_loop_over_its_tokens(
     if padded:
         mask[1, 4:] = False
         mask[2, 7:] = False
-        layer._losses._mask = mask
+        layer.losses._mask = mask
     inputs = [rows, *layer.parameters()]
     upstream = torch.randn(ROWS, TOKENS, HIDDEN, dtype=torch.float64)
     result = layer(rows)
-    layer._losses._unit.zero_()  # only the gradient of the output
+    layer.losses._unit.zero_()  # only the gradient of the output
     got = torch.autograd.grad(result, inputs, upstream)
     expected = output_of(layer, rows, mask if padded else None, capacity)
     wanted = torch.autograd.grad(expected, inputs, upstream)
