@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -31,6 +32,7 @@ from rapidformer_templates.engines.mask_checks import mask_answers, watch_positi
 from rapidformer_templates.engines.optimizer_state import load_optimizer, optimizer_shards, state_tensors
 from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule
 from rapidformer_templates.engines.shards import (
+    Copies,
     Shard,
     ShardKind,
     StateReader,
@@ -367,10 +369,28 @@ class SingleEngine:
     def _grad_norm(self) -> torch.Tensor:
         """Return the global norm of the gradient, without the loss scale."""
         if self._divides_gradients:
-            norm = global_norm(self.shards("gradients"), self.workers, in_fp64=self._adds_norms_in_fp64)
+            gradients = [(self._norm_copies.get(tensor), gradient) for tensor, gradient in self._local_gradients()]
+            norm = global_norm(gradients, self.workers, in_fp64=self._adds_norms_in_fp64)
         else:
             norm = get_total_norm(self._gradients())
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
+
+    def _local_gradients(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each updated tensor that has a gradient, with this worker's part of the gradient."""
+        return ((p, local_part(p.grad)) for p in self._parameters if p.grad is not None)
+
+    def _gradient_copies(self, shard: Shard) -> Copies:
+        """Return the workers that have the same gradient for an updated shard after the exchange."""
+        return shard.copies
+
+    @cached_property
+    def _norm_copies(self) -> Mapping[torch.Tensor, Copies]:
+        """The updated tensors whose gradients this worker counts in the global norm, with the copies of each gradient.
+
+        It is computed once, because a step of a small model would take longer to build shards than to add norms.
+        """
+        copies = {tensor: self._gradient_copies(shard) for tensor, shard in self._updated_shards.items()}
+        return {t: copies[t] for t, shard in self._updated_shards.items() if shard.counts and copies[t].rank == 0}
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
@@ -436,9 +456,9 @@ class SingleEngine:
         elif kind == "optimizer":
             yield from optimizer_shards(self._updated_shards, self.optimizer)
         else:
-            for parameter, shard in self._updated_shards.items():
-                if parameter.grad is not None:
-                    yield replace(shard, values=local_part(parameter.grad))
+            for tensor, gradient in self._local_gradients():
+                shard = self._updated_shards[tensor]
+                yield replace(shard, values=gradient, copies=self._gradient_copies(shard))
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         check_names(self.assembly, reader, self.workers, optimizer=optimizer)

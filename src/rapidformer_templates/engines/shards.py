@@ -264,25 +264,26 @@ def gather_whole(shards: Iterable[Shard], workers: Workers) -> dict[str, torch.T
     return whole
 
 
-def global_norm(gradients: Iterable[Shard], workers: Workers, *, in_fp64: bool) -> torch.Tensor:
+def global_norm(
+    gradients: Sequence[tuple[Copies | None, torch.Tensor]], workers: Workers, *, in_fp64: bool
+) -> torch.Tensor:
     """Return the norm of the gradients of all workers. Call it on every rank.
 
-    Each value counts once, on the first of its copies. It is a single sum over all workers, so that all copies are
-    clipped equally.
+    Each value counts once. It is a single sum over all workers, so that all copies are clipped equally.
 
     Args:
-        in_fp64: whether the norms of a worker's shards are added in fp64. Otherwise torch adds them in their own type,
-            as on a single worker, and the result has this type.
+        gradients: the gradients of this worker, each with its copies, or with None if another worker counts it.
+        in_fp64: whether the norms of a worker's gradients are added in fp64. Otherwise torch adds them in their own
+            type, as on a single worker, and the result has this type.
     """
-    shards = list(gradients)
-    unique = [shard for shard in shards if shard.counts_once]
+    together: dict[Copies, list[torch.Tensor]] = {}
+    for copies, gradient in gradients:
+        if copies is not None:
+            together.setdefault(copies, []).append(gradient)
     if in_fp64:
-        dtype, norms = torch.float64, _norm_of_each(unique)
+        dtype, norms = torch.float64, _norm_of_each([values for group in together.values() for values in group])
     else:
-        together: dict[Copies, list[torch.Tensor]] = {}
-        for shard in unique:
-            together.setdefault(shard.copies, []).append(shard.values)
-        dtype = reduce(torch.promote_types, {shard.values.dtype for shard in shards}, torch.bfloat16)
+        dtype = reduce(torch.promote_types, {gradient.dtype for _, gradient in gradients}, torch.bfloat16)
         norms = [get_total_norm(values) for values in together.values()]
     square = torch.zeros((), dtype=torch.float64, device=workers.device)
     if norms:
@@ -290,11 +291,11 @@ def global_norm(gradients: Iterable[Shard], workers: Workers, *, in_fp64: bool) 
     return workers.sum_tensor(square).sqrt().to(dtype)
 
 
-def _norm_of_each(shards: Sequence[Shard]) -> list[torch.Tensor]:
-    """Return the norm of each shard, in fp32 or more."""
+def _norm_of_each(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norm of each gradient, in fp32 or more."""
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-    for shard in shards:
-        by_type.setdefault(shard.values.dtype, []).append(shard.values)
+    for gradient in gradients:
+        by_type.setdefault(gradient.dtype, []).append(gradient)
     groups = by_type.items()
     return [
         norm

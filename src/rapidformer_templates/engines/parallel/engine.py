@@ -170,20 +170,19 @@ class ParallelEngine(SingleEngine):
             "optimizer": [*tensors["optimizer"], *masters],
         }
 
+    def _local_gradients(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return ((unit.values, gradient) for unit, gradient in self._sharded_gradients.reduced_gradients())
+
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
-        updated = self._updated_shards
-        if kind == "gradients":
-            for unit, gradient in self._sharded_gradients.reduced_gradients():
-                yield replace(updated[unit.values], values=gradient)
-            return
-        self._sharded_gradients.sync_masters()
-        if kind == "optimizer":
+        if kind != "gradients":
+            self._sharded_gradients.sync_masters()
+        if kind != "weights":
             yield from super().shards(kind)
         else:
             with_masters = self._sharded_gradients.with_masters
             shards = model_shards(self.assembly, self.workers)
             yield from (shard for name, shard in shards.items() if name not in with_masters)
-            yield from (shard for shard in updated.values() if shard.name in with_masters)
+            yield from (shard for shard in self._updated_shards.values() if shard.name in with_masters)
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         super().load(reader, optimizer=optimizer)

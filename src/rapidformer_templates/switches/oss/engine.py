@@ -19,7 +19,7 @@ from torch.autograd import Variable
 
 from rapidformer_templates.engines.local import DDPEngine, Named, SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from rapidformer_templates.engines.shards import NO_COPIES, Shard, ShardKind
+from rapidformer_templates.engines.shards import NO_COPIES, Copies, Shard, ShardKind
 from rapidformer_templates.engines.unused_parameters import GradientSequence
 from rapidformer_templates.errors import RapidformerError
 
@@ -32,8 +32,6 @@ class _ShardedState(SingleEngine):
     """
 
     _oss: OSS
-    _divided: Sequence[ShardKind] = ("optimizer",)
-    """The kinds of shards that only one worker has of each parameter."""
 
     @property
     def _is_sharded(self) -> bool:
@@ -70,9 +68,9 @@ class _ShardedState(SingleEngine):
                     torch.distributed.broadcast(parameter.data, src=owner)
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
-        divided = kind in self._divided and self._is_sharded
+        is_divided = kind == "optimizer" and self._is_sharded
         for shard in super().shards(kind):
-            yield replace(shard, copies=NO_COPIES) if divided else shard
+            yield replace(shard, copies=NO_COPIES) if is_divided else shard
 
 
 class OSSEngine(_ShardedState, DDPEngine):
@@ -89,7 +87,6 @@ class SDPEngine(_ShardedState):
     """Shards optimizer state and gradients over the workers. Each gradient is summed on its owner."""
 
     _sdp: SequencedSDP
-    _divided = ("optimizer", "gradients")
 
     def _distribute(self) -> nn.Module:
         if not self._is_sharded:
@@ -97,6 +94,9 @@ class SDPEngine(_ShardedState):
         self._sdp = SequencedSDP(self.model, self._oss)
         self._divides_gradients = True
         return self._sdp
+
+    def _gradient_copies(self, shard: Shard) -> Copies:
+        return NO_COPIES if self._is_sharded else super()._gradient_copies(shard)
 
     def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or not self._is_sharded else self._sdp.no_sync()
