@@ -102,10 +102,10 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
 
     # 2. The transforms of the switches.
     assembly = _transformed(run, model)
-    for note in notes_about(model):
+    for note in notes_about(assembly.model):
         say(workers, f"note       {note}")
     if training.neftune_alpha:
-        add_noise(model, training.neftune_alpha, training.seed)
+        add_noise(assembly.model, training.neftune_alpha, training.seed)
 
     # 3. The engine. It wraps or shards the model, and then builds the optimizer.
     recipe = checked_optimizer(run.hooks.build_optimizer())
