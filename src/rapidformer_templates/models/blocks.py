@@ -11,6 +11,12 @@ from torch import nn
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _SHAPE = "_shape_of_numbers"
 
+BlockArguments = tuple[tuple[object, ...], dict[str, object]]
+"""The positional and keyword arguments of a block."""
+
+BlockOutput = torch.Tensor | tuple[torch.Tensor, *tuple[object, ...]]
+"""The output of a block: hidden states, or a tuple that begins with them."""
+
 
 def canonical_name(name: str) -> str:
     """Return a parameter's name without the parts that wrappers add.

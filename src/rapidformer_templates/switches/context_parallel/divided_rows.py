@@ -164,13 +164,10 @@ def _view(function: TorchFunction, divided: DividedRows, *shape: Any) -> object:
     rows = rows_of_view(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape, divided.shape)
     if rows is None:
         return NotImplemented
-    return DividedRows(divided.local, _resolved(rows, math.prod(divided.rows)), divided.places, divided.peers)
-
-
-def _resolved(rows: Sequence[int], count: int) -> list[int]:
-    """Replace a -1 in a shape so that the shape has ``count`` rows."""
     others = -math.prod(rows) if -1 in rows else 1
-    return [count // max(others, 1) if size == -1 else size for size in rows]
+    missing = math.prod(divided.rows) // max(others, 1)
+    rows = [missing if size == -1 else size for size in rows]
+    return DividedRows(divided.local, rows, divided.places, divided.peers)
 
 
 @_handles(_T.flatten, torch.flatten)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -142,7 +142,13 @@ def grouped_product(
 
 
 def stack_product(
-    experts: Any, name: str, inputs: torch.Tensor, counts: torch.Tensor, *, share: int = 0, all_routed: bool = True
+    experts: nn.Module,
+    name: str,
+    inputs: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    share: int = 0,
+    all_routed: bool = True,
 ) -> torch.Tensor:
     """Multiply each row with the matrix of its expert in one stack, and add the output of the stack's adapters.
 

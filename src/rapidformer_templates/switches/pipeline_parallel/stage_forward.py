@@ -11,9 +11,9 @@ from torch import nn
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.models.blocks import BlockArguments, BlockOutput
 from rapidformer_templates.models.placeholders import SkippedBlock, replaced
 from rapidformer_templates.switches.pipeline_parallel.tracing import (
-    Arguments,
     called_twice_error,
     hidden_of,
     not_called_error,
@@ -113,7 +113,7 @@ class StageRunner:
         finally:
             self._first = self._last = self._hidden = None
 
-    def _enter(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments | None:
+    def _enter(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> BlockArguments | None:
         if block is not self._first:
             return None
         self._entered += 1
@@ -133,7 +133,7 @@ class StageRunner:
             )
         return with_hidden(args, kwargs, self._hidden)
 
-    def _leave_stage(self, block: nn.Module, args: object, output: Any) -> None:
+    def _leave_stage(self, block: nn.Module, args: object, output: BlockOutput) -> None:
         if block is self._last:
             raise LeaveStage(output[0] if isinstance(output, tuple) else output)
 

@@ -18,10 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
+from rapidformer_templates.models.blocks import BlockArguments
 from rapidformer_templates.models.placeholders import OutputShape, Placeholder, facts_of, replaced
-
-Arguments = tuple[tuple[object, ...], dict[str, object]]
-"""The positional and keyword arguments of a block."""
 
 BEFORE, WITHIN, AFTER = "before", "within", "after"
 
@@ -155,7 +153,7 @@ class _FlowRecorder:
 
         return record
 
-    def enter(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+    def enter(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> BlockArguments:
         if self.called_blocks:
             raise called_twice_error()
         self.called_blocks = 1
@@ -249,7 +247,7 @@ def hidden_of(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tens
     return hidden
 
 
-def with_hidden(args: tuple[object, ...], kwargs: dict[str, object], hidden: torch.Tensor) -> Arguments:
+def with_hidden(args: tuple[object, ...], kwargs: dict[str, object], hidden: torch.Tensor) -> BlockArguments:
     """Return the arguments with another hidden state."""
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, HIDDEN: hidden})
 

@@ -134,7 +134,12 @@ class PipelineCut:
         first_names = {id(tensor): name for name, tensor in named_tensors(self.assembly).items()}
         ranks: dict[str, set[int]] = defaultdict(set)
         parts: dict[str, set[int | None]] = defaultdict(set)
-        for name, tensor in _all_names(self.model):
+        tensors = (  # under all of their names
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        )
+        for wrapped_name, tensor in tensors:
+            name = canonical_name(wrapped_name)
             whole = first_names.get(id(tensor))
             if whole is not None:
                 ranks[whole] |= self._ranks_of(name, stage_of)
@@ -188,17 +193,6 @@ def _ancestors(name: str) -> list[str]:
     """Return the names of the modules around a module: ``a.b`` → ``["", "a"]``."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(len(parts))] if name else []
-
-
-def _all_names(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return parameters and buffers under all of their names."""
-    return [
-        (canonical_name(name), tensor)
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-    ]
 
 
 def _has_module(model: nn.Module, name: str) -> bool:

@@ -15,17 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer_templates.models.blocks import BlockArguments, BlockOutput
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather, scatter
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
 
 DIM = 1
 """The dimension of the sequence: hidden states are (samples, tokens, features)."""
-
-Arguments = tuple[tuple[object, ...], dict[str, object]]
-"""The positional and keyword arguments of a block."""
-
-Output = torch.Tensor | tuple[torch.Tensor, *tuple[object, ...]]
-"""The output of a block: hidden states, or a tuple that begins with them."""
 
 
 class SequenceShards:
@@ -99,7 +94,7 @@ class _BlockListRun:
         self.ends = ends
         self.length = 0
 
-    def divide(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def divide(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockArguments:
         hidden = args[0] if args else kwargs["hidden_states"]
         self.length = hidden.shape[DIM]
         shard = self.shards.divide(hidden)
@@ -107,10 +102,10 @@ class _BlockListRun:
         kwargs = self.shards.arguments(kwargs, self.length)
         return ((shard, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": shard})
 
-    def pass_length(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+    def pass_length(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> BlockArguments:
         return args, self.shards.arguments(kwargs, self.length)
 
-    def unite(self, block: nn.Module, inputs: object, output: Output) -> Output:
+    def unite(self, block: nn.Module, inputs: object, output: BlockOutput) -> BlockOutput:
         hidden = output[0] if isinstance(output, tuple) else output
         whole = self.shards.unite(hidden, self.length, ends=self.ends)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
@@ -137,13 +132,13 @@ class _OnShard:
 class OnWholeSequence:
     """The forward of a module inside a block that must see all tokens, such as a router of experts."""
 
-    def __init__(self, forward: Callable[..., Output], shards: SequenceShards) -> None:
+    def __init__(self, forward: Callable[..., BlockOutput], shards: SequenceShards) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
         self.shards = shards
         self.first = first_argument(forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Output:
+    def __call__(self, *args: Any, **kwargs: Any) -> BlockOutput:
         shards, length = self.shards, self.shards.length
         if length is None:
             return self.forward(*args, **kwargs)
