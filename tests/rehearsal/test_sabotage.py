@@ -89,7 +89,7 @@ LINES = {
         HALF,
     ),
     "their norm is divided by the loss scale": Line(
-        "engines.parallel.engine",
+        "engines.local",
         "return norm if self.loss_scale is None else norm / self.loss_scale.scale",
         "return norm",
         HALF,
