@@ -32,13 +32,15 @@ TWO_AT_MOST = (
     "tests/system/",
     "tests/commands/test_demo.py",
     "tests/commands/test_evaluate.py",
+    "tests/engines/test_unused_parameters.py",
     "tests/run/test_inference.py",
     "tests/run/test_evaluated_rows.py",
     "tests/run/test_out_of_memory.py",
     "tests/switches/test_other_package.py",
     "tests/switches/test_saves_memory.py",
+    "tests/switches/zero/",
 )
-"""Test files that start one or two workers, outside the worker pool of the other test process."""
+"""Test files that start at most two workers. They run in the test process without the tests of four workers."""
 
 WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

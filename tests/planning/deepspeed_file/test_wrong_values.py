@@ -109,7 +109,7 @@ def test_a_wrong_value_makes_a_plan_or_an_error(path: tuple[str, ...], tmp_path:
 def test_deepspeed_refuses_what_only_it_knows_in_words(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
     errors = []
-    for path in paths(FILE):
+    for path in (path for path in paths(FILE) if path[0] == "zero_optimization"):
         for outcome in outcomes(path, tmp_path / "ds.json"):
             if isinstance(outcome, str):
                 continue

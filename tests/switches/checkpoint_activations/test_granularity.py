@@ -176,11 +176,12 @@ def test_batch_norms_count_each_batch_once(selective: bool) -> None:
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh())
     again = copy.deepcopy(plain)
+    assembly: Any = SimpleNamespace(blocks={"": again})
+    granularity = "selective" if selective else "full"
     building: Any = SimpleNamespace(
-        blocks={"": again},
-        options=SimpleNamespace(recompute_granularity="selective" if selective else "full", recompute_num_layers=None),
+        options=SimpleNamespace(recompute_granularity=granularity, recompute_num_layers=None)
     )
-    checkpoint_activations(again, building)
+    checkpoint_activations(assembly, building)
     for step in range(3):
         for model in (plain, again):
             torch.manual_seed(step)
