@@ -70,7 +70,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in (parts.FOLDER, parts.ACCELERATOR, "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what a build sets is removed after the test
+        monkeypatch.delenv(name)
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("c++", "ninja"):  # this machine may have none
