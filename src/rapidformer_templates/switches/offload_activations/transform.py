@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -68,16 +67,14 @@ class Offloaded:
 
 def offloaded_products(
     offloader: Offloader,
-) -> Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]:
+) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
     """Return a ``context_fn`` for torch's checkpoint: modes for the forward and for its recomputation.
 
     They offload the matmul outputs that selective recomputation saves. torch holds them where autograd's hooks do not
     see them.
     """
 
-    def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        if not backward_may_follow():
-            return nullcontext(), nullcontext()  # the products of all blocks would stay on the device
+    def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
         products: deque[torch.Tensor | SavedTensor] = deque()
         return _SaveProducts(offloader, products), _ReturnProducts(offloader, products)
 
@@ -93,7 +90,8 @@ class _SaveProducts(TorchDispatchMode, SavesMatmuls):
         self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        if func in PRODUCTS:
+        # Without a backward the offloader sends nothing to the host, and the products of all blocks would stay here.
+        if func in PRODUCTS and backward_may_follow():
             self._products.append(self._offloader.pack(result.detach()))
         return result
 
