@@ -66,5 +66,6 @@ def _answer(config: RunConfig, machine: Environment) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(dict(plans()), indent=1) + "\n", encoding="utf-8")
-    print(f"{len(dict(plans()))} plans in {FILE}")
+    all_plans = dict(plans())
+    FILE.write_text(json.dumps(all_plans, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(all_plans)} plans in {FILE}")

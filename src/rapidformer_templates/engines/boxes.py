@@ -45,7 +45,7 @@ class Index:
     """The values of a whole tensor that a shard has.
 
     Attributes:
-        boxes: the boxes of the local part of this rank. None if it is empty.
+        boxes: the boxes of the local part of this rank. An empty part has no box.
         local: shape of the local part.
         start: first element of a run of the flattened local part. None if the shard is the whole local part.
     """

@@ -389,8 +389,9 @@ class SingleEngine:
 
         It is computed once, because a step of a small model would take longer to build shards than to add norms.
         """
-        copies = {tensor: self._gradient_copies(shard) for tensor, shard in self._updated_shards.items()}
-        return {t: copies[t] for t, shard in self._updated_shards.items() if shard.counts and copies[t].rank == 0}
+        updated = self._updated_shards.items()
+        shards = {tensor: replace(shard, copies=self._gradient_copies(shard)) for tensor, shard in updated}
+        return {tensor: shard.copies for tensor, shard in shards.items() if shard.counts_once}
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]

@@ -74,9 +74,9 @@ class Shard:
         name: canonical name of the parameter or buffer in the whole model, or ``parameter/key`` for optimizer state.
         shape: shape of the whole tensor.
         index: which values of the whole tensor these are.
-        values: the values on this worker. Changes to those of a weight change the weight.
+        values: the values on this worker. A change to a weight's values changes the weight.
         copies: the workers of all replicas that have the same values.
-        counts: whether this worker stands for the workers of its replica that have the same values.
+        counts: whether this worker is the first of the workers in its replica that have the same values.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Shard:
 
     @property
     def counts_once(self) -> bool:
-        """Whether this worker stands for all workers with the same values. It is true on one of them."""
+        """Whether this worker is the first of all workers with the same values. It is true on exactly one of them."""
         return self.counts and self.copies.rank == 0
 
     def parts(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

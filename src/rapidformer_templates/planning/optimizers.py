@@ -376,7 +376,7 @@ DEEPSPEED_TYPES = {
 }
 """The optimizer types that a DeepSpeed file may name, each with the value of ``--optimizer``.
 
-Those that take the file's betas come first.
+Types that take the file's betas come first.
 """
 
 OPTIMIZER_PACKAGES = {record.package.name: record.package for record in _RECORDS if record.package}
