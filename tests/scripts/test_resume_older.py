@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("resume_older", ROOT / "scripts/resume_older.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from scripts.resume_older import compare
 
 
 def _write(folder: Path, run: str, weight: torch.Tensor, losses: list[float]) -> None:
@@ -38,16 +26,14 @@ def _write(folder: Path, run: str, weight: torch.Tensor, losses: list[float]) ->
 @pytest.mark.parametrize(
     ("change", "losses", "difference"), [(0, [2.0, 1.0], 0), (0.5, [2.0, 1.0], 0.5), (0, [2.0, 1.25], 0.25)]
 )
-def test_any_difference_is_found(
-    script: ModuleType, tmp_path: Path, change: float, losses: list[float], difference: float
-) -> None:
+def test_any_difference_is_found(tmp_path: Path, change: float, losses: list[float], difference: float) -> None:
     weight = torch.arange(6.0).view(3, 2)
     _write(tmp_path, "older", weight, [4.0, 3.0, 2.0, 1.0])
     _write(tmp_path, "resumed", weight + torch.tensor([[0.0], [change], [0.0]]), losses)
-    assert script.compare(tmp_path) == difference
+    assert compare(tmp_path) == difference
 
 
-def test_a_missing_step_is_a_difference(script: ModuleType, tmp_path: Path) -> None:
+def test_a_missing_step_is_a_difference(tmp_path: Path) -> None:
     _write(tmp_path, "older", torch.zeros(2, 2), [4.0, 3.0, 2.0, 1.0])
     _write(tmp_path, "resumed", torch.zeros(2, 2), [2.0])
-    assert math.isnan(script.compare(tmp_path))
+    assert math.isnan(compare(tmp_path))
