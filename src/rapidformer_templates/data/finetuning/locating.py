@@ -61,7 +61,7 @@ NAMES_IN_MESSAGES = {"train": "training", "valid": "validation", TEST: "test"}
 SAVED = ("dataset_dict.json", "state.json")
 """Files that mark a folder saved by ``datasets``."""
 
-DAMAGE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
+SAVED_DATA_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
 """Errors of reading a folder that ``datasets`` saved if one of its files is damaged or has another form."""
 
 MAX_COUNTED_BYTES = 200_000_000
@@ -294,7 +294,7 @@ def _saved_parts(folder: Path) -> dict[str, list[Path]]:
         return {"train": [folder]}
     try:
         names = [str(name) for name in json.loads(listed.read_text(encoding="utf-8"))["splits"]]
-    except DAMAGE_ERRORS as error:
+    except SAVED_DATA_ERRORS as error:
         raise unreadable_error(folder, error) from error
     return {name: [folder / name] for name in names if name in PART_NAMES}
 
@@ -422,7 +422,7 @@ def training_samples(config: RunConfig) -> int | None:
             if "valid" not in located.parts and one.validation_fraction > 0:
                 rows -= held_out_rows(rows, one.validation_fraction)
             total += min(rows, one.max_train_samples or rows)
-    except (RapidformerError, *DAMAGE_ERRORS):
+    except (RapidformerError, *SAVED_DATA_ERRORS):
         return None  # the training reports the error
     return total
 

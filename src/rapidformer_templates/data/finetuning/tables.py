@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from rapidformer_templates.data.finetuning.column_names import check_column, find_column
 from rapidformer_templates.data.finetuning.locating import (
-    DAMAGE_ERRORS,
+    SAVED_DATA_ERRORS,
     Located,
     evaluated_sets,
     held_out_rows,
@@ -309,7 +309,7 @@ def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> DataPa
             table = datasets.load_from_disk(str(files[0]))
         else:
             table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
-    except DAMAGE_ERRORS as error:
+    except SAVED_DATA_ERRORS as error:
         raise unreadable_error(files[0], error) from error
     assert isinstance(table, datasets.Dataset)
     if not len(table):

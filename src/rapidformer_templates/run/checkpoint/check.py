@@ -11,7 +11,7 @@ from rapidformer_templates.run.checkpoint.format import FORMAT, KINDS, candidate
 from rapidformer_templates.system.files import crc32, explain
 from rapidformer_templates.system.workers import Workers
 
-DAMAGE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+CHECKPOINT_JSON_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors of reading a JSON file of a checkpoint that is damaged or has another form."""
 
 
@@ -26,7 +26,7 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         files = {name: (seal["bytes"], seal["crc32"]) for name, seal in manifest["files"].items()}
-    except DAMAGE_ERRORS as error:
+    except CHECKPOINT_JSON_ERRORS as error:
         return f"manifest.json cannot be read ({error})"
     if manifest.get("format") != FORMAT:
         return f"format {manifest.get('format')} is not the format {FORMAT} of this version"
@@ -38,7 +38,7 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
         return None
     try:
         absent = sorted(_needed(folder) - set(files))
-    except DAMAGE_ERRORS as error:
+    except CHECKPOINT_JSON_ERRORS as error:
         return f"index.json or state.json cannot be read ({error})"
     return f"the manifest does not list {', '.join(map(str, absent))}" if absent else None
 
