@@ -80,7 +80,7 @@ LINES = {
         ("tests/engines/parallel/test_engine.py",),
     ),
     "a tensor-parallel product is not summed": Line(
-        "switches/tensor_parallel/collectives.py",
+        "switches/layout/collectives.py",
         "dist.all_reduce(tensor, group=self.group)",
         "pass",
         ("tests/switches/tensor_parallel",),
@@ -92,7 +92,7 @@ LINES = {
         ("tests/switches/oss/test_engine.py",),
     ),
     "gradients of divided experts are not summed": Line(
-        "switches/mixture_of_experts/expert_parallel.py",
+        "switches/layout/experts.py",
         "dist.all_reduce(local_part(parameter.grad), group=self._replica_group.group)",
         "pass",
         ("tests/switches/mixture_of_experts/test_layouts.py",),

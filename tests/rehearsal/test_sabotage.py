@@ -101,13 +101,13 @@ LINES = {
         side=0.01,
     ),
     "hidden states of other stages are waited for": Line(
-        "switches.pipeline_parallel.stage_links",
+        "switches.layout.pipeline_engine",
         "self.work.wait()",
         run="pipeline",
         side=0.01,
     ),
     "keys and values in a ring are waited for": Line(
-        "switches.context_parallel.ring",
+        "switches.layout.ring_attention",
         "work.wait()",
         run="context, in a ring",
         side=0.01,
@@ -118,7 +118,7 @@ LINES = {
 
 def _sabotaged(workers: Any, name: str) -> Trained:
     line = LINES[name]
-    untried = mock.patch(PACKAGE + "switches.context_parallel.trial.can_be_tried", return_value=False)
+    untried = mock.patch(PACKAGE + "switches.layout.context.can_be_tried", return_value=False)
     with untried, late(main=line.main, side=line.side), without(PACKAGE + line.module, line.line, line.instead):
         return train_silently(CASES[line.run])
 

@@ -37,7 +37,7 @@ from rapidformer_templates.switches.checkpoint_activations.declaration import Ch
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
 from rapidformer_templates.switches.fused_loss.transform import fuse_loss
-from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
+from rapidformer_templates.switches.layout import tensor as tensor_parallel
 from rapidformer_templates.system.workers import Workers
 from tests.support.worker_pool import alone
 

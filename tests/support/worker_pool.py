@@ -64,7 +64,7 @@ PRELOADED = (
     "rapidformer_templates.switches.zero.engine",
     "rapidformer_templates.switches.oss.engine",
     "rapidformer_templates.switches.fsdp.engine",
-    "rapidformer_templates.switches.pipeline_parallel.engine",
+    "rapidformer_templates.switches.layout.pipeline_engine",
     "tests.support.combinations",
     "tests.support.parallel_jobs",
 )
@@ -80,7 +80,7 @@ PRELOADED_FOR_DEVICES = (
     "rapidformer_templates.run.fit",
     "rapidformer_templates.switches.oss.engine",
     "rapidformer_templates.switches.fsdp.engine",
-    "rapidformer_templates.switches.pipeline_parallel.engine",
+    "rapidformer_templates.switches.layout.pipeline_engine",
     "tests.support.stand_in.runs",
 )
 """Modules that workers on accelerators need and that take seconds to import."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
 from rapidformer_templates.engines.shards import Copies
-from rapidformer_templates.switches.mixture_of_experts.expert_parallel import Exchange
+from rapidformer_templates.switches.layout.experts import Exchange
 from tests.support.worker_pool import run_in_workers
 
 SIZE = 8

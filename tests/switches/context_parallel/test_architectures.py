@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.auto import modeling_auto
 
-from rapidformer_templates.switches.context_parallel import transform
+from rapidformer_templates.switches.layout.context import DivisionTrial
 from tests.support import parity
 from tests.support.architecture_runs import train
 from tests.support.architectures import tiny
@@ -35,7 +35,7 @@ ONE = "--micro-batch-size 8"
 
 
 def _train(workers: Any, name: str, flags: str, is_tried: bool = True) -> parity.Trained:
-    with nullcontext() if is_tried else mock.patch.object(transform.DivisionTrial, "check"):
+    with nullcontext() if is_tried else mock.patch.object(DivisionTrial, "check"):
         return train(workers, name, "causal", f"{ONE} {flags}", pads=is_tried)
 
 

@@ -23,12 +23,12 @@ from transformers import (
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.context_parallel.attention import repeats_of
-from rapidformer_templates.switches.context_parallel.divided_rows import DividedRows
-from rapidformer_templates.switches.context_parallel.sequence_shards import ContextSequenceShards
-from rapidformer_templates.switches.context_parallel.transform import divide_context
-from rapidformer_templates.switches.tensor_parallel.collectives import Peers
-from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
+from rapidformer_templates.switches.layout.collectives import Peers
+from rapidformer_templates.switches.layout.context import divide_context
+from rapidformer_templates.switches.layout.context_attention import repeats_of
+from rapidformer_templates.switches.layout.divided_rows import DividedRows
+from rapidformer_templates.switches.layout.random_streams import Streams
+from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import _bert
 from tests.support.worker_pool import alone, run_in_workers

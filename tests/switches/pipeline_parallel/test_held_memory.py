@@ -26,11 +26,10 @@ from rapidformer_templates.switches.auto_strategy.memory import of_stage, varian
 from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions
 from rapidformer_templates.switches.auto_strategy.stage_memory import Stage
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
-from rapidformer_templates.switches.pipeline_parallel import engine as pipeline_engine
-from rapidformer_templates.switches.pipeline_parallel import stage_links
-from rapidformer_templates.switches.pipeline_parallel.engine import PipelineEngine
-from rapidformer_templates.switches.pipeline_parallel.schedule import Kind
-from rapidformer_templates.switches.pipeline_parallel.transform import cut_into_stages
+from rapidformer_templates.switches.layout import pipeline_engine
+from rapidformer_templates.switches.layout.pipeline import cut_into_stages
+from rapidformer_templates.switches.layout.pipeline_engine import PipelineEngine
+from rapidformer_templates.switches.layout.schedule import Kind
 from rapidformer_templates.system.workers import Workers
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
 from tests.support.selection import by_default
@@ -62,7 +61,7 @@ def silent_neighbours(rank: int) -> Iterator[Workers]:
     try:
         mesh = init_device_mesh("cpu", (STAGES, 1, 1), mesh_dim_names=("pipeline", "copies", "tensor"))
         silent = SimpleNamespace(isend=lambda tensor, **_: _Transfer(), irecv=receive)
-        with mock.patch.object(stage_links, "dist", silent):
+        with mock.patch.object(pipeline_engine, "dist", silent):
             yield Workers(rank, rank, STAGES, torch.device("cpu"), 1, STAGES, mesh)
     finally:
         dist.destroy_process_group()

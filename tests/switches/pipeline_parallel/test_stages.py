@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
 
 from rapidformer_templates.planning.balance import balanced_cut
-from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, compute_schedule, with_transfers
+from rapidformer_templates.switches.layout.schedule import Action, Kind, compute_schedule, with_transfers
 
 COSTS = st.integers(0, 6)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines.boxes import local_boxes
-from rapidformer_templates.switches.tensor_parallel.tensor_plan import shard_dims
+from rapidformer_templates.switches.layout.tensor_plan import shard_dims
 from tests.support.tensor_jobs import HIDDEN, VOCABULARY, Case, batches, build, divided, loss_of
 from tests.support.worker_pool import run_in_workers
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.tensor_parallel.styles import KNOWN, PLANS, styles_in_transformers
-from rapidformer_templates.switches.tensor_parallel.tensor_plan import check_sizes, shard_dims, tensor_plan_of
+from rapidformer_templates.switches.layout.tensor_plan import check_sizes, shard_dims, tensor_plan_of
+from rapidformer_templates.switches.layout.tensor_styles import KNOWN, PLANS, styles_in_transformers
 from tests.support.requests import CPU, GPUS, codes
 from tests.support.tensor_jobs import MODELS
 

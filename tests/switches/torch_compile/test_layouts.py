@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch._dynamo
 
-from rapidformer_templates.switches.tensor_parallel import layers
-from rapidformer_templates.switches.tensor_parallel.collectives import copy_all_to_region
+from rapidformer_templates.switches.layout import tensor_layers
+from rapidformer_templates.switches.layout.collectives import copy_all_to_region
 from tests.support import parity
 from tests.support.compiled_jobs import train_exactly
 from tests.support.parity import reference
@@ -98,7 +98,7 @@ def _train_with_breaks(workers: Any, job: str, flags: str) -> parity.Trained:
         torch._dynamo.graph_break()
         return copy_all_to_region(*arguments)
 
-    with mock.patch.object(layers, "copy_all_to_region", copy):
+    with mock.patch.object(tensor_layers, "copy_all_to_region", copy):
         return train_exactly(workers, job, flags)
 
 

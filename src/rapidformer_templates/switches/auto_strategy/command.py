@@ -20,7 +20,7 @@ from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware, 
 from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, Search, SearchResult
-from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_MEMORY
+from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 from rapidformer_templates.system.terminal import console
 
 WIDTHS = {"recompute": len("selective"), "partitioning": len("distributed…")}

@@ -29,10 +29,10 @@ from rapidformer_templates.switches.auto_strategy.fake_tensors import FakeDataRe
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
 from rapidformer_templates.switches.auto_strategy.timing import CommunicationSizes
+from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.gate import Gate
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts, routers_of
-from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_MEMORY
 from rapidformer_templates.system.workers import Workers
 
 HEADS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}

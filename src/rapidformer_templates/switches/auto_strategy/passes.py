@@ -6,7 +6,7 @@ from collections import Counter
 from functools import cache
 from typing import NamedTuple
 
-from rapidformer_templates.switches.pipeline_parallel.schedule import LEAVING, Action, Kind, with_transfers
+from rapidformer_templates.switches.layout.schedule import LEAVING, Action, Kind, with_transfers
 
 ENOUGH_ROUNDS = 4
 """Rounds of one micro batch per worker. More rounds only repeat the same passes."""

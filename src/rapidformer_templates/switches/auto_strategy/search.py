@@ -28,7 +28,7 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions, memory_options_of
 from rapidformer_templates.switches.auto_strategy.stage_balance import balance_memory
 from rapidformer_templates.switches.auto_strategy.timing import Timing, predict_seconds
-from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_MEMORY
+from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 
 T = TypeVar("T", int, bool)
 

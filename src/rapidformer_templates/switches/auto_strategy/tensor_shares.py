@@ -17,10 +17,10 @@ from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.planning.optimizer_states import ParameterShape, part_of
 from rapidformer_templates.planning.plan import ContextKind, EngineOptions, Plan, Sizes
-from rapidformer_templates.switches.context_parallel.transform import divide_context
-from rapidformer_templates.switches.pipeline_parallel.transform import PipelineCut
-from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
-from rapidformer_templates.switches.tensor_parallel.tensor_plan import check_sizes, tensor_plan_of
+from rapidformer_templates.switches.layout import tensor as tensor_parallel
+from rapidformer_templates.switches.layout.context import divide_context
+from rapidformer_templates.switches.layout.pipeline import PipelineCut
+from rapidformer_templates.switches.layout.tensor_plan import check_sizes, tensor_plan_of
 from rapidformer_templates.system.workers import Workers
 
 

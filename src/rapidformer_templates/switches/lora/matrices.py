@@ -80,7 +80,7 @@ class OnAdaptedWeight:
         product = self.product()
         if product is None:
             return self.forward(*args, **kwargs)
-        # No local name for __dict__, because of graph breaks: see OnLocalParameters in tensor_parallel/layers.py.
+        # No local name for __dict__, because of graph breaks: see OnLocalParameters in layout/tensor_layers.py.
         before: dict[str, Any] = self.module._parameters
         self.module.__dict__["_parameters"] = {**before, self.name: before[self.name] + product}
         try:

@@ -2,5 +2,5 @@
 
 ``gate`` chooses the experts, ``experts`` computes them, and ``layer`` combines both. ``convert`` puts sparse layers
 into a model, and ``transformers_mixtures`` handles the mixtures of transformers itself. ``losses`` adds the balance and
-z losses to the gradient. ``expert_parallel`` divides the experts over the workers.
+z losses to the gradient.
 """

@@ -1,4 +1,4 @@
-"""The mixture-of-experts switch (sparse feed-forwards, balance and z losses) and the expert-parallel switch."""
+"""The mixture-of-experts switch: sparse feed-forwards, with balance and z losses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from rapidformer_templates.models.expert_architectures import CONVERTED, OWN_EXPERTS
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes, idle_without_copies
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Dimension
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -22,7 +20,6 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
-    always,
 )
 
 _EXPERTS = ("num_experts", 8)
@@ -62,44 +59,16 @@ class MixtureOfExpertsFlags:
     )
 
 
-@dataclass(frozen=True)
-class ExpertParallelFlags:
-    """Acceleration"""
-
-    expert_parallel: bool = flag(
-        False, "divide the experts over all workers that have copies of the rest (all-to-all of tokens)"
-    )
-    expert_model_parallel_size: int | None = flag(
-        None,
-        "divide the experts inside groups of N workers that have copies of the rest, with a copy in each group",
-        metavar="N",
-        minimum=1,
-    )
-
-
-UNDIVIDED = {declared.name: declared.default for declared in dataclasses.fields(ExpertParallelFlags)}
+UNDIVIDED = {"expert_parallel": False, "expert_model_parallel_size": None}
+"""The defaults of the flags that divide experts. They need a model with experts, too."""
 OFF = {declared.name: declared.default for declared in dataclasses.fields(MixtureOfExpertsFlags)}
 SIZING = ("moe_top_k", "moe_ffn_hidden_size")
 SHAPING = ("moe_layer_interval", "moe_capacity_factor")
 
 
-SIZE = "expert_model_parallel_size"
-
-
-def _group(request: Request) -> int:
-    """Return the number of workers that the experts are divided over, out of those with copies of everything else."""
-    return int(request.config.get(SIZE) or request.sizes.copies)
-
-
 def _has_experts(model: ModelFacts) -> bool:
     kind = model.model_type or ""
     return kind in OWN_EXPERTS or kind.startswith(CONVERTED)
-
-
-def _group_text(request: Request) -> str:
-    sizes = request.sizes
-    context = f"context size {sizes.context} × " if sizes.context > 1 else ""
-    return f"{context}data-parallel size {sizes.data}"
 
 
 def _top_k_exists(request: Request) -> list[Finding]:
@@ -171,53 +140,6 @@ def _room_for_a_token(request: Request) -> list[Finding]:
     ]
 
 
-def _experts_divide(request: Request) -> list[Finding]:
-    experts, group = request.config.get("num_experts") or request.model.num_experts, _group(request)
-    if experts is None or experts % group == 0:
-        return []
-    above = -(-experts // group) * group
-    return [
-        Finding(
-            f"{experts} experts cannot be divided evenly over {group} workers",
-            (*request.asked("num_experts", "expert_parallel", SIZE), _group_text(request)),
-            switches=("expert-parallel",),
-            changes=tuple(replace({"num_experts": n}) for n in (above, above - group) if n),
-        )
-    ]
-
-
-def _groups_fit(request: Request) -> list[Finding]:
-    size, workers = request.config.get(SIZE), request.sizes.copies
-    if size is None:
-        return []
-    if request.config.get("expert_parallel") and size != workers:
-        message = f"--expert-parallel divides over all {workers} workers, not over {size}"
-        changes = (drop({"expert_parallel": False}), drop({SIZE: None}))
-        return [Finding(message, request.asked("expert_parallel", SIZE), changes=changes)]
-    if workers % size == 0:
-        return []
-    nearest = next((n for n in range(min(size, workers), 1, -1) if workers % n == 0), None)
-    return [
-        Finding(
-            f"{workers} worker{'s' * (workers > 1)} cannot be divided into groups of {size}",
-            (*request.asked(SIZE), _group_text(request)),
-            switches=("expert-parallel",),
-            changes=(*((replace({SIZE: nearest}),) if nearest else ()), drop({SIZE: None})),
-        )
-    ]
-
-
-def _partitions_all_alike(switch: Switch) -> bool:
-    return switch.family in (PARTITIONING, "offload") and not switch.divides_copies
-
-
-def _dimensions(request: Request) -> Sequence[Dimension]:
-    size, workers, neighbours = _group(request), request.sizes.copies, request.sizes.tensor
-    copies = (Dimension("expert copies", "gradients of an expert", workers // size, size * neighbours),)
-    experts = Dimension("experts", "tokens, to their experts and back", size, neighbours)
-    return (experts, *(copies if workers > size else ()))
-
-
 def _mixture_notes(request: Request) -> Sequence[str]:
     if request.config.get("num_experts") is None or _has_experts(request.model):
         return ()
@@ -232,12 +154,6 @@ def _mixture_acted(measured: Measured) -> str | None:
     if layers and all(any(layer) for layer in layers):
         return None
     return "tokens that visit the experts of each layer, and their balance loss, were expected; there are none"
-
-
-def _experts_divided(measured: Measured) -> str | None:
-    if measured.plan.engine_options.experts_over == 1 or any(measured.all("divided_over_experts")):
-        return None
-    return "experts divided over the workers were expected; every worker has all of them"
 
 
 HAS_EXPERTS = Rule(
@@ -304,67 +220,6 @@ SWITCHES = (
                 _room_for_a_token,
                 Example("--num-experts 4 --moe-capacity-factor 0"),
                 refusal="A capacity factor of zero or less.",
-            ),
-        ),
-    ),
-    Switch(
-        name="expert-parallel",
-        summary="Each worker of a group holds a share of the experts; tokens travel to them.",
-        source="[S]",
-        no_second_forward="adds losses over all tokens of a forward",
-        precedence=Precedence.SHARD,
-        options=ExpertParallelFlags,
-        active=lambda options, sizes: options.expert_parallel or (options.expert_model_parallel_size or 1) > 1,
-        on={"expert_parallel": True, "num_experts": 8},
-        off=UNDIVIDED,
-        dimensions=_dimensions,
-        engine_options=lambda request, options: dataclasses.replace(options, experts_over=_group(request)),
-        predicts=Prediction(
-            dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of the experts")
-            | {"time": "tokens to the experts and back, each over the same distance"},
-            always(activations="as if as many tokens arrived as left: the gate decides how many do"),
-        ),
-        notes=idle_without_copies("expert-parallel: one worker, so there is nothing to divide"),
-        transform="rapidformer_templates.switches.mixture_of_experts.expert_parallel:divide_experts",
-        engine="rapidformer_templates.switches.mixture_of_experts.expert_parallel:ExpertParallelEngine",
-        copies_differ=True,
-        under_3d={"engine": PARALLEL_ENGINE, "narrow_weights": True},
-        receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
-        acted=_experts_divided,
-        rules=(
-            HAS_EXPERTS,
-            Rule(
-                "RF020",
-                "The number of experts is a multiple of the workers that they are divided over.",
-                "each worker holds the same number of experts",
-                "[deepspeed]",
-                _experts_divide,
-                Example("--num-experts 3 --expert-parallel --world-size 2"),
-                refusal="A number of experts that the workers cannot share evenly.",
-            ),
-            Rule(
-                "RF277",
-                "--expert-model-parallel-size divides the workers that have copies of everything else: data × context.",
-                "every group of them has one copy of the experts, and all groups are equal; --expert-parallel is one "
-                "group of all of them",
-                "[M]",
-                _groups_fit,
-                Example("--num-experts 6 --expert-model-parallel-size 3 --world-size 4"),
-                refusal="A size of expert groups that does not divide the workers that have copies of everything else.",
-            ),
-            excludes(
-                "expert-parallel",
-                _partitions_all_alike,
-                code="RF074",
-                title="Divided experts can be combined only with partitioning of a parameter's states among the "
-                "workers that have copies of it: FSDP, ZeRO-1, ZeRO-2 and the distributed optimizer, also with CPU "
-                "offload.",
-                why="an expert is on fewer workers than everything else, but fairscale has one process group for all "
-                "parameters, and DeepSpeed refuses its own experts under ZeRO-3",
-                source="[fairscale, deepspeed]",
-                message=TOGETHER_REVERSED,
-                example=Example("--num-experts 4 --expert-parallel --zero-3-memory-optimization --world-size 2"),
-                refusal="Experts that are divided over workers, together with OSS, SDP, ZeRO-3 or NVMe offload.",
             ),
         ),
     ),

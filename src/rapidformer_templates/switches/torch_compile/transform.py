@@ -16,14 +16,14 @@ from torch import nn
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
-from rapidformer_templates.switches.context_parallel.sequence_shards import ContextSequenceShards
-from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
-from rapidformer_templates.switches.tensor_parallel.layers import (
+from rapidformer_templates.switches.layout.random_streams import draws_random_numbers
+from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards
+from rapidformer_templates.switches.layout.tensor_layers import (
     OnLocalParameters,
     local_parameter_layers,
     with_local_parameters,
 )
-from rapidformer_templates.switches.tensor_parallel.random_streams import draws_random_numbers
+from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
 from rapidformer_templates.switches.torch_compile.receipt import CompileRecords
 
 EVALUATION = 4

@@ -18,9 +18,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.context_parallel.collectives import all_to_all
-from rapidformer_templates.switches.context_parallel.ring import AttentionMask, ring_attention
-from rapidformer_templates.switches.context_parallel.sequence_shards import ContextSequenceShards
+from rapidformer_templates.switches.layout.collectives import all_to_all
+from rapidformer_templates.switches.layout.ring_attention import AttentionMask, ring_attention
+from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards
 
 SUFFIX = "_over_context"
 OTHER_WAYS = "divide the model instead, with --tensor-model-parallel-size or --pipeline-model-parallel-size"

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
-from rapidformer_templates.switches.context_parallel.token_intervals import TokenIntervals
-from rapidformer_templates.switches.tensor_parallel.collectives import Peers
+from rapidformer_templates.switches.layout.collectives import Peers
+from rapidformer_templates.switches.layout.sequence_shards import TokenIntervals
 
 AT_ONCE = 2**24
 """Maximum number of scores of one head in memory at a time."""

@@ -13,7 +13,7 @@ from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.blocks import BlockArguments, BlockOutput
 from rapidformer_templates.models.placeholders import SkippedBlock, replaced
-from rapidformer_templates.switches.pipeline_parallel.tracing import (
+from rapidformer_templates.switches.layout.tracing import (
     called_twice_error,
     hidden_of,
     not_called_error,

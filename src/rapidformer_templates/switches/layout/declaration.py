@@ -1,13 +1,18 @@
-"""Rules of layouts that tensor, context and pipeline parallelism share."""
+"""The switches that divide a model over workers, and the rules that several of them share."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.changes import add, replace
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
+from rapidformer_templates.switches.layout.context_switch import CONTEXT_PARALLEL
+from rapidformer_templates.switches.layout.expert_switch import EXPERT_PARALLEL
+from rapidformer_templates.switches.layout.pipeline_switch import PIPELINE_PARALLEL
+from rapidformer_templates.switches.layout.tensor_switch import SEQUENCE_PARALLEL, TENSOR_PARALLEL
 
 PARALLEL = ("tensor-parallel", "context-parallel", "pipeline-parallel")
 PARTITIONS_UNDER_3D = frozenset({"zero-1", "zero-2", "distributed-optimizer"})
@@ -158,4 +163,13 @@ LAYOUT_RULES = (
         Example("--pipeline-model-parallel-size 4 --num-layers 6 --world-size 4"),
         refusal="A pipeline size or a tensor size that does not divide the model.",
     ),
+)
+
+SWITCHES = (
+    *(
+        dataclasses.replace(switch, rules=(*LAYOUT_RULES, *switch.rules))
+        for switch in (TENSOR_PARALLEL, CONTEXT_PARALLEL, PIPELINE_PARALLEL)
+    ),
+    SEQUENCE_PARALLEL,
+    EXPERT_PARALLEL,
 )

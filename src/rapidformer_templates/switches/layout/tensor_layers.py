@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from rapidformer_templates.switches.tensor_parallel.collectives import (
+from rapidformer_templates.switches.layout.collectives import (
     Peers,
     all_reduce,
     copy_all_to_region,
@@ -26,13 +26,13 @@ from rapidformer_templates.switches.tensor_parallel.collectives import (
     reduce_scatter,
     scatter,
 )
-from rapidformer_templates.switches.tensor_parallel.divided_logits import (
+from rapidformer_templates.switches.layout.divided_logits import (
     DividedLogits,
     DividedVocabularyShard,
     check_inside,
 )
-from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
-from rapidformer_templates.switches.tensor_parallel.sequence import DIM, SequenceShards, first_argument
+from rapidformer_templates.switches.layout.random_streams import Streams
+from rapidformer_templates.switches.layout.sequence_shards import DIM, SequenceShards, first_argument
 
 Forward = Callable[..., Any]
 

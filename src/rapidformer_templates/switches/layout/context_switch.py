@@ -20,7 +20,6 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
 )
-from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
 
 CONTEXT, KIND = "context_parallel_size", "context_parallel_kind"
 
@@ -83,53 +82,50 @@ def _acted(measured: Measured) -> str | None:
     return f"shards of one {size}-th of each sequence were expected; [tokens held, in all] are {shown(tokens)}"
 
 
-SWITCHES = (
-    Switch(
-        name="context-parallel",
-        summary="Divide each sequence over N workers, through the whole model.",
-        source="[M, DeepSpeed-Ulysses]",
-        precedence=Precedence.CONTEXT,
-        options=ContextParallelFlags,
-        on={CONTEXT: 2},
-        predicts=Prediction(
-            {
-                "gradients": "copies in addition to those of the replicas",
-                "activations": "those of a shard of each sequence and of the logits",
-                "time": "exchange of queries, keys and values, as all-to-all",
-            }
+CONTEXT_PARALLEL = Switch(
+    name="context-parallel",
+    summary="Divide each sequence over N workers, through the whole model.",
+    source="[M, DeepSpeed-Ulysses]",
+    precedence=Precedence.CONTEXT,
+    options=ContextParallelFlags,
+    on={CONTEXT: 2},
+    predicts=Prediction(
+        {
+            "gradients": "copies in addition to those of the replicas",
+            "activations": "those of a shard of each sequence and of the logits",
+            "time": "exchange of queries, keys and values, as all-to-all",
+        }
+    ),
+    templates=("Trainer",),
+    notes=_notes,
+    sizes={"context": CONTEXT},
+    transform="rapidformer_templates.switches.layout.context:divide_context",
+    receipt_hooks="rapidformer_templates.switches.layout.context:ContextDivision",
+    engine_options=lambda request, options: dataclasses.replace(options, context_kind=request.config.get(KIND)),
+    receipt=("context_tokens", "context_attention", "context_kind"),
+    acted=_acted,
+    rules=(
+        Rule(
+            "RF230",
+            "All-to-all needs attention heads for each worker: the context size divides their number.",
+            "each worker computes attention over whole sequences for its share of the heads; a ring does not "
+            "divide heads",
+            "[DeepSpeed-Ulysses]",
+            _heads_divide,
+            Example(
+                "--context-parallel-size 3 --context-parallel-kind all-to-all --model-type gpt2 "
+                "--num-attention-heads 4 --world-size 3"
+            ),
+            refusal="All-to-all context parallelism with a size that does not divide the attention heads.",
         ),
-        templates=("Trainer",),
-        notes=_notes,
-        sizes={"context": CONTEXT},
-        transform="rapidformer_templates.switches.context_parallel.transform:divide_context",
-        receipt_hooks="rapidformer_templates.switches.context_parallel.receipt:ContextDivision",
-        engine_options=lambda request, options: dataclasses.replace(options, context_kind=request.config.get(KIND)),
-        receipt=("context_tokens", "context_attention", "context_kind"),
-        acted=_acted,
-        rules=(
-            *LAYOUT_RULES,
-            Rule(
-                "RF230",
-                "All-to-all needs attention heads for each worker: the context size divides their number.",
-                "each worker computes attention over whole sequences for its share of the heads; a ring does not "
-                "divide heads",
-                "[DeepSpeed-Ulysses]",
-                _heads_divide,
-                Example(
-                    "--context-parallel-size 3 --context-parallel-kind all-to-all --model-type gpt2 "
-                    "--num-attention-heads 4 --world-size 3"
-                ),
-                refusal="All-to-all context parallelism with a size that does not divide the attention heads.",
-            ),
-            Rule(
-                "RF231",
-                "Sequences are divided in decoders and encoders, not in models that have both.",
-                "a decoder reads the output of the encoder, whose sequence is another one",
-                "[rapidformer_templates]",
-                _one_sequence,
-                Example("--context-parallel-size 2 --task seq2seq_lm --world-size 2"),
-                refusal="Context parallelism for an encoder-decoder model.",
-            ),
+        Rule(
+            "RF231",
+            "Sequences are divided in decoders and encoders, not in models that have both.",
+            "a decoder reads the output of the encoder, whose sequence is another one",
+            "[rapidformer_templates]",
+            _one_sequence,
+            Example("--context-parallel-size 2 --task seq2seq_lm --world-size 2"),
+            refusal="Context parallelism for an encoder-decoder model.",
         ),
     ),
 )

@@ -25,8 +25,7 @@ from rapidformer_templates.models.divided_tensor import (
     rows_of_view,
     selects_rows,
 )
-from rapidformer_templates.switches.context_parallel.collectives import all_reduce_both_ways
-from rapidformer_templates.switches.tensor_parallel.collectives import Peers
+from rapidformer_templates.switches.layout.collectives import Peers, all_reduce_both_ways
 
 Places = NDArray[np.int64]
 

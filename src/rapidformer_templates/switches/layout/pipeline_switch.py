@@ -18,7 +18,6 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
 )
-from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
 
 _PIPELINE = ("pipeline_model_parallel_size", 2)
 
@@ -120,72 +119,68 @@ def _acted(measured: Measured) -> str | None:
     return f"{measured.plan.sizes.pipeline} stages of different blocks were expected; workers have {actual or 'none'}"
 
 
-SWITCHES = (
-    Switch(
-        name="pipeline-parallel",
-        summary="Cut the blocks into N consecutive stages, one per worker.",
-        source="[R, M]",
-        no_second_model="runs stages in a schedule of one model",
-        precedence=Precedence.PARTITION,
-        options=PipelineParallelFlags,
-        on={"pipeline_model_parallel_size": 2},
-        predicts=Prediction(
-            dict.fromkeys(("parameters", "gradients", "optimizer"), "those of a stage")
-            | {
-                "activations": "those of all micro batches in flight",
-                "time": "the bubble, and what stages send",
-            },
+PIPELINE_PARALLEL = Switch(
+    name="pipeline-parallel",
+    summary="Cut the blocks into N consecutive stages, one per worker.",
+    source="[R, M]",
+    no_second_model="runs stages in a schedule of one model",
+    precedence=Precedence.PARTITION,
+    options=PipelineParallelFlags,
+    on={"pipeline_model_parallel_size": 2},
+    predicts=Prediction(
+        dict.fromkeys(("parameters", "gradients", "optimizer"), "those of a stage")
+        | {
+            "activations": "those of all micro batches in flight",
+            "time": "the bubble, and what stages send",
+        },
+    ),
+    templates=("Trainer",),
+    sizes={"pipeline": "pipeline_model_parallel_size"},
+    engine="rapidformer_templates.switches.layout.pipeline_engine:PipelineEngine",
+    narrow_weights=True,
+    transform="rapidformer_templates.switches.layout.pipeline:cut_into_stages",
+    receipt=("parameter_bytes", "blocks"),
+    acted=_acted,
+    rules=(
+        Rule(
+            "RF075",
+            "--pipeline-stages gives the number of blocks of each stage, and covers all blocks.",
+            "every block is on one stage, and each of the pipeline's workers has as many stages as the others",
+            "[rapidformer_templates]",
+            _stages_fit,
+            Example("--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2"),
+            refusal="A list of pipeline stages that does not cover the blocks of the model.",
         ),
-        templates=("Trainer",),
-        sizes={"pipeline": "pipeline_model_parallel_size"},
-        engine="rapidformer_templates.switches.pipeline_parallel.engine:PipelineEngine",
-        narrow_weights=True,
-        transform="rapidformer_templates.switches.pipeline_parallel.transform:cut_into_stages",
-        receipt=("parameter_bytes", "blocks"),
-        acted=_acted,
-        rules=(
-            *LAYOUT_RULES,
-            Rule(
-                "RF075",
-                "--pipeline-stages gives the number of blocks of each stage, and covers all blocks.",
-                "every block is on one stage, and each of the pipeline's workers has as many stages as the others",
-                "[rapidformer_templates]",
-                _stages_fit,
-                Example("--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2"),
-                refusal="A list of pipeline stages that does not cover the blocks of the model.",
+        Rule(
+            "RF220",
+            "With --pipeline-stages auto-memory each worker has one stage of one or more blocks.",
+            "the search weighs one run of blocks per worker against those of the others; several would be "
+            "weighed at once",
+            "[rapidformer_templates]",
+            _predicted_stages,
+            Example(
+                "--pipeline-model-parallel-size 2 --virtual-pipeline-size 2 --pipeline-stages auto-memory "
+                "--num-layers 8 --world-size 2"
             ),
-            Rule(
-                "RF220",
-                "With --pipeline-stages auto-memory each worker has one stage of one or more blocks.",
-                "the search weighs one run of blocks per worker against those of the others; several would be "
-                "weighed at once",
-                "[rapidformer_templates]",
-                _predicted_stages,
-                Example(
-                    "--pipeline-model-parallel-size 2 --virtual-pipeline-size 2 --pipeline-stages auto-memory "
-                    "--num-layers 8 --world-size 2"
-                ),
-                refusal="--pipeline-stages auto-memory with several stages per worker.",
-            ),
-            Rule(
-                "RF076",
-                "Interleaved stages have at least one block each.",
-                "a stage without a block would only pass hidden states on",
-                "[M]",
-                _enough_blocks,
-                Example("--pipeline-model-parallel-size 2 --virtual-pipeline-size 3 --num-layers 4 --world-size 2"),
-                refusal="More interleaved stages than the model has blocks.",
-            ),
-            Rule(
-                "RF077",
-                "A pipeline needs a model with one run of blocks: no encoder-decoder model.",
-                "every block of a decoder needs the output of the encoder, but stages send one hidden state to the "
-                "next",
-                "[rapidformer_templates]",
-                _one_run_of_blocks,
-                Example("--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2"),
-                refusal="A pipeline for an encoder-decoder model.",
-            ),
+            refusal="--pipeline-stages auto-memory with several stages per worker.",
+        ),
+        Rule(
+            "RF076",
+            "Interleaved stages have at least one block each.",
+            "a stage without a block would only pass hidden states on",
+            "[M]",
+            _enough_blocks,
+            Example("--pipeline-model-parallel-size 2 --virtual-pipeline-size 3 --num-layers 4 --world-size 2"),
+            refusal="More interleaved stages than the model has blocks.",
+        ),
+        Rule(
+            "RF077",
+            "A pipeline needs a model with one run of blocks: no encoder-decoder model.",
+            "every block of a decoder needs the output of the encoder, but stages send one hidden state to the next",
+            "[rapidformer_templates]",
+            _one_run_of_blocks,
+            Example("--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2"),
+            refusal="A pipeline for an encoder-decoder model.",
         ),
     ),
 )

@@ -16,7 +16,7 @@ from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placeholders import AbsentModule, OutputShape, SkippedBlock, put
 from rapidformer_templates.models.placement import Placement
 from rapidformer_templates.planning.balance import balanced_cut
-from rapidformer_templates.switches.pipeline_parallel.tracing import AFTER, BEFORE, WITHIN, holders, trace
+from rapidformer_templates.switches.layout.tracing import AFTER, BEFORE, WITHIN, holders, trace
 
 
 def cut_into_stages(assembly: Assembly, building: Building) -> None:

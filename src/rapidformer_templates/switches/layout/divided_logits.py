@@ -25,7 +25,7 @@ from rapidformer_templates.models.divided_tensor import (
     selects_rows,
 )
 from rapidformer_templates.models.vocabulary_loss import VocabularyShard, losses_and_slope
-from rapidformer_templates.switches.tensor_parallel.collectives import Peers, all_reduce, gather
+from rapidformer_templates.switches.layout.collectives import Peers, all_reduce, gather
 
 
 class DividedLogits(DividedTensor):

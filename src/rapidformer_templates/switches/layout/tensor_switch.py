@@ -1,10 +1,12 @@
-"""Tensor parallelism: shard each matrix of a block over the workers of a group."""
+"""The switches of tensor and sequence parallelism: shard the matrices of a block, and the sequence between them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rapidformer_templates.planning.changes import add
+from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     Example,
@@ -16,9 +18,7 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
 )
-from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
-from rapidformer_templates.switches.tensor_parallel.sequence_switch import SEQUENCE_PARALLEL
-from rapidformer_templates.switches.tensor_parallel.styles import KNOWN, PLANS, styles_in_transformers
+from rapidformer_templates.switches.layout.tensor_styles import KNOWN, PLANS, styles_in_transformers
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ def _has_tensor_plan(request: Request) -> list[Finding]:
     ]
 
 
-def _notes(request: Request) -> Sequence[str]:
+def _tensor_notes(request: Request) -> Sequence[str]:
     sizes = request.sizes
     if sizes.tensor <= sizes.local_world:
         return ()
     return (f"tensor-parallel: groups of {sizes.tensor} span nodes of {sizes.local_world} workers, which is slow",)
 
 
-def _acted(measured: Measured) -> str | None:
+def _tensor_acted(measured: Measured) -> str | None:
     size, measured_size = measured.plan.sizes.tensor, measured["tensor_parallel_size"]
     if measured_size == size and any(measured.all("divided_elements")):
         return None
@@ -77,16 +77,15 @@ TENSOR_PARALLEL = Switch(
         }
     ),
     templates=("Trainer",),
-    notes=_notes,
+    notes=_tensor_notes,
     sizes={"tensor": "tensor_model_parallel_size"},
     engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
     narrow_weights=True,
-    transform="rapidformer_templates.switches.tensor_parallel.transform:apply",
-    receipt_hooks="rapidformer_templates.switches.tensor_parallel.receipt:TensorDivision",
+    transform="rapidformer_templates.switches.layout.tensor:apply",
+    receipt_hooks="rapidformer_templates.switches.layout.tensor:TensorDivision",
     receipt=("parameter_bytes", "parameter_bytes_whole", "tensor_parallel_size", "logits_columns"),
-    acted=_acted,
+    acted=_tensor_acted,
     rules=(
-        *LAYOUT_RULES,
         Rule(
             "RF064",
             "Tensor parallelism needs a plan of the architecture.",
@@ -99,4 +98,55 @@ TENSOR_PARALLEL = Switch(
     ),
 )
 
-SWITCHES = (TENSOR_PARALLEL, SEQUENCE_PARALLEL)
+
+@dataclass(frozen=True)
+class SequenceParallelFlags:
+    """Acceleration"""
+
+    sequence_parallel: bool = flag(
+        False, "shard norms and dropout along the sequence, over the tensor-parallel workers"
+    )
+
+
+def _needs_tensor_parallel(request: Request) -> list[Finding]:
+    if "tensor-parallel" in request.active:
+        return []
+    return [
+        Finding(
+            "sequence-parallel needs a tensor size above 1",
+            request.asked("sequence_parallel", "tensor_model_parallel_size"),
+            switches=("sequence-parallel",),
+            changes=(add({"tensor_model_parallel_size": 2}),),
+        )
+    ]
+
+
+def _sequence_acted(measured: Measured) -> str | None:
+    tokens = measured.all("sequence_tokens")
+    if any(own < whole or whole == 1 for own, whole in tokens):
+        return None
+    return f"a part of each sequence on each worker was expected; [tokens held, in all] are {shown(tokens)}"
+
+
+SEQUENCE_PARALLEL = Switch(
+    name="sequence-parallel",
+    summary="Shard norms and dropout along the sequence, over the tensor-parallel workers.",
+    source="[M]",
+    precedence=Precedence.TENSOR,
+    options=SequenceParallelFlags,
+    predicts=Prediction({"activations": "norms and dropout cut along the sequence"}),
+    receipt_hooks="rapidformer_templates.switches.layout.tensor:TensorDivision",
+    receipt=("sequence_tokens",),
+    acted=_sequence_acted,
+    rules=(
+        Rule(
+            "RF014",
+            "Sequence parallelism needs tensor parallelism.",
+            "it shards over the workers of a tensor-parallel group; a group of one has nothing to divide",
+            "[M]",
+            _needs_tensor_parallel,
+            Example("--sequence-parallel --world-size 2"),
+            refusal="Sequence parallelism without tensor parallelism.",
+        ),
+    ),
+)

@@ -22,7 +22,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import adapter_parts, name_without_adapters, trained_whole
 from rapidformer_templates.models.placeholders import AbsentModule
 from rapidformer_templates.models.vocabulary_loss import LossHead
-from rapidformer_templates.switches.tensor_parallel.styles import (
+from rapidformer_templates.switches.layout.tensor_styles import (
     COLUMN,
     EMBEDDING,
     EXPERTS,

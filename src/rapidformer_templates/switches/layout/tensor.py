@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism as a transform of the model."""
+"""Tensor and sequence parallelism as a transform of the model, and the measurements that show that it is divided."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.boxes import local_values
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.tensor_parallel import styles as tensor_styles
-from rapidformer_templates.switches.tensor_parallel import tensor_plan
-from rapidformer_templates.switches.tensor_parallel.collectives import Peers
-from rapidformer_templates.switches.tensor_parallel.layers import (
+from rapidformer_templates.switches.layout import tensor_plan
+from rapidformer_templates.switches.layout import tensor_styles as tensor_styles
+from rapidformer_templates.switches.layout.collectives import Peers
+from rapidformer_templates.switches.layout.random_streams import Streams, draws_random_numbers
+from rapidformer_templates.switches.layout.sequence_shards import OnWholeSequence, SequenceShards
+from rapidformer_templates.switches.layout.tensor_layers import (
     AroundColumns,
     Divided,
     EnteringColumn,
@@ -32,9 +36,7 @@ from rapidformer_templates.switches.tensor_parallel.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
-from rapidformer_templates.switches.tensor_parallel.random_streams import Streams, draws_random_numbers
-from rapidformer_templates.switches.tensor_parallel.sequence import OnWholeSequence, SequenceShards
-from rapidformer_templates.switches.tensor_parallel.tensor_plan import TensorPlan
+from rapidformer_templates.switches.layout.tensor_plan import TensorPlan
 
 LAYERS: dict[str, Callable[..., Divided]] = {
     **dict.fromkeys(tensor_styles.ROW, Row),
@@ -243,3 +245,22 @@ def _sharded(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh, pe
         part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
     )
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+
+
+class TensorDivision(Receipt):
+    """Reports ``tensor_parallel_size``, ``logits_columns`` and ``sequence_tokens``.
+
+    The last two are [on this worker, in total] in the latest forward. They are None if this worker has no head or does
+    not divide sequences.
+    """
+
+    def after_step(self, engine: Engine) -> dict[str, object]:
+        applied = engine.assembly.find(TensorParallel)
+        if applied is None:
+            return {}
+        head, shards = applied.head, applied.shards
+        return {
+            "tensor_parallel_size": applied.peers.size,
+            "logits_columns": head and head.columns,
+            "sequence_tokens": shards and shards.shard_sizes,
+        }

@@ -1,1 +1,0 @@
-"""Context parallelism: each sequence is divided over workers."""

@@ -1,0 +1,1 @@
+"""The layout of a model over workers: tensor, sequence, context and pipeline parallelism, and divided experts."""

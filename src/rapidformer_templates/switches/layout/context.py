@@ -1,0 +1,180 @@
+"""Context parallelism as a transform of the model, and the check of a divided model.
+
+Only attention sees whole sequences. Other layers may mix positions, too (a convolution, a state space model, linear
+attention), or count positions without the model's position ids. They would compute something else on each worker's
+part. So the output of a divided model for a few tokens must equal the output of the undivided model.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.receipt import Receipt
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.label_use import can_be_tried, in_evaluation
+from rapidformer_templates.planning.plan import ContextKind
+from rapidformer_templates.switches.layout.collectives import Peers
+from rapidformer_templates.switches.layout.context_attention import OTHER_WAYS, attend_over_context, check_attention
+from rapidformer_templates.switches.layout.divided_rows import OnRows
+from rapidformer_templates.switches.layout.random_streams import Streams, draws_random_numbers
+from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards
+from rapidformer_templates.switches.layout.tensor import TensorParallel, block_lists
+from rapidformer_templates.system.workers import Workers
+
+
+def divide_context(assembly: Assembly, building: Building) -> None:
+    """Divide each sequence over the workers of a context group, starting at the first block of the model.
+
+    Every worker keeps all weights. A backward from this worker's share of the loss leaves the part of the gradient that
+    comes from its tokens. The sum over the group is the whole gradient. In training, the output of the last block and
+    the logits are :class:`~.divided_rows.DividedRows`.
+
+    Raises:
+        ModelError: the model has no blocks, its attention cannot be divided, or other layers mix positions, too.
+    """
+    model, workers = assembly.model, building.workers
+    part = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if part is None:
+        raise _refusal(model, "is not a transformers model: only the attention of those can be divided from outside")
+    if getattr(part.config, "is_encoder_decoder", False):
+        raise _refusal(model, "has an encoder and a decoder, with two sequences")
+    blocks = block_lists(assembly)
+    if not blocks:
+        raise _refusal(model, "has no repeated blocks")
+    check_attention(part)
+    losses = assembly.losses
+    called = part if losses is None else model  # a mixture's losses read the batch of the outer model
+    trial = DivisionTrial(part, called, workers) if building.has_values and workers.pipeline == 1 else None
+    peers = Peers(group_of(workers), workers.context, workers.context_rank)
+    streams = Streams(peers.rank, active=draws_random_numbers(model))
+    kind = building.plan.engine_options.context_kind or _kind_for(part, workers)
+    shards = ContextSequenceShards(peers, streams, kind, ends=workers.ends_pipeline)
+    attend_over_context(part, shards)
+    shards.install(model, blocks)
+    divided = assembly.find(TensorParallel)
+    if divided is not None and divided.head is not None:
+        head = divided.head.module
+        head.forward = OnRows(head.forward)
+    if losses is not None:
+        losses.sequences = shards
+    assembly.record(shards)
+    if trial is not None:
+        trial.check(shards)
+
+
+def _kind_for(model: PreTrainedModel, workers: Workers) -> ContextKind:
+    """Return all-to-all if the heads of each worker divide, and otherwise ring."""
+    heads: int | None = getattr(model.config.get_text_config(), "num_attention_heads", None)
+    divides = heads is not None and heads % (workers.tensor * workers.context) == 0
+    return "all-to-all" if divides else "ring"
+
+
+def group_of(workers: Workers) -> dist.ProcessGroup:
+    """Return the process group of the workers that share sequences with this one. Call it on every worker."""
+    span = workers.context * workers.tensor
+    firsts = [block + tensor for block in range(0, workers.world, span) for tensor in range(workers.tensor)]
+    group, _ = dist.new_subgroups_by_enumeration([[*range(first, first + span, workers.tensor)] for first in firsts])
+    assert group is not None
+    return group
+
+
+def _refusal(model: nn.Module, why: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} {why}", where="--context-parallel-size", hint="leave it out for this model"
+    )
+
+
+ALIKE = 1e-4
+"""Maximum difference of hidden states, relative to the largest of them, that counts as rounding."""
+
+
+class DivisionTrial:
+    """Compares the last hidden states of a model before and after it is divided.
+
+    Args:
+        model: not divided yet. It is not tested if it needs more than tokens, or if this worker lacks some of its
+            weights.
+        outer: the model, or the module around it that is called in its place.
+        workers: this process and its peers, which must all test the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, outer: nn.Module, workers: Workers) -> None:
+        self.model = model
+        self.outer = outer
+        self.workers = workers
+        self.length = 4 * workers.context + 1
+        self.undivided: torch.Tensor | None = None
+        if can_be_tried(model):
+            with suppress(Exception):  # some models need other inputs than tokens
+                self.undivided = self._hidden()
+
+    def check(self, shards: ContextSequenceShards) -> None:
+        """Compare with the model after it has been divided.
+
+        Raises:
+            ModelError: the hidden states differ on any worker, or the forward of the divided model fails.
+        """
+        if self.undivided is None:
+            return
+        why, difference = "", 0.0
+        try:
+            divided = self._hidden()
+            difference = float((divided - self.undivided).abs().max() / self.undivided.abs().max())
+        except Exception as error:  # the undivided model could compute it
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        shards.attended, shards.shard_sizes = False, None  # the receipts must come from the first step
+        reasons, differences = zip(*self.workers.gather((why, difference)), strict=True)
+        if any(reasons):
+            raise self._refusal(f"cannot compute on a part of a sequence ({next(filter(None, reasons))})")
+        if not all(difference < ALIKE for difference in differences):
+            raise self._refusal(
+                "mixes the positions of a sequence without attention, or counts them in its layers "
+                f"(divided, its hidden states differ by {max(differences):.1e})"
+            )
+
+    @torch.no_grad()
+    def _hidden(self) -> torch.Tensor:
+        """Return the last hidden states of one row of tokens, of shape (1, tokens, features)."""
+        embeddings: nn.Module = self.model.get_input_embeddings()
+        weight = next(embeddings.parameters())
+        ids = torch.arange(len(weight) // 2, len(weight) // 2 + self.length, device=weight.device)[None] % len(weight)
+        hidden_states: list[torch.Tensor] = []
+        hook = self.model.base_model.register_forward_hook(
+            lambda *call: hidden_states.append(call[-1].last_hidden_state)
+        )
+        try:
+            with in_evaluation(self.outer):
+                self.outer(input_ids=ids)
+        finally:
+            hook.remove()
+        return hidden_states[0]
+
+    def _refusal(self, why: str) -> ModelError:
+        return ModelError(f"{type(self.model).__name__} {why}", where="--context-parallel-size", hint=OTHER_WAYS)
+
+
+class ContextDivision(Receipt):
+    """Reports ``context_tokens``, ``context_attention`` and ``context_kind``.
+
+    ``context_tokens`` is [tokens of a sequence on this worker, in total]. ``context_attention`` is whether attention
+    was divided, and ``context_kind`` is how.
+    """
+
+    def after_step(self, engine: Engine) -> dict[str, object]:
+        shards = engine.assembly.find(ContextSequenceShards)
+        return (
+            {}
+            if shards is None
+            else {
+                "context_tokens": shards.shard_sizes,
+                "context_attention": shards.attended,
+                "context_kind": shards.kind,
+            }
+        )

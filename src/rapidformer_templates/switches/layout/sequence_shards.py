@@ -1,0 +1,302 @@
+"""The part of each sequence that a worker has, under sequence parallelism and under context parallelism.
+
+Under sequence parallelism (Korthikanti et al., 2022), each worker has a part between divided regions. Norms, dropout
+and residual sums inside the blocks run on this part. It is gathered where a divided region begins. Where the region
+ends, its partial results are reduce-scattered. This moves as many bytes as the all-reduce of plain tensor parallelism.
+Outside the blocks, each worker has the whole sequence.
+
+Under context parallelism, each worker has a part from the first block of a model to the layers after its last block.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from rapidformer_templates.models.blocks import BlockArguments, BlockOutput
+from rapidformer_templates.switches.layout.collectives import Peers, gather, scatter
+from rapidformer_templates.switches.layout.divided_rows import DividedRows
+from rapidformer_templates.switches.layout.random_streams import Streams
+
+
+@dataclass(frozen=True)
+class TokenIntervals:
+    """A sequence divided into intervals of equal length. The last ones may be shorter.
+
+    Each worker has one interval, or one from each end of the sequence.
+
+    Attributes:
+        length: number of tokens in the sequence.
+        workers: number of workers that share it.
+        folded: whether a worker has two intervals. With four workers, the first has intervals 0 and 7, the second 1 and
+            6.
+    """
+
+    length: int
+    workers: int
+    folded: bool
+
+    @property
+    def step(self) -> int:
+        """Number of tokens in an interval."""
+        return -(-self.length // (self.workers * (2 if self.folded else 1)))
+
+    @property
+    def shard_length(self) -> int:
+        """Number of tokens on each worker, with padding."""
+        return self.step * (2 if self.folded else 1)
+
+    def of(self, rank: int) -> list[tuple[int, tuple[int, int]]]:
+        """Return the intervals of a worker: each offset in the worker's part, and (begin, end) in the sequence."""
+        numbers = (rank, 2 * self.workers - 1 - rank) if self.folded else (rank,)
+        bounds = (range(number * self.step, (number + 1) * self.step) for number in numbers)
+        return [
+            (place * self.step, (min(bound.start, self.length), min(bound.stop, self.length)))
+            for place, bound in enumerate(bounds)
+        ]
+
+    @property
+    def positions(self) -> list[int]:
+        """The index of each token in the concatenated parts of all workers."""
+        positions = [0] * self.length
+        for rank in range(self.workers):
+            for place, (begin, end) in self.of(rank):
+                first = rank * self.shard_length + place
+                positions[begin:end] = range(first, first + end - begin)
+        return positions
+
+
+DIM = 1
+"""The dimension of the sequence: hidden states are (samples, tokens, features)."""
+
+
+class SequenceShards:
+    """Tracks the sequence that is currently divided, if there is one.
+
+    Attributes:
+        comes_first: whether it divides the sequence before other hooks that divide it.
+        key: the argument that passes the whole length to a block. Recomputed blocks get it, too.
+        length: number of tokens of the whole sequence inside a block. None elsewhere.
+        shard_sizes: (tokens on this worker, tokens in total) of the latest sequence.
+    """
+
+    key = "_sequence_length"
+    comes_first = False
+
+    def __init__(self, peers: Peers, streams: Streams) -> None:
+        self.peers = peers
+        self.streams = streams
+        self.length: int | None = None
+        self.shard_sizes: tuple[int, int] | None = None
+
+    def divide(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this worker's part of whole hidden states. All parts have the same length."""
+        return scatter(hidden, self.peers, DIM, even=True)
+
+    def arguments(self, arguments: dict[str, object], length: int) -> dict[str, object]:
+        """Return the keyword arguments of a block that runs on a part of the sequence."""
+        return {**arguments, self.key: length}
+
+    def unite(self, shard: torch.Tensor, length: int, *, ends: bool) -> torch.Tensor:
+        """Return the whole hidden states after the last block of a list. ``ends`` marks the last list."""
+        return self.gather(shard, length)
+
+    def gather(self, shard: torch.Tensor, length: int) -> torch.Tensor:
+        """Gather the parts of all workers to whole hidden states."""
+        return gather(shard, self.peers, DIM, length, partial=False)
+
+    def install(self, model: nn.Module, lists: Sequence[Sequence[nn.Module]]) -> None:
+        """Divide the sequence from the first block of each list to its last.
+
+        Args:
+            model: returns whole hidden states, also the recorded ones of its blocks.
+            lists: the blocks in the order in which they run.
+        """
+        for blocks in lists:
+            run = _BlockListRun(self, ends=blocks is lists[-1])
+            for block in blocks:
+                before = run.divide if block is blocks[0] else run.pass_length
+                block.register_forward_pre_hook(before, with_kwargs=True, prepend=self.comes_first)
+                block.forward = _OnShard(block.forward, self)
+            blocks[-1].register_forward_hook(run.unite)
+        model.register_forward_hook(self._unite_recorded)
+
+    def _unite_recorded(self, model: nn.Module, inputs: object, output: Any) -> None:
+        """Gather the hidden states of blocks that transformers recorded. The last one is already whole."""
+        for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
+            recorded = getattr(output, name, None)
+            if isinstance(recorded, tuple) and len(recorded) > 1:
+                length = recorded[-1].shape[DIM]
+                output[name] = (
+                    *(x if x is None else self.gather(x, length) for x in recorded[:-1]),
+                    recorded[-1],
+                )
+
+
+class _BlockListRun:
+    """One run through a list of blocks. It divides the sequence before the first and gathers it after the last."""
+
+    def __init__(self, shards: SequenceShards, *, ends: bool) -> None:
+        self.shards = shards
+        self.ends = ends
+        self.length = 0
+
+    def divide(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockArguments:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.length = hidden.shape[DIM]
+        shard = self.shards.divide(hidden)
+        self.shards.shard_sizes = (shard.shape[DIM], self.length)
+        kwargs = self.shards.arguments(kwargs, self.length)
+        return ((shard, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": shard})
+
+    def pass_length(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> BlockArguments:
+        return args, self.shards.arguments(kwargs, self.length)
+
+    def unite(self, block: nn.Module, inputs: object, output: BlockOutput) -> BlockOutput:
+        hidden = output[0] if isinstance(output, tuple) else output
+        whole = self.shards.unite(hidden, self.length, ends=self.ends)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+
+class _OnShard:
+    """The forward of a block whose input is a part of the sequence."""
+
+    def __init__(self, forward: Callable[..., object], shards: SequenceShards) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.shards = shards
+
+    def __call__(self, *args: object, **kwargs: Any) -> object:
+        self.shards.length = kwargs.pop(self.shards.key)
+        self.shards.streams.enter_local_rng()  # each part of the sequence has different masks
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.shards.length = None
+            self.shards.streams.leave_local_rng()
+
+
+class OnWholeSequence:
+    """The forward of a module inside a block that must see all tokens, such as a router of experts."""
+
+    def __init__(self, forward: Callable[..., BlockOutput], shards: SequenceShards) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.shards = shards
+        self.first = first_argument(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> BlockOutput:
+        shards, length = self.shards, self.shards.length
+        if length is None:
+            return self.forward(*args, **kwargs)
+        hidden = args[0] if args else kwargs.pop(self.first)
+        whole = gather(hidden, shards.peers, DIM, length, partial=False)
+        shards.length = None
+        shards.streams.leave_local_rng()
+        try:
+            output = self.forward(whole, *args[1:], **kwargs)
+        finally:
+            shards.length = length
+            shards.streams.enter_local_rng()
+        if isinstance(output, tuple):
+            return (scatter(output[0], shards.peers, DIM, even=True), *output[1:])
+        return scatter(output, shards.peers, DIM, even=True)
+
+
+def first_argument(forward: Callable[..., object]) -> str:
+    """Return the name of the first argument of a module's forward."""
+    return next(iter(inspect.signature(forward).parameters), "")
+
+
+POSITIONS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+"""Per-token arguments that models of transformers pass to their blocks, with the dimension of the tokens."""
+
+
+class ContextSequenceShards(SequenceShards):
+    """Divides sequences for context parallelism.
+
+    A block runs entirely on a part, and only attention sees whole sequences.
+
+    Attributes:
+        kind: how attention sees whole sequences: ``all-to-all`` or ``ring``.
+        attended: whether a call of attention was divided. It is not a count, because each value would recompile a
+            graph.
+    """
+
+    key = "_context_length"
+    comes_first = True
+
+    def __init__(self, peers: Peers, streams: Streams, kind: str, *, ends: bool) -> None:
+        """``ends`` is whether this worker has the layers after the last block."""
+        super().__init__(peers, streams)
+        self.kind = kind
+        self.ends = ends
+        self.attended = False
+        self._sliced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def intervals(self, length: int) -> TokenIntervals:
+        """Return which worker has which tokens. In a ring, each worker has tokens from both ends."""
+        return TokenIntervals(length, self.peers.size, folded=self.kind == "ring")
+
+    def divide(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._sliced.clear()
+        return self.shard(hidden, DIM)
+
+    def arguments(self, arguments: dict[str, object], length: int) -> dict[str, object]:
+        sliced = {
+            name: tree_map_only(torch.Tensor, partial(self._slice_once, dim=dim, length=length), arguments[name])
+            for name, dim in POSITIONS.items()
+            if name in arguments
+        }
+        return super().arguments({**arguments, **sliced}, length)
+
+    def unite(self, shard: torch.Tensor, length: int, *, ends: bool) -> torch.Tensor:
+        self._sliced.clear()
+        if not (ends and self.ends and torch.is_grad_enabled()):
+            return self.gather(shard, length)
+        samples, _, features = shard.shape
+        own_intervals = self.intervals(length).of(self.peers.rank)
+        tokens = np.concatenate([np.arange(begin, end) for _, (begin, end) in own_intervals])
+        places = (np.arange(samples)[:, None] * length + tokens).reshape(-1)
+        rows = torch.cat([shard[:, place : place + end - begin] for place, (begin, end) in own_intervals], DIM)
+        return DividedRows(rows.reshape(-1, features), (samples, length), places, self.peers)
+
+    def gather(self, shard: torch.Tensor, length: int) -> torch.Tensor:
+        intervals = self.intervals(length)
+        if not intervals.folded:
+            return gather(shard, self.peers, DIM, length, partial=True)
+        whole = gather(shard, self.peers, DIM, intervals.shard_length * self.peers.size, partial=True)
+        return whole.index_select(DIM, torch.tensor(intervals.positions, device=whole.device))
+
+    def _slice_once(self, tensor: torch.Tensor, *, dim: int, length: int) -> torch.Tensor:
+        """Return this worker's part of a tensor that all blocks get. It is cut only once."""
+        if tensor.ndim < -dim or tensor.shape[dim] != length:
+            return tensor
+        if id(tensor) not in self._sliced:
+            self._sliced[id(tensor)] = tensor, self.shard(tensor, dim)
+        return self._sliced[id(tensor)][1]
+
+    def shard(self, tensor: torch.Tensor, dim: int = DIM) -> torch.Tensor:
+        """Return this worker's intervals, padded with zeros.
+
+        It is a copy, because a view would keep the whole tensor alive.
+        """
+        dim %= tensor.ndim
+        intervals = self.intervals(tensor.shape[dim])
+        parts = []
+        for _, (begin, end) in intervals.of(self.peers.rank):
+            missing = intervals.step - (end - begin)
+            part = tensor.narrow(dim, begin, end - begin)
+            parts.append(functional.pad(part, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else part)
+        # A single sample would keep the stride of the whole, and torch would compile the first block separately for it.
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)

@@ -1,1 +1,0 @@
-"""Pipeline parallelism: the blocks of a model are cut into stages."""

@@ -1,1 +1,0 @@
-"""Tensor and sequence parallelism: one model over several workers."""
