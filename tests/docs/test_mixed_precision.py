@@ -16,9 +16,9 @@ def test_each_engine_is_in_the_row_of_what_it_keeps() -> None:
         if line.startswith("| `") and re.match(r"16 bits|fp32", kept):
             found |= dict.fromkeys(re.findall(r"`([a-z0-9-]+)`", names), kept)
     for switch in REGISTRY.switches:
-        if switch.narrow_weights:
+        if switch.master_weights:
             assert found.pop(switch.name).startswith("16 bits;"), switch.name
-        elif switch.narrow_weights is False:
+        elif switch.master_weights is False:
             assert found.pop(switch.name).startswith("fp32, under every engine"), switch.name
         elif switch.name.startswith("zero-"):
             assert "by DeepSpeed" in found.pop(switch.name), switch.name

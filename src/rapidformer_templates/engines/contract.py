@@ -52,7 +52,7 @@ class Engine(Protocol):
         micro_steps: number of backward passes so far.
         update_rule: the optimizer class that computes the updates, regardless of where its state is stored.
         receipts: measurements that the engine itself has taken.
-        before_update: called between the last backward and the update, while the gradients exist.
+        before_update: functions that are called between the last backward and the update, while the gradients exist.
     """
 
     assembly: Assembly
@@ -63,7 +63,7 @@ class Engine(Protocol):
     micro_steps: int
     update_rule: type[torch.optim.Optimizer]
     receipts: Mapping[str, object]
-    before_update: Callable[[], None] | None
+    before_update: list[Callable[[], None]]
 
     def build_context(self) -> AbstractContextManager[object]:
         """Return the context in which ``build_model`` runs."""

@@ -89,7 +89,7 @@ class SingleEngine:
         self.offloads = plan.engine_options.offload == "cpu"
         self.micro_steps = 0
         self.receipts: dict[str, object] = {}
-        self.before_update: Callable[[], None] | None = None
+        self.before_update: list[Callable[[], None]] = []
         self.assembly: Assembly
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
@@ -184,8 +184,8 @@ class SingleEngine:
             self._drop_gradients()  # otherwise they would leak into the next step if the caller catches this
             raise
         self._reduce()
-        if self.before_update:
-            self.before_update()
+        for hook in self.before_update:
+            hook()
         self._set_lr(lr_factor() if callable(lr_factor) else lr_factor)
         norm, skipped = self._finish_step(loss)
         if self._weight_average:

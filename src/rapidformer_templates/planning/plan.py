@@ -99,7 +99,7 @@ class EngineOptions:
 
     Attributes:
         shard_over_data: what the engine of 3D layouts shards over the data-parallel workers.
-        narrow_weights: the gradients of 16-bit weights with fp32 masters. None if the weights keep their type.
+        master_weights: the gradients of 16-bit weights with fp32 masters. None if the weights keep their type.
         offload: where the optimizer state is stored.
         deepspeed: DeepSpeed's configuration. Empty if DeepSpeed does not train.
         parameter_sharding: how parameters are sharded.
@@ -110,7 +110,7 @@ class EngineOptions:
     """
 
     shard_over_data: Literal["optimizer", "gradients"] | None = None
-    narrow_weights: MasterTypes | None = None
+    master_weights: MasterTypes | None = None
     offload: Literal["cpu", "nvme"] | None = None
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     parameter_sharding: ParameterSharding = ParameterSharding()

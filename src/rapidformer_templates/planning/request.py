@@ -95,9 +95,9 @@ def wide_weights(request: Request) -> str | None:
     if request.config.get("keep_fp32_parameters"):
         return "--keep-fp32-parameters"
     owner = engine_owner(request)
-    if owner is not None and not owner.narrow_weights:
+    if owner is not None and not owner.master_weights:
         return owner.name
-    return next((switch.name for switch in request.active.values() if switch.narrow_weights is False), None)
+    return next((switch.name for switch in request.active.values() if switch.master_weights is False), None)
 
 
 def model_facts(config: RunConfig) -> ModelFacts:

@@ -313,7 +313,7 @@ class Switch:
             Other partitioning is over all data-parallel workers.
         implied: whether a model turns the switch on without a flag.
         keeps_base: whether the initial weights of a run stay in the model next to the trained ones.
-        narrow_weights: for a switch with an engine, whether the engine trains 16-bit parameters with fp32 masters. The
+        master_weights: for a switch with an engine, whether the engine trains 16-bit parameters with fp32 masters. The
             default is that it does not. For other switches, False if the parameters must stay fp32.
         no_second_forward: why a step must not have a forward of another model, or two rows per sample. None if it may.
         no_second_model: why a step cannot contain a forward of a reference model. None if it can.
@@ -357,7 +357,7 @@ class Switch:
     divides_copies: bool = False
     implied: Callable[[ModelFacts], bool] = lambda model: False
     keeps_base: bool = False
-    narrow_weights: bool | None = None
+    master_weights: bool | None = None
     no_second_forward: str | None = None
     no_second_model: str | None = None
     freed_memory: FreedMemory = "kept"

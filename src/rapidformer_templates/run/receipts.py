@@ -105,7 +105,7 @@ class Receipts:
             with self._recording_leaves(), torch.compiler.set_stance("force_eager"), torch.no_grad():
                 probe.forward()
         before = self.engine.micro_steps
-        self.engine.before_update = self._measure_gradients
+        self.engine.before_update.append(self._measure_gradients)
         try:
             with ExitStack() as stack:
                 if not compiles:
@@ -114,7 +114,7 @@ class Receipts:
                     stack.enter_context(receipt.around_step())
                 yield
         finally:
-            self.engine.before_update = None
+            self.engine.before_update.remove(self._measure_gradients)
         self._first_step["micro_steps"] = self.engine.micro_steps - before
 
     @contextmanager

@@ -79,7 +79,7 @@ OPTIMIZER_HAS_CPU_FORM = Rule(
 SWITCHES = (
     Switch(
         name="cpu-offload",
-        narrow_weights=False,
+        master_weights=False,
         divides_copies=True,
         summary="Optimizer state in host memory; with ZeRO-3 also parameters.",
         source="[R, D]",

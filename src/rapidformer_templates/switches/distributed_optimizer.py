@@ -40,7 +40,7 @@ SWITCHES = (
         templates=("Trainer",),
         notes=idle_without_copies("distributed-optimizer: one data-parallel worker, so there is nothing to shard"),
         engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
-        narrow_weights=True,
+        master_weights=True,
         divides_copies=True,
         engine_options=lambda request, options: replace(options, shard_over_data="optimizer"),
         receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),

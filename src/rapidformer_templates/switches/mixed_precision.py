@@ -70,7 +70,7 @@ def _engine_options(request: Request, options: EngineOptions) -> EngineOptions:
     if wide_weights(request):
         return options
     types = MasterTypes(request.config.get("grad_accum_dtype"), request.config.get("grad_reduce_dtype"))
-    return dataclasses.replace(options, narrow_weights=types)
+    return dataclasses.replace(options, master_weights=types)
 
 
 OF_GRADIENTS = ("grad_accum_dtype", "grad_reduce_dtype")

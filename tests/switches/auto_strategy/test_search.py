@@ -247,7 +247,7 @@ def test_a_layout_has_masters_where_its_plan_has(
 ) -> None:
     search = search_of(BF16, monkeypatch, 4)
     config, place, _ = plan_request([*BF16.replace("--auto-strategy", "").split(), *layout.flags()])
-    assert (resolve(config, place).engine_options.narrow_weights is not None) is has_masters
+    assert (resolve(config, place).engine_options.master_weights is not None) is has_masters
     setting = search._setting(layout)
     assert isinstance(setting, MemoryOptions)
     assert (setting.masters is not None) is has_masters

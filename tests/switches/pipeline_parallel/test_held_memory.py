@@ -92,7 +92,7 @@ class Held:
                 )
             engine.train_batch(rows, 1e9, 1.0)
             live.reset_peak()
-            engine.before_update = lambda: self._keep_gradients(engine)
+            engine.before_update.append(lambda: self._keep_gradients(engine))
             with self._watching_forwards(live):
                 engine.train_batch(rows, 1e9, 1.0)
         self.peak = live.peak

@@ -51,7 +51,7 @@ class ParallelEngine(SingleEngine):
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
         self._sharding = plan.engine_options.shard_over_data
-        self._gradient_types = _gradient_types(plan.engine_options.narrow_weights)
+        self._gradient_types = _gradient_types(plan.engine_options.master_weights)
         self._sharded_gradients: ShardedGradients
         self._last = False  # whether gradients are complete after this micro batch
 

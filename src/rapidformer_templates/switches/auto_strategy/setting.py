@@ -87,7 +87,7 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
         kept_whole=zero.get("stage3_param_persistence_threshold", KEPT_WHOLE),
         sub_group=zero.get("sub_group_size"),
     )
-    types = options.narrow_weights
+    types = options.master_weights
     masters = None if types is None else MasterWeights(WIDTHS[types.accumulate], WIDTHS[types.reduce])
     return MemoryOptions(
         precision=plan.precision,

@@ -164,7 +164,7 @@ def _acted(measured: Measured) -> str | None:
 SWITCHES = (
     Switch(
         name="lora",
-        narrow_weights=False,
+        master_weights=False,
         summary="Train small matrices on top of frozen weights.",
         source="[peft]",
         keeps_base=True,

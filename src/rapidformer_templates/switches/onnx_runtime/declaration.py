@@ -101,7 +101,7 @@ def _acted(measured: Measured) -> str | None:
 SWITCHES = (
     Switch(
         name="onnx-runtime",
-        narrow_weights=False,
+        master_weights=False,
         summary="Forward and backward graphs in ONNX Runtime.",
         source="[R]",
         no_second_forward="runs one graph for the forward and the backward of a step",
