@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rapidformer_templates.planning.flag_values import Epochs, Interval, TrackerNames
+from rapidformer_templates.planning.optimizers import defaults_of
 from rapidformer_templates.planning.tasks import TASKS
 
 
@@ -289,13 +290,22 @@ class TrainingFlags:
     )
     weight_decay: float = flag(0.01, "decoupled weight decay; does not apply to biases and norms", minimum=0)
     adam_beta1: float | None = flag(
-        None, "decay of Adam's first moment, below 1 (default: the optimizer's, 0.9)", minimum=0
+        None,
+        "decay of Adam's first moment, below 1 "
+        f"(default: the optimizer's, {defaults_of(lambda facts: facts.betas and facts.betas[0])})",
+        minimum=0,
     )
     adam_beta2: float | None = flag(
-        None, "decay of Adam's second moment, below 1 (default: the optimizer's, 0.999)", minimum=0
+        None,
+        "decay of Adam's second moment, below 1 "
+        f"(default: the optimizer's, {defaults_of(lambda facts: facts.betas and facts.betas[1])})",
+        minimum=0,
     )
     adam_epsilon: float | None = flag(
-        None, "added to the root of Adam's second moment (default: the optimizer's, 1e-8; 1e-6 for LAMB)", minimum=0
+        None,
+        "added to the root of Adam's second moment "
+        f"(default: the optimizer's, {defaults_of(lambda facts: facts.epsilon)})",
+        minimum=0,
     )
     layerwise_lr_decay: float | None = flag(
         None,

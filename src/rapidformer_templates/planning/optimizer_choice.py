@@ -76,11 +76,16 @@ def refusal(request: Request, message: str, *switches: str) -> Finding:
     return Finding(message, flags, switches=switches, changes=(replace({"optimizer": "adamw"}),))
 
 
-def has_no_betas(request: Request) -> list[Finding]:
-    """Refuse Adam's decays and epsilon for an optimizer that does not have them."""
+def has_no_such_option(request: Request) -> list[Finding]:
+    """Refuse Adam's decays and epsilon for an optimizer that does not have that option."""
     facts = facts_of(request)
-    fields = [field for field in ADAM_FLAGS if request.config.get(field) is not None]
-    if facts.betas or not fields:
+    supported = (facts.betas, facts.betas, facts.epsilon)
+    fields = [
+        field
+        for field, default in zip(ADAM_FLAGS, supported, strict=True)
+        if default is None and request.config.get(field) is not None
+    ]
+    if not fields:
         return []
     message = f"{facts.name} has no {' and no '.join(map(spelling, fields))}"
     changes = (replace({"optimizer": "adamw"}), drop(dict.fromkeys(fields)))

@@ -6,7 +6,7 @@ derived from these records. Imports no torch, because plans use it, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.optimizer_states import (
@@ -79,8 +79,9 @@ class OptimizerFacts:
         implementation: the class that makes its updates.
         fallback: the class that makes the same update if NVIDIA apex or a GPU is missing.
         package: the optional package that it needs.
-        betas: the defaults of Adam's decays. It takes them as ``betas``, and Adam's epsilon as ``eps``. None if it has
-            neither.
+        betas: the defaults of its two decays, which it takes as ``betas``. None if it has none.
+        epsilon: the default of what it adds to the root of the second moment, which it takes as ``eps``. None if it has
+            none.
         cpu_form: whether an offloaded state can be updated on the CPU.
         not_under: switches whose shards it cannot update. Under 3D parallelism, ZeRO works like the distributed
             optimizer, and divided experts like shards of tensor parallelism.
@@ -93,6 +94,7 @@ class OptimizerFacts:
     fallback: OptimizerClass | None
     package: OptimizerPackage | None
     betas: tuple[float, float] | None
+    epsilon: float | None
     cpu_form: bool
     not_under: frozenset[str]
     groups: str | None
@@ -183,6 +185,7 @@ _RECORDS = (
         fallback=None,
         package=None,
         betas=BETAS,
+        epsilon=1e-8,
         cpu_form=True,
         not_under=frozenset(),
         groups=None,
@@ -194,6 +197,7 @@ _RECORDS = (
         fallback=FUSED_ADAMW,
         package=None,
         betas=BETAS,
+        epsilon=1e-8,
         cpu_form=True,
         not_under=frozenset(),
         groups=None,
@@ -205,6 +209,7 @@ _RECORDS = (
         fallback=LAMB,
         package=None,
         betas=BETAS,
+        epsilon=1e-6,
         cpu_form=False,
         # Its kernel clips by a norm over all gradients that it gets.
         not_under=DIVIDES_PARAMETERS | {"distributed-optimizer"},
@@ -217,6 +222,7 @@ _RECORDS = (
         fallback=None,
         package=None,
         betas=BETAS,
+        epsilon=1e-8,
         cpu_form=True,
         not_under=frozenset(),
         groups=None,
@@ -228,6 +234,7 @@ _RECORDS = (
         fallback=None,
         package=None,
         betas=BETAS,
+        epsilon=1e-8,
         cpu_form=True,
         not_under=frozenset(),
         groups=None,
@@ -239,6 +246,7 @@ _RECORDS = (
         fallback=None,
         package=APEX,
         betas=BETAS,
+        epsilon=1e-8,
         cpu_form=False,
         not_under=frozenset({"fsdp", "expert-parallel"}),
         groups=None,
@@ -257,6 +265,7 @@ _RECORDS = (
         fallback=None,
         package=None,
         betas=None,
+        epsilon=None,
         cpu_form=True,
         # It writes in place into the norms of a DTensor, which torch does not allow.
         not_under=DIVIDES_PARAMETERS | {"expert-parallel"},
@@ -276,6 +285,7 @@ _RECORDS = (
         fallback=None,
         package=BITSANDBYTES,
         betas=BETAS,
+        epsilon=1e-8,
         cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
         groups=None,
@@ -294,6 +304,7 @@ _RECORDS = (
         fallback=None,
         package=TORCHAO,
         betas=BETAS,
+        epsilon=1e-8,
         cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
         groups=None,
@@ -312,6 +323,7 @@ _RECORDS = (
         fallback=None,
         package=TORCHAO,
         betas=BETAS,
+        epsilon=1e-8,
         cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
         groups=None,
@@ -330,6 +342,7 @@ _RECORDS = (
         fallback=None,
         package=None,
         betas=BETAS,
+        epsilon=1e-8,
         cpu_form=True,
         not_under=frozenset(),
         groups=None,
@@ -341,6 +354,7 @@ _RECORDS = (
         fallback=None,
         package=None,
         betas=BETAS,
+        epsilon=1e-6,
         cpu_form=False,
         not_under=DIVIDES_PARAMETERS,
         groups=None,
@@ -359,6 +373,7 @@ _RECORDS = (
         fallback=None,
         package=None,
         betas=BETAS,
+        epsilon=1e-8,
         cpu_form=True,
         not_under=DIVIDES_PARAMETERS,
         groups=f"{_OURS}.muon:groups_of",
@@ -368,6 +383,17 @@ _RECORDS = (
 
 OPTIMIZERS: Mapping[str, OptimizerFacts] = {record.name: record for record in _RECORDS}
 """The optimizers by the value of ``--optimizer``."""
+
+
+def defaults_of(option: Callable[[OptimizerFacts], float | None]) -> str:
+    """Return the defaults of an option as text: the most common one, then the others with the names of optimizers."""
+    names: dict[str, list[str]] = {}
+    for record in _RECORDS:
+        if (default := option(record)) is not None:
+            names.setdefault(f"{default:g}".replace("e-0", "e-"), []).append(record.name)
+    (common, _), *others = sorted(names.items(), key=lambda item: -len(item[1]))
+    return "; ".join([common, *(f"{default} for {' and '.join(users)}" for default, users in others)])
+
 
 DEEPSPEED_TYPES = {
     kind: record.name

@@ -8,7 +8,7 @@ from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.flags import file_schedule
 from rapidformer_templates.planning.flag_values import TRACKERS, TRACKERS_INSTALL, TrackerNames, chosen_trackers
 from rapidformer_templates.planning.metrics import direction_of
-from rapidformer_templates.planning.optimizer_choice import betas_reach_one, has_no_betas
+from rapidformer_templates.planning.optimizer_choice import betas_reach_one, has_no_such_option
 from rapidformer_templates.planning.schedules import SHAPING, STYLES, warmup_steps
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule, RuleList
 from rapidformer_templates.planning.task_choice import metrics_of
@@ -267,7 +267,7 @@ TRAINING_RULES += [
         "Adam's decays are below 1, and they and its epsilon need an optimizer that has them.",
         "adafactor keeps means of rows and columns instead of moments; with a decay of 1 a moment never changes",
         "[torch]",
-        lambda request: [*has_no_betas(request), *betas_reach_one(request)],
+        lambda request: [*has_no_such_option(request), *betas_reach_one(request)],
         Example("--optimizer adafactor --adam-beta2 0.99"),
         refusal="Settings of Adam that are out of range, or that the optimizer does not have.",
     ),

@@ -140,13 +140,13 @@ def test_a_class_has_the_name_and_the_options_of_its_record(path: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if facts.implementation.path in BUILT])
-def test_the_default_betas_are_those_of_the_class(name: str) -> None:
+def test_the_default_betas_and_epsilon_are_those_of_the_class(name: str) -> None:
     facts, model = OPTIMIZERS[name], Model()
     optimizer = _optimizer(facts.implementation, model)
     betas = [group["betas"] for group in optimizer.param_groups if "betas" in group]
     assert set(map(tuple, betas)) == ({facts.betas} if facts.betas else set())
-    if facts.betas:
-        assert all(isinstance(group["eps"], float) for group in optimizer.param_groups if "betas" in group)
+    epsilons = {group["eps"] for group in optimizer.param_groups if "betas" in group and "eps" in group}
+    assert epsilons == ({facts.epsilon} if facts.epsilon else set())
 
 
 @pytest.mark.parametrize("path", BUILT)
