@@ -87,6 +87,7 @@ def test_precision(flags: str, place: Environment, precision: str) -> None:
             "rapidformer_templates.switches.optimizer.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
         ),
         ("--optimizer muon", CPU, "rapidformer_templates.switches.optimizer.muon.Muon"),
+        ("--optimizer lion", CPU, "rapidformer_templates.switches.optimizer.lion.Lion"),
     ],
 )
 def test_stand_ins_are_noted(flags: str, place: Environment, implementation: str) -> None:

@@ -143,6 +143,7 @@ def is_for_muon(parameter: ParameterShape) -> bool:
     return len(parameter.shape) == 2 and not parameter.is_table
 
 
+ONE_MOMENT = StateRule(lambda parameter: FP32 * parameter.count)
 TWO_MOMENTS = StateRule(_moments(FP32))
 UNCOUNTED_MOMENTS = StateRule(_moments(FP32, counter=0))
 """NVIDIA apex and DeepSpeed count steps in plain numbers, not in tensors."""

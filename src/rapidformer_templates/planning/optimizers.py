@@ -16,6 +16,7 @@ from rapidformer_templates.planning.optimizer_states import (
     CODES_WITH_SHARED_TABLES,
     FACTORED,
     MATRIX_MOMENTUM,
+    ONE_MOMENT,
     TWO_MOMENTS,
     UNCOUNTED_MOMENTS,
     ParameterShape,
@@ -378,6 +379,25 @@ _RECORDS = (
         not_under=DIVIDES_PARAMETERS,
         groups=f"{_OURS}.muon:groups_of",
         deepspeed_types=("Muon",),
+    ),
+    OptimizerFacts(
+        name="lion",
+        implementation=OptimizerClass(
+            path=f"{_OURS}.lion.Lion",
+            rule="Lion",
+            elementwise=True,
+            per_parameter=True,
+            state=ONE_MOMENT,
+            l2=None,
+        ),
+        fallback=None,
+        package=None,
+        betas=(0.9, 0.99),
+        epsilon=None,
+        cpu_form=True,
+        not_under=frozenset(),
+        groups=None,
+        deepspeed_types=("Lion",),
     ),
 )
 

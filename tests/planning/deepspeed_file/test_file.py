@@ -179,8 +179,8 @@ IDLE = [
         "ds.json has prescale_gradients: ZeRO scales gradients itself; leave it out",
     ),
     (
-        {"optimizer": {"type": "Lion", "params": {"lr": 0.1}}},
-        "optimizer.type = Lion is not among the optimizers of --optimizer: Adam, AdamW, Lamb, Muon, Adafactor",
+        {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}},
+        "optimizer.type = Adagrad is not among the optimizers of --optimizer: Adam, AdamW, Lamb, Muon, Lion, Adafactor",
     ),
     (
         {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},

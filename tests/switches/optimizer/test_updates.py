@@ -17,6 +17,7 @@ from rapidformer_templates.engines.optimizer_state import plain_tensors, state_t
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.switches.optimizer.anyprecision import AnyPrecisionAdamW
+from rapidformer_templates.switches.optimizer.lion import Lion
 from rapidformer_templates.switches.optimizer.muon import Muon, rule_by_shape, tables_of
 
 LR, DECAY, BETA1, BETA2, EPS = 0.01, 0.1, 0.9, 0.999, 1e-8
@@ -193,7 +194,32 @@ def test_tables_and_vectors_go_to_adamw() -> None:
     assert not any("embeddings" in name or "decoder" in name for name in by_muon)
 
 
-@pytest.mark.parametrize("name", [*LOW, "muon"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_lion_follows_algorithm_2(dtype: torch.dtype) -> None:
+    """In fp64 to the last digits. In fp32 the sign of a mix that is nearly zero may differ."""
+    draw = np.random.default_rng(0)
+    weight, momentum = draw.normal(size=SHAPE), np.zeros(SHAPE)
+    parameter = nn.Parameter(torch.tensor(weight, dtype=dtype))
+    optimizer = Lion([parameter], lr=LR, betas=(0.8, 0.95), weight_decay=DECAY)
+    for _ in range(8):
+        gradient = draw.normal(size=SHAPE)
+        parameter.grad = torch.tensor(gradient, dtype=dtype)
+        optimizer.step()
+        weight = weight - LR * (np.sign(0.8 * momentum + 0.2 * gradient) + DECAY * weight)
+        momentum = 0.95 * momentum + 0.05 * gradient
+    exact = 1e-12 if dtype == torch.float64 else 1e-5
+    np.testing.assert_allclose(parameter.detach().double().numpy(), weight, atol=exact, rtol=0)
+    np.testing.assert_allclose(optimizer.state[parameter]["exp_avg"].double().numpy(), momentum, atol=exact, rtol=0)
+
+
+def test_lion_moves_nothing_where_there_is_no_gradient() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.tensor([1.0, 0.0, -1.0])
+    Lion([parameter], lr=0.1).step()
+    torch.testing.assert_close(parameter.detach(), torch.tensor([0.9, 1.0, 1.1]))
+
+
+@pytest.mark.parametrize("name", [*LOW, "muon", "lion"])
 def test_offloaded_state_makes_the_same_update(name: str) -> None:
     """The update is also the same after loading the state, as from a checkpoint."""
     kind, weights = _class(name), [nn.Parameter(torch.ones(SHAPE)) for _ in range(2)]

@@ -26,10 +26,13 @@ OPTIMIZERS = {
     "ao_adamw_4bit": "adamw_torch_4bit",
     "adafactor": "adafactor",
     "lamb": "lamb",
+    "lion": "lion",
+    "lion_32bit": "lion",
     "muon": "muon",
     "paged_adamw": "adamw_torch",
     "paged_adamw_32bit": "adamw_torch",
     "paged_adamw_8bit": "adamw_bnb_8bit",
+    "paged_lion_32bit": "lion",
 }
 """This library's optimizer for the name of another one."""
 
