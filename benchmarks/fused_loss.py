@@ -24,7 +24,7 @@ from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import saved_bytes
 from rapidformer_templates.switches.fused_loss.transform import fuse_loss
-from rapidformer_templates.system.host_memory import give_freed_memory_back
+from rapidformer_templates.system.process_state import give_freed_memory_back
 
 FLAGS = (
     Flag("vocabulary", 50257, "words"),

@@ -32,7 +32,7 @@ from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.pretraining.gpt import GPTSamples
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.system.host_memory import keep_freed_memory
+from rapidformer_templates.system.process_state import keep_freed_memory
 
 FLAGS = (
     Flag("repeats", 10, "turns per reader"),

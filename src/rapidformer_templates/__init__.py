@@ -53,7 +53,7 @@ if not TYPE_CHECKING:  # so that type checkers find misspelt names
             try:
                 return getattr(import_module(_HOME[name]), name)
             except KeyboardInterrupt:
-                from rapidformer_templates.system import program
+                from rapidformer_templates.system import launch
 
-                program.interrupted_while_importing()
+                launch.interrupted_while_importing()
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -48,7 +48,7 @@ from rapidformer_templates.run.planning_of_script import intercept_for_planning,
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.script_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook, hooks_of
 from rapidformer_templates.run.session import Session, broadcast_weights, open_session
-from rapidformer_templates.system import program
+from rapidformer_templates.system import launch
 from rapidformer_templates.system.launch import is_worker
 
 T = TypeVar("T")
@@ -125,10 +125,10 @@ class Trainer:
 
     def __init__(self, argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = (), **flags: Any) -> None:
         frame = _caller()
-        where = program.line_of(frame)
+        where = launch.line_of(frame)
         if argv is None:
             asks = not flags and not callbacks and frame.f_globals.get("__name__") == "__main__"
-            argv = program.arguments() if asks else []
+            argv = launch.program_arguments() if asks else []
         self.callbacks = checked_callbacks(callbacks)
         self.config: RunConfig = configure.read_config(
             type(self), argv, {name.replace("-", "_"): (value, where) for name, value in flags.items()}
@@ -314,7 +314,7 @@ class Trainer:
         Raises:
             RapidformerError: a mistake that you can fix. If it can be detected in advance, nothing is started.
         """
-        sends = workers is not None or not program.is_script()
+        sends = workers is not None or not launch.is_script()
         before = self.config
         if workers is not None:
             where = "fit(workers=…)"
@@ -438,7 +438,7 @@ class Trainer:
         Errors are shown without a stack trace. The exit status is 0, or that of the error.
         """
         try:
-            template = cls(program.arguments(), **flags)
+            template = cls(launch.program_arguments(), **flags)
             template.fit()
         except RapidformerError as error:
             if is_planning():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rapidformer_templates.data.loader import on_device
-from rapidformer_templates.system import random_state
+from rapidformer_templates.system import process_state
 from rapidformer_templates.system.accelerator import HostCopy
 from tests.support import stand_in
 from tests.support.parity import Trained, weights_apart
@@ -156,9 +156,9 @@ def _read() -> Any:
 
 def _drawn_again() -> Any:
     """Return whether a restored generator draws the same numbers on the device."""
-    tensors, text = random_state.capture()
+    tensors, text = process_state.capture()
     first = torch.rand(4, device=stand_in.NAME)
-    random_state.restore(tensors, text)
+    process_state.restore(tensors, text)
     return torch.equal(first.cpu(), torch.rand(4, device=stand_in.NAME).cpu())
 
 
@@ -170,7 +170,7 @@ DIRECT = {
     "batches are waited for": (_sums, SUMS, Line("data.loader", "computes.wait_event(copy_event)", side=0.1)),
     "memory of batches is kept": (_sums, SUMS, Line("data.loader", RECORD, main=0.05)),
     "values on the host are waited for": (_read, [4.0] * 3, Line("system.accelerator", HEARD, main=0.1)),
-    "the device's random numbers are put back": (_drawn_again, True, Line("system.random_state", RESTORED)),
+    "the device's random numbers are put back": (_drawn_again, True, Line("system.process_state", RESTORED)),
 }
 """In runs as small as these, the values that such a line waits for have always arrived already."""
 

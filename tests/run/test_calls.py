@@ -14,7 +14,7 @@ import pytest
 
 from rapidformer_templates import Callback, Finetuner, Trainer, flag
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.system import program
+from rapidformer_templates.system import launch
 from tests.support.lines import FLAGS, Line
 
 SCRIPT = """
@@ -123,7 +123,7 @@ def test_a_class_of_a_notebook_trains_here(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("in_a_notebook")
 def test_a_notebook_s_command_line_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.arguments() == []
+    assert launch.program_arguments() == []
     assert cell()().config.training.lr is None
     with pytest.raises(SystemExit):
         cell().main(epochs=1, no_save=True)

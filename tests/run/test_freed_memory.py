@@ -12,7 +12,7 @@ import pytest
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.run.building import choose_allocation
-from rapidformer_templates.system.host_memory import freed_memory, use_default_allocator
+from rapidformer_templates.system.process_state import freed_memory, use_default_allocator
 from tests.support.requests import CPU, config_of, on
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
@@ -56,9 +56,9 @@ def test_on_a_gpu_the_host_is_left_alone() -> None:
 
 FAULTS = """
 import resource, sys, torch
-from rapidformer_templates.system import host_memory
+from rapidformer_templates.system import process_state
 
-for way, of in ((host_memory.keep_freed_memory, min), (host_memory.give_freed_memory_back, max)):
+for way, of in ((process_state.keep_freed_memory, min), (process_state.give_freed_memory_back, max)):
     way()
     shares = []
     for step in range(12):  # glibc does not find every hole at once, and the system may give large pages
@@ -67,7 +67,7 @@ for way, of in ((host_memory.keep_freed_memory, min), (host_memory.give_freed_me
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         shares.append(faults * resource.getpagesize() / 2**24)
     print(of(shares))
-    host_memory.use_default_allocator()
+    process_state.use_default_allocator()
 """
 
 

@@ -23,7 +23,7 @@ from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run import building
 from rapidformer_templates.run.receipts import BYTES_BY_RANK
-from rapidformer_templates.system.host_memory import M_MMAP_THRESHOLD, use_default_allocator
+from rapidformer_templates.system.process_state import M_MMAP_THRESHOLD, use_default_allocator
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import start_workers
 

@@ -18,8 +18,8 @@ import rapidformer_templates
 from rapidformer_templates.commands import main as cli
 from rapidformer_templates.commands import train as blackbox
 from rapidformer_templates.errors import Interrupted
-from rapidformer_templates.system import program
-from rapidformer_templates.system.signals import StopRequest
+from rapidformer_templates.system import launch
+from rapidformer_templates.system.processes import StopRequest
 from tests.support.lines import FLAGS, Line
 
 LAUNCHER = """
@@ -38,7 +38,7 @@ from pathlib import Path
 from rapidformer_templates.errors import Interrupted
 from rapidformer_templates.system.launch import report_errors
 from rapidformer_templates.system.processes import end_with_launcher
-from rapidformer_templates.system.signals import stop_request
+from rapidformer_templates.system.processes import stop_request
 
 how, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
@@ -216,12 +216,12 @@ def test_ctrl_c_while_a_script_imports_is_a_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(rapidformer_templates, "import_module", interrupted)
-    monkeypatch.setattr(program, "is_script", lambda: True)
+    monkeypatch.setattr(launch, "is_script", lambda: True)
     with pytest.raises(SystemExit) as caught:
         rapidformer_templates.Finetuner  # noqa: B018
     assert caught.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
-    monkeypatch.setattr(program, "is_script", lambda: False)  # a notebook continues
+    monkeypatch.setattr(launch, "is_script", lambda: False)  # a notebook continues
     with pytest.raises(KeyboardInterrupt):
         rapidformer_templates.Finetuner  # noqa: B018
 

@@ -186,11 +186,11 @@ def test_workers_ended_for_another_ones_error_do_not_hide_it() -> None:
     """The launcher ends the others with SIGTERM. A worker that saves before it exits was not stopped by the user."""
     failures = [_failure(75), _failure(1, {"message": "error: out of memory", "told_at": 50.0})]
     with pytest.raises(ReportedError, match="out of memory"):
-        launch._raise_first(failures, 0.0, is_requested=False)
+        launch.raise_first_error(failures, 0.0, is_requested=False)
     with pytest.raises(Interrupted):
-        launch._raise_first(failures, 0.0, is_requested=True)
+        launch.raise_first_error(failures, 0.0, is_requested=True)
     with pytest.raises(Interrupted):  # a scheduler that signals every process itself
-        launch._raise_first([_failure(75), _failure(75)], 0.0, is_requested=False)
+        launch.raise_first_error([_failure(75), _failure(75)], 0.0, is_requested=False)
 
 
 def test_a_character_that_comes_in_two_pieces_is_printed_whole(
@@ -198,8 +198,8 @@ def test_a_character_that_comes_in_two_pieces_is_printed_whole(
 ) -> None:
     printed = WorkerOutput(tmp_path)
     for piece in (b"caf\xc3", b"\xa9 \xff\n"):
-        printed.files["stdout"].write(piece)
-        printed.files["stdout"].flush()
+        printed.stdout.write(piece)
+        printed.stdout.flush()
         printed.show()
     printed.close()
     assert capsys.readouterr().out == "café \ufffd\n"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed
 from rapidformer_templates.planning.registry import load_object
-from rapidformer_templates.system.signals import interruptible
+from rapidformer_templates.system.processes import interruptible
 
 TOKENIZER_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer")
 

@@ -31,7 +31,7 @@ from rapidformer_templates.system import launch
 
 if TYPE_CHECKING:
     from rapidformer_templates.data.finetuning.tables import DataPart
-    from rapidformer_templates.data.tasks.base import Inputs, Record, Task
+    from rapidformer_templates.data.tasks.base import Inputs, Task
 
 DESCRIPTION = """Predict each row of a file with the exported model of a run, or with any model of transformers.
 
@@ -202,7 +202,7 @@ def _predict(config: RunConfig, task: Task, part: DataPart, inputs: Inputs) -> i
     return 0
 
 
-def _write(output: Path, part: DataPart, records: Sequence[Record]) -> None:
+def _write(output: Path, part: DataPart, records: Sequence[object]) -> None:
     """Write the records to a temporary file and rename it, so that the output is never incomplete."""
     from rapidformer_templates.system.files import finite, sync, writing
 

@@ -15,7 +15,7 @@ from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, check_values, parse_words
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.run.saved_model import SavedModel, find_saved
-from rapidformer_templates.system import launch, program
+from rapidformer_templates.system import launch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,7 +109,7 @@ def in_workers(count: int | None, port: int | None, check: Callable[[], object],
     if (count or 1) == 1:
         return body()
     check()
-    launch.run_workers(program.command(), count or 1, port)
+    launch.run_workers(launch.program_command(), count or 1, port)
     return 0
 
 

@@ -13,7 +13,7 @@ from rapidformer_templates.data.types import Batch
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.plan import Sizes
-from rapidformer_templates.system.random_state import seeded
+from rapidformer_templates.system.process_state import seeded
 from rapidformer_templates.system.workers import Workers
 from rapidformer_templates.trainer import Trainer
 
@@ -42,7 +42,9 @@ class SharedLoader:
     def steps(self) -> Iterator[list[Batch]]:
         """Yield this worker's micro batches for each step of one epoch. The last step may have fewer or none."""
         workers, many = self._workers, self._in_a_step
-        seed, batches = workers.broadcast(self._drawn() if workers.is_main else None)
+        drawn = workers.broadcast(self._drawn() if workers.is_main else None)
+        assert drawn is not None  # by rank 0
+        seed, batches = drawn
         self._passes += 1
         self._own_batches[:] = batches[workers.data_rank :: workers.data]
         self._generator.manual_seed(seed + workers.data_rank)  # each worker's loader processes draw different numbers

@@ -34,7 +34,7 @@ from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.session import Session
-from rapidformer_templates.system import program
+from rapidformer_templates.system import launch
 from rapidformer_templates.trainer import Trainer
 
 INSTEAD = {
@@ -68,7 +68,7 @@ class RapidformerEngine:
     current: ClassVar[RapidformerEngine | None] = None
 
     def __init__(self, extra_args_provider: ExtraArgs | None = None) -> None:
-        script_values, self.words = split_script_flags(program.arguments(), extra_args_provider)
+        script_values, self.words = split_script_flags(launch.program_arguments(), extra_args_provider)
         self.template: Trainer | None = None
         self.args = Arguments(self._config, script_values)
         self.timers = Timers()

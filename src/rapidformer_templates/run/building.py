@@ -34,8 +34,7 @@ from rapidformer_templates.run.index_limits import IndexLimits
 from rapidformer_templates.run.out_of_memory import explained_while_building
 from rapidformer_templates.run.reference import allow_trial, provide_reference
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
-from rapidformer_templates.system.random_state import seed_all
+from rapidformer_templates.system.process_state import give_freed_memory_back, keep_freed_memory, seed_all
 from rapidformer_templates.system.terminal import say
 
 

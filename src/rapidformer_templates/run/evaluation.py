@@ -14,7 +14,7 @@ from rapidformer_templates.planning.task_choice import metrics_of
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.step_errors import locate_index_errors
-from rapidformer_templates.system.random_state import capture, restore
+from rapidformer_templates.system.process_state import capture, restore
 
 
 @contextmanager

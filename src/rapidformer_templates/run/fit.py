@@ -49,10 +49,10 @@ from rapidformer_templates.run.script_workers import (
     train_in_new_workers,
     train_in_this_worker,
 )
-from rapidformer_templates.system import launch, program
+from rapidformer_templates.system import launch
 from rapidformer_templates.system.files import writing
-from rapidformer_templates.system.random_state import kept_process_state
-from rapidformer_templates.system.signals import StopRequest, stop_request
+from rapidformer_templates.system.process_state import kept_process_state
+from rapidformer_templates.system.processes import StopRequest, stop_request
 from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
 from rapidformer_templates.system.workers import Workers, join
 
@@ -74,7 +74,7 @@ def fit(template: Template, then: AfterTraining | None = None) -> Summary:
             return join_and_train(template, then)
 
     def train_in_workers() -> Summary:
-        program.command()  # raises if there is no program that workers could run
+        launch.program_command()  # raises if there is no program that workers could run
         variables, resumes = check_before_workers(template)
         return train_in_new_workers(name, flags, count, port, variables, resumes)
 

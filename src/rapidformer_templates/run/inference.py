@@ -36,7 +36,7 @@ from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.run import Run, Template, begin_run
 from rapidformer_templates.run.step_errors import locate_index_errors
 from rapidformer_templates.system import accelerator, launch
-from rapidformer_templates.system.random_state import kept_process_state
+from rapidformer_templates.system.process_state import kept_process_state
 from rapidformer_templates.system.workers import Workers
 
 Weights = Mapping[str, torch.Tensor]

@@ -28,7 +28,7 @@ from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.run.inference import Weights, whole_weights
 from rapidformer_templates.run.run import Run, Template
 from rapidformer_templates.run.script_workers import record_outcome
-from rapidformer_templates.system import launch, program
+from rapidformer_templates.system import launch
 
 RUN_ATTRIBUTES = ("_run", "_model", "_model_run", "_local_run", "_weights", "_trained_in_workers", "task")
 """Attributes of a template that each run creates again."""
@@ -62,7 +62,7 @@ def _train_in_workers(
         (folder / TEMPLATE).write_bytes(_pickled(template))
         command = [sys.executable, "-m", "rapidformer_templates.run.launch_from_python", str(folder)]
         python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        port, shown = template.config.launch.master_port, not program.is_script()
+        port, shown = template.config.launch.master_port, not launch.is_script()
         try:
             launch.run_workers(command, count, port, {**variables, "PYTHONPATH": python_path}, resumes, shown=shown)
         except ReportedError as report:

@@ -236,16 +236,17 @@ def lock_folder(folder: Path, workers: Workers) -> Iterator[bool]:
 
 def _all_or_none(workers: Workers, body: Callable[[], T]) -> list[T]:
     """Return the result of ``body`` from every rank. The first error of any rank is raised on all."""
-    result, problem = None, None
+    result: list[T] = []
+    problem = None
     try:
-        result = body()
+        result.append(body())
     except RapidformerError as error:
         problem = error
     results = workers.gather((result, problem))
     for _, other in results:
         if other is not None:
             raise other
-    return [value for value, _ in results]
+    return [value for values, _ in results for value in values]
 
 
 def _check_visible(folder: Path, visible: list[bool], workers: Workers) -> None:

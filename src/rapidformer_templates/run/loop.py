@@ -23,7 +23,7 @@ from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saving import Checkpoints
 from rapidformer_templates.run.step_errors import locate_device_errors, locate_index_errors
 from rapidformer_templates.system import accelerator
-from rapidformer_templates.system.signals import StopRequest
+from rapidformer_templates.system.processes import StopRequest
 from rapidformer_templates.system.terminal import say
 
 

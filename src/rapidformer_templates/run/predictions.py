@@ -15,7 +15,7 @@ from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.base import Inputs, Record
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.system.random_state import capture, restore
+from rapidformer_templates.system.process_state import capture, restore
 from rapidformer_templates.system.workers import Workers
 
 GREEDY = Generation()

@@ -16,7 +16,7 @@ from rapidformer_templates.run.checkpoint.check import newest_complete, problem_
 from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.run import Best, Position, Run
-from rapidformer_templates.system.random_state import restore, seed_all
+from rapidformer_templates.system.process_state import restore, seed_all
 from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
 

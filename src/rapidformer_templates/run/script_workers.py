@@ -16,7 +16,7 @@ from typing import TypedDict
 
 from rapidformer_templates.errors import ConfigError, RapidformerError, ReportedError, WorkerFailed
 from rapidformer_templates.run.folder import Summary
-from rapidformer_templates.system import launch, program
+from rapidformer_templates.system import launch
 
 CALL = "RAPIDFORMER_CALL"
 """Environment variable of workers that ``fit`` has started: the folder with the data of the call."""
@@ -80,7 +80,7 @@ def train_in_new_workers(
     with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder:
         call = Call(template=template, flags=flags, outcomes=_outcomes)
         Path(folder, "call.json").write_text(json.dumps(call), encoding="utf-8")
-        launch.run_workers(program.command(), count, port, {**(variables or {}), CALL: folder}, resumes)
+        launch.run_workers(launch.program_command(), count, port, {**(variables or {}), CALL: folder}, resumes)
         result = Path(folder, "summary.json")
         if not result.exists():
             raise WorkerFailed(

@@ -45,8 +45,8 @@ from rapidformer_templates.run.resume import check_base, checkpoint_to_load, res
 from rapidformer_templates.run.run import Position, Template, begin_run
 from rapidformer_templates.run.script_workers import CALL
 from rapidformer_templates.run.step_errors import locate_device_errors
-from rapidformer_templates.system import accelerator, launch, program
-from rapidformer_templates.system.random_state import seed_all
+from rapidformer_templates.system import accelerator, launch
+from rapidformer_templates.system.process_state import seed_all
 from rapidformer_templates.system.workers import Workers, join
 
 SESSION_FLAGS = frozenset(
@@ -97,7 +97,7 @@ def open_session(
             raise ConfigError("compose() comes before a fit() in the same script", hint="split them into two scripts")
         launch.report_uncaught()
     elif count > 1:
-        command = program.command()
+        command = launch.program_command()
         _show(template)
         launch.run_workers(command, count, template.config.launch.master_port, chosen_layout(template.config))
         raise SystemExit(0)

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from rapidformer_templates.errors import RapidformerError
 
@@ -146,7 +146,7 @@ def to_json(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """Convert values for JSON. Infinite numbers and NaN become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Starts local workers for ``--nproc-per-node N`` and reports their first error once. Imports no torch."""
+"""Starts this program again in local workers, and reports their first error once. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
-from rapidformer_templates.system.processes import ERROR_FILE, Failure, WorkerProcesses
-from rapidformer_templates.system.signals import stop_signal
+from rapidformer_templates.system.processes import ERROR_FILE, ErrorRecord, Failure, WorkerProcesses, stop_signal
 
 T = TypeVar("T")
 
@@ -31,12 +30,6 @@ CHOSEN = "RAPIDFORMER_CHOSEN_LAYOUT"
 
 NOTICE_SECONDS = 5
 """Seconds within which the peers of a killed worker fail, too, and report it."""
-
-REPORTED_AT = "told_at"
-"""Key in a worker's error file: the time at which :func:`report_errors` wrote it."""
-
-INTERRUPTED = "interrupted"
-"""Key in a worker's error file: the fields of an :class:`Interrupted`."""
 
 
 def is_worker() -> bool:
@@ -89,7 +82,7 @@ def run_workers(
             workers.kill()
         failures = workers.failures()
         if failures:
-            _raise_first(
+            raise_first_error(
                 failures, started, is_requested=bool(stop.signals), is_repeated=stop.is_repeated, resumes=resumes
             )
 
@@ -134,7 +127,7 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
-def _raise_first(
+def raise_first_error(
     failures: list[Failure],
     started: float,
     *,
@@ -152,7 +145,7 @@ def _raise_first(
         is_repeated: whether the launcher was asked twice and has killed the workers.
         resumes: whether there is a checkpoint to resume from.
     """
-    interruptions = [f.report[INTERRUPTED] for f in failures if INTERRUPTED in f.report]
+    interruptions = [f.report["interrupted"] for f in failures if "interrupted" in f.report]
     passed_on = [-signal.SIGTERM, -signal.SIGHUP] + ([-signal.SIGKILL] if is_repeated else [])
     ended = [Interrupted.SAVED, Interrupted.LOST] + (passed_on if is_requested else [])
     others = [f for f in failures if f.status not in ended]
@@ -165,7 +158,7 @@ def _raise_first(
         message = "stopped before the first step; nothing was lost"
         raise Interrupted(message, hint="start it again", saved=resumes())
     first = min(others, key=_failure_time)
-    if REPORTED_AT in first.report:
+    if "told_at" in first.report:
         raise ReportedError(first.report["message"], first.status if first.status > 0 else 1, first.rank)
     memory = "out of memory is the usual cause of SIGKILL; " if first.status == -signal.SIGKILL else ""
     raise WorkerFailed(
@@ -176,8 +169,8 @@ def _raise_first(
 
 def _failure_time(failure: Failure) -> float:
     """Return the time of a failure in seconds. A killed worker is only noticed some time after its peers lost it."""
-    if REPORTED_AT in failure.report:
-        return float(failure.report[REPORTED_AT])
+    if "told_at" in failure.report:
+        return failure.report["told_at"]
     ended_by_us = failure.status == -signal.SIGTERM
     return math.inf if ended_by_us else failure.noticed - NOTICE_SECONDS
 
@@ -196,10 +189,10 @@ def report_errors(body: Callable[[], T]) -> T:
             text, status = traceback.format_exc().rstrip(), 1
         path = os.environ.get(ERROR_FILE)
         if path and Path(path).parent.exists():  # if the launcher was killed, nobody reads the file
-            record: dict[str, object] = {"message": text, "timestamp": int(time.time()), REPORTED_AT: time.time()}
+            report: ErrorRecord = {"message": text, "timestamp": int(time.time()), "told_at": time.time()}
             if isinstance(error, Interrupted):
-                record[INTERRUPTED] = {"message": error.message, "hint": error.hint, "saved": error.saved}
-            Path(path).write_text(json.dumps(record), encoding="utf-8")
+                report["interrupted"] = {"message": error.message, "hint": error.hint, "saved": error.saved}
+            Path(path).write_text(json.dumps(report), encoding="utf-8")
         else:
             print(text, file=sys.stderr)
         # Peers may be waiting for this process in a collective, so do not wait for them.
@@ -220,3 +213,56 @@ def report_uncaught() -> None:
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = tell
+
+
+def is_script() -> bool:
+    """Return whether a file or a module is run, instead of an interactive session, piped code or a notebook cell."""
+    program = sys.modules["__main__"]
+    shell = sys.modules.get("IPython")
+    if shell is not None and shell.get_ipython() is not None:
+        return False
+    file = getattr(program, "__file__", None)  # "<stdin>" for a program on standard input
+    return getattr(program, "__spec__", None) is not None or (file is not None and Path(file).is_file())
+
+
+def line_of(frame: FrameType) -> str:
+    """Return the location of a frame: ``train.py:8``, or ``In[3]:8`` for the third cell that a notebook has run."""
+    shell = sys.modules.get("IPython")
+    cell = shell.get_ipython() if shell is not None else None
+    if cell is not None and frame.f_globals.get("__name__") == "__main__":
+        return f"In[{cell.execution_count}]:{frame.f_lineno}"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def program_arguments() -> list[str]:
+    """Return the command line of the program. Arguments of a notebook's kernel are not included."""
+    piped_in = sys.argv[:1] in (["-"], ["-c"])  # Python's names for code without a file
+    return sys.argv[1:] if is_script() or piped_in else []
+
+
+def program_command() -> list[str]:
+    """Return the command that starts this program again.
+
+    Raises:
+        ConfigError: there is no program to start, as in a notebook, an interactive session or on standard input.
+    """
+    if not is_script():
+        raise ConfigError(
+            "workers can only be started from a script or the command line",
+            where="--nproc-per-node",
+            hint="each worker runs the program again, but this one is not in a file: "
+            "save the code as a script, or train with one worker here (nproc_per_node=1)",
+        )
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def interrupted_while_importing() -> NoReturn:
+    """End a script with one line and no stack trace if Ctrl-C interrupted its imports, which take seconds.
+
+    Raises:
+        KeyboardInterrupt: at a prompt or in a notebook, which continues.
+    """
+    if not is_script():
+        raise KeyboardInterrupt
+    print("interrupted", file=sys.stderr)
+    raise SystemExit(Interrupted.LOST)

@@ -1,7 +1,8 @@
-"""Local worker processes that end together, and with the process that started them. Imports no torch.
+"""Requests to save and end (SIGTERM, SIGINT, SIGHUP), and local workers that end together. Imports no torch.
 
-Torch's launcher is not used for three reasons. It kills workers 30 seconds after a SIGTERM, but a checkpoint of a large
-model takes longer. It does not support a second Ctrl-C. It handles signals that nohup ignores.
+Workers also end with the process that started them. Torch's launcher is not used for three reasons. It kills workers 30
+seconds after a SIGTERM, but a checkpoint of a large model takes longer. It does not support a second Ctrl-C. It handles
+signals that nohup ignores.
 """
 
 from __future__ import annotations
@@ -16,14 +17,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TypedDict
 
 from rapidformer_templates.errors import Interrupted
-from rapidformer_templates.system.signals import StopSignal
+
+Handler = Callable[[int, FrameType | None], None]
+
+ASKING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+"""Signals from a scheduler, from Ctrl-C, and from a terminal that is closed."""
+
+INSISTS_AFTER = 1.0
+"""Seconds. An earlier signal is the same request, sent to both the process and its group, or by shell and terminal."""
+
 
 LAUNCHER = "RAPIDFORMER_LAUNCHER"
 """Set for our own workers: the process id of the process that started them."""
@@ -37,13 +48,146 @@ GRACE = 30.0
 POLL = 0.05
 """Seconds between two checks of the workers."""
 
-
 GLOO_THREADS = "pt_gloo_runloop"
 LOOKS, BETWEEN, PATIENCE = 3, 0.002, 10.0
 """Number of checks in a row that find all of gloo's threads asleep, seconds between checks, and maximum seconds."""
 
-Report = dict[str, Any]
-"""The contents of a worker's error file, as JSON."""
+
+class StopSignal:
+    """Records the signals that asked a process to end."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self.is_repeated = False
+        self._first = 0.0
+        self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == getattr(signal, "SIGHUP", None):
+            for fd in self._terminals:  # writing to a closed terminal would raise an error
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), fd)
+        now = time.monotonic()
+        if not self.signals:
+            self._first = now
+        elif number in (signal.SIGTERM, signal.SIGINT) and now - self._first >= INSISTS_AFTER:
+            self.is_repeated = True
+        self.signals.append(number)
+
+
+class StopRequest:
+    """A request to end the run.
+
+    Outside of the loop there is nothing left to save, so the request ends the run at once. Inside the loop a second
+    request, such as a second Ctrl-C, means: do not wait for the save.
+
+    Args:
+        resumes: whether there is a checkpoint from which the same command would resume.
+        alone: there is no launcher for this process, so a second request must end it here.
+    """
+
+    def __init__(self, resumes: Callable[[], bool] = lambda: False, *, alone: bool = True) -> None:
+        self._signal = StopSignal()
+        self._resumes = resumes
+        self._alone = alone
+        self._in_loop = self._raised = False
+        self._saves: bool | None = None  # after the loop: whether it has saved its work
+
+    @property
+    def is_requested(self) -> bool:
+        return bool(self._signal.signals)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._signal(number, frame)
+        if self._signal.is_repeated and self._alone:
+            os.write(2, b"stopped at once, as requested twice\n")  # print is not safe here because it may be running
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if self._in_loop or self._raised:
+            return
+        self._raised = True  # only once, because a second exception would interrupt the cleanup
+        if self._saves is None:
+            message = "stopped before the first step; nothing was lost"
+            raise Interrupted(message, hint="start it again", saved=self._resumes())
+        message = "stopped after the last step, before evaluation and export were done"
+        if self._saves:
+            raise Interrupted(message, hint="every step is saved: --resume does the rest")
+        raise Interrupted(message, hint="nothing was saved: there is no --save", saved=False)
+
+    @contextmanager
+    def loop(self, *, saves: bool) -> Iterator[StopRequest]:
+        """Inside the context, store a request until the loop checks for it.
+
+        Args:
+            saves: whether the code inside leaves a checkpoint.
+        """
+        self._in_loop = True
+        try:
+            yield self
+            self._saves = saves
+        finally:
+            self._in_loop = False
+
+
+@contextmanager
+def stop_request(resumes: Callable[[], bool] = lambda: False, *, alone: bool = True) -> Iterator[StopRequest]:
+    """Handle requests to end inside the context. Only in the main thread, because Python requires it."""
+    request = StopRequest(resumes, alone=alone)
+    with _handled(request):
+        yield request
+
+
+@contextmanager
+def stop_signal() -> Iterator[StopSignal]:
+    """Record requests to end inside the context (in the main thread)."""
+    stop = StopSignal()
+    with _handled(stop):
+        yield stop
+
+
+@contextmanager
+def interruptible(message: str, hint: str) -> Iterator[None]:
+    """Raise :class:`Interrupted` inside the context on a request to end (in the main thread)."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(message, hint=hint)
+
+    with _handled(interrupt):
+        yield
+
+
+@contextmanager
+def _handled(handler: Handler) -> Iterator[None]:
+    previous = {}
+    try:
+        for number in ASKING:
+            if number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup
+            previous[number] = signal.signal(number, handler)
+    except ValueError:
+        previous = {}  # not the main thread: the owner of the process handles its signals
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+class InterruptedFields(TypedDict):
+    """The fields of an :class:`Interrupted`."""
+
+    message: str
+    hint: str | None
+    saved: bool
+
+
+class ErrorRecord(TypedDict, total=False):
+    """The contents of a worker's error file, as JSON. ``told_at`` is the time at which the worker wrote it."""
+
+    message: str
+    timestamp: int
+    told_at: float
+    interrupted: InterruptedFields
 
 
 @dataclass(frozen=True)
@@ -60,7 +204,7 @@ class Failure:
     rank: int
     status: int
     noticed: float
-    report: Report = field(default_factory=dict)
+    report: ErrorRecord = field(default_factory=ErrorRecord)
 
     @property
     def describe_end(self) -> str:
@@ -97,7 +241,8 @@ class WorkerProcesses:
                         command,
                         env={**os.environ, **environment, **variables},
                         start_new_session=True,
-                        **(self._output.files if self._output else {}),
+                        stdout=self._output.stdout if self._output else None,
+                        stderr=self._output.stderr if self._output else None,
                     )
                 )
         except OSError:  # not enough memory or process ids for one more process
@@ -174,8 +319,7 @@ class WorkerOutput:
 
     def __init__(self, folder: Path) -> None:
         paths = (folder / "stdout", folder / "stderr")
-        out, err = (path.open("ab") for path in paths)
-        self.files: dict[str, Any] = {"stdout": out, "stderr": err}  # arguments for the Popen of such a process
+        self.stdout, self.stderr = (path.open("ab") for path in paths)
         # The output so far may end in the middle of a character.
         self._readers = [(path.open("rb"), codecs.getincrementaldecoder("utf-8")(errors="replace")) for path in paths]
 
@@ -188,13 +332,13 @@ class WorkerOutput:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (*self.files.values(), *(reader for reader, _ in self._readers)):
+        for file in (self.stdout, self.stderr, *(reader for reader, _ in self._readers)):
             file.close()
 
 
-def _read(file: Path) -> Report:
+def _read(file: Path) -> ErrorRecord:
     try:
-        report: Report = json.loads(file.read_text(encoding="utf-8"))
+        report: ErrorRecord = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # it wrote nothing, or was killed while writing
         return {}
     return report

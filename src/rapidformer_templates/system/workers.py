@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) 
 """Takes (whole, share) and fills the whole tensor with the shards of all workers of a group."""
 reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Takes (share, partial) and fills this worker's shard with the sum of all workers' partial tensors."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -130,15 +132,15 @@ class Workers:
             dist.all_reduce(tensor)
         return tensor
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Gather ``value`` from every worker, by rank."""
         if self.world == 1:
             return [value]
-        values: list[Any] = [None] * self.world
+        values = [value] * self.world
         dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: T) -> T:
         """Return the value of rank 0."""
         if self.world == 1:
             return value

@@ -26,7 +26,7 @@ from rapidformer_templates.commands.bench.worker import (
     build_model,
 )
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.system import launch, program
+from rapidformer_templates.system import launch
 from rapidformer_templates.system.processes import wait_at_exit
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def main() -> int:
         launch.report_errors(lambda: run_job(job))
         return 0
     try:
-        launch.run_workers(program.command(), job.workers)
+        launch.run_workers(launch.program_command(), job.workers)
     except RapidformerError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status

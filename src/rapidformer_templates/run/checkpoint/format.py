@@ -27,7 +27,7 @@ from rapidformer_templates.engines.shards import Shard, ShardKind, shards_to_wri
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.system.files import Seal, explain, sync, to_json, write_synced, write_text
-from rapidformer_templates.system.random_state import capture
+from rapidformer_templates.system.process_state import capture
 from rapidformer_templates.system.workers import Workers
 
 FORMAT = 2
