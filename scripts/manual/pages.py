@@ -16,15 +16,12 @@ from rapidformer_templates.commands.catalogue import table
 from rapidformer_templates.commands.compatibility import MATRIX_MACHINE, compatibility, with_additions
 from rapidformer_templates.commands.explain import explanation
 from rapidformer_templates.commands.main import PlanFlags
-from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_parser import build_parser
-from rapidformer_templates.planning.registry import REGISTRY, switch_options
+from rapidformer_templates.planning.registry import DOCUMENTS, REGISTRY, in_words, sources_of, switch_options
 from rapidformer_templates.planning.request import build_request
-from rapidformer_templates.planning.resolve import choose_template
-from rapidformer_templates.planning.sources import DOCUMENTS, in_words, sources_of
-from rapidformer_templates.planning.suggest import apply
-from rapidformer_templates.planning.switch import FORECAST, TEMPLATES, Request, Rule, Switch
+from rapidformer_templates.planning.resolve import apply, choose_template
+from rapidformer_templates.planning.switch import FORECAST, TEMPLATES, Request, Rule, Switch, spell
 
 ACTS = "The switch changes memory or time. The loss and the weights stay the same as without it."
 CHANGES = "The switch changes the result, not only memory or time. Compare runs that use it with each other."

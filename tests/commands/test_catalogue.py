@@ -12,8 +12,7 @@ from rapidformer_templates.commands.compatibility import CompatibilityTable, com
 from rapidformer_templates.commands.explain import explain
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import SECTIONS
-from rapidformer_templates.planning.registry import REGISTRY, switch_options
-from rapidformer_templates.planning.sources import DOCUMENTS, in_words, sources_of
+from rapidformer_templates.planning.registry import DOCUMENTS, REGISTRY, in_words, sources_of, switch_options
 from rapidformer_templates.planning.switch import Rule
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,7 @@ import pytest
 from rapidformer_templates.errors import Refused
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY, Registry
-from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.planning.suggest import Path, nearest, to_suggestion
+from rapidformer_templates.planning.resolve import Path, nearest, resolve, to_suggestion
 from rapidformer_templates.planning.switch import TEMPLATES, Request
 from tests.support.requests import CPU, GPUS, on, with_switches
 

@@ -15,13 +15,11 @@ from rapidformer_templates.commands.compatibility import (
     refused_pairs,
     rule_origin,
 )
-from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
-from rapidformer_templates.planning.registry import REGISTRY, Registry
-from rapidformer_templates.planning.sources import DOCUMENTS, in_words
-from rapidformer_templates.planning.switch import Switch
+from rapidformer_templates.planning.registry import DOCUMENTS, REGISTRY, Registry, in_words
+from rapidformer_templates.planning.switch import Switch, spell
 from rapidformer_templates.system.terminal import console
 
 MARKS = ("<!-- made by make docs -->", "<!-- end of what is made -->")

@@ -8,14 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.changes import ADD
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Environment
-from rapidformer_templates.planning.registry import REGISTRY, Registry
+from rapidformer_templates.planning.registry import DOCUMENTS, OWN, REGISTRY, Registry, sources_of
 from rapidformer_templates.planning.request import build_request
-from rapidformer_templates.planning.sources import DOCUMENTS, OWN, sources_of
-from rapidformer_templates.planning.suggest import apply
-from rapidformer_templates.planning.switch import TEMPLATES, Change, Request, Rule, Switch
+from rapidformer_templates.planning.resolve import apply
+from rapidformer_templates.planning.switch import ADD, TEMPLATES, Change, Request, Rule, Switch
 
 # The matrix shows which switches work together, not what this machine has. So it assumes eight GPUs and all packages.
 MATRIX_MACHINE = Environment(

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from rapidformer_templates.errors import ConfigError, Suggestion
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flag_parser import CommandParser, parse
-from rapidformer_templates.planning.registry import REGISTRY, Registry
+from rapidformer_templates.planning.registry import REGISTRY, Registry, in_words
 from rapidformer_templates.planning.request import build_request
-from rapidformer_templates.planning.sources import in_words
-from rapidformer_templates.planning.suggest import nearest, to_suggestion
+from rapidformer_templates.planning.resolve import nearest, to_suggestion
 from rapidformer_templates.planning.switch import Request, Rule
 
 NAMES = re.compile(r"--|peft|tf32|torch")

@@ -27,6 +27,7 @@ from rapidformer_templates.errors import (
 )
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.config import RunConfig, to_yaml
+from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
 from rapidformer_templates.planning.environment import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName, Environment
 from rapidformer_templates.planning.flag_parser import CommandParser, FlagParser, add_flags, build_parser, parse, split
 from rapidformer_templates.planning.flag_values import Epochs
@@ -35,7 +36,6 @@ from rapidformer_templates.planning.hub import config_is_unknown, prepare_config
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object, switch_options
 from rapidformer_templates.planning.resolve import choose_template, resolve, with_template_defaults
-from rapidformer_templates.planning.task_choice import check_data_flags, check_task_flags
 from rapidformer_templates.run import planning_of_script
 from rapidformer_templates.run.best import check_metric
 from rapidformer_templates.system.terminal import console

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from rapidformer_templates.data.types import Batch, Data, Endless
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.planning.flag_values import SET_NAME
-from rapidformer_templates.planning.metrics import TEST
+from rapidformer_templates.planning.flag_values import SET_NAME, TEST
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rapidformer_templates.planning.changes import move
 from rapidformer_templates.planning.switch import (
     TEMPLATES,
     Change,
@@ -18,6 +17,7 @@ from rapidformer_templates.planning.switch import (
     Resource,
     Rule,
     Switch,
+    move,
 )
 
 PARTITIONING = "partitioning"  # the family of switches that divide the model's states over the workers

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.planning.metrics import TEST
 
 UNITS: Final = {
     "step": "steps", "sample": "samples", "token": "tokens", "minute": "minutes", "min": "minutes", "epoch": "epochs",
@@ -142,6 +141,8 @@ def chosen_trackers(requested: str | None, installed: Container[str]) -> tuple[s
     return TrackerNames(requested).names if requested else ()  # other processes pass it as plain text
 
 
+TEST = "test"
+"""The name of the test part among the evaluated sets."""
 SET_NAME = re.compile(r"[\w.-]+")
 """Valid names of validation sets."""
 

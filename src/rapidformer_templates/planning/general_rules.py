@@ -5,13 +5,23 @@ from __future__ import annotations
 from dataclasses import Field
 from functools import cache
 
-from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import one_claim
 from rapidformer_templates.planning.config import fields_of, spelling
 from rapidformer_templates.planning.environment import no_device
-from rapidformer_templates.planning.optimizer_choice import missing_package
+from rapidformer_templates.planning.request import optimizer_facts
 from rapidformer_templates.planning.schedules import WARMUPS
-from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Resource, Rule, RuleList
+from rapidformer_templates.planning.switch import (
+    Change,
+    Example,
+    Finding,
+    Request,
+    Resource,
+    Rule,
+    RuleList,
+    add,
+    drop,
+    replace,
+)
 
 RULES = RuleList()
 
@@ -59,7 +69,11 @@ def _package_installed(request: Request) -> list[Finding]:
         for switch in request.active.values()
         if switch.needs_package and switch.needs_package not in request.environment.packages
     ]
-    return [*missing, *missing_package(request)]
+    optimizer = optimizer_facts(request)
+    if (package := optimizer.package) and package.name not in request.environment.packages:
+        message = f"{optimizer.name} needs {package.name}, which is not installed: {package.install}"
+        missing.append(Finding(message, request.asked("optimizer"), changes=(replace({"optimizer": "adamw"}),)))
+    return missing
 
 
 @RULES.add(

@@ -1,10 +1,13 @@
-"""Whether a metric should be low or high, by its name. Does not import torch."""
+"""The metrics of a run: their names, and whether a low or a high value is better. Does not import torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from typing import Literal
+
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.tasks import METRICS_OF_PROBLEM, TASKS
 
 Direction = Literal["min", "max"]
 
@@ -38,10 +41,6 @@ TURNED = {"neg", "negative", "minus", "inverse"}
 _KNOWN: Mapping[str, Direction] = {**dict.fromkeys(LEAST, "min"), **dict.fromkeys(MOST, "max")}
 
 
-TEST = "test"
-"""The name of the test part among the evaluated sets."""
-
-
 def metric_name(of: str, metric: str) -> str:
     """Return the name of a metric of an evaluated set. The unnamed validation part has no prefix.
 
@@ -65,3 +64,29 @@ def direction_of(name: str) -> Direction | None:
     if ending is None or (TURNED.intersection(words) and ending != ends[0]):
         return None
     return _KNOWN[ending]
+
+
+def metrics_of(config: RunConfig, *, of_task: bool = True) -> tuple[str, ...]:
+    """Return the names of the results of an evaluation without a ``compute_metrics`` of the user.
+
+    Args:
+        of_task: whether the task's metrics are computed, as for the task's own data.
+    """
+    task = TASKS.get(config.training.task or "")
+    # A perplexity is meaningful if the loss is the log-likelihood of a token and nothing is added to it.
+    likelihood = task is not None and task.predicts_tokens and not config.data.sentence_pairs
+    names = ("eval_loss", "perplexity") if likelihood else ("eval_loss",)
+    if task is None or not of_task:
+        return names
+    if task.name == "preference":
+        return (*names, *preference_metrics(is_unpaired=config.training.preference_loss == "kto"))
+    if task.name == "sequence_classification":
+        problem = config.data.problem_type  # None if only the data decide it
+        groups = METRICS_OF_PROBLEM.values() if problem is None else (METRICS_OF_PROBLEM[problem],)
+        return (*names, *dict.fromkeys(name for metrics in groups for name in metrics))
+    return (*names, *task.metrics)
+
+
+def preference_metrics(*, is_unpaired: bool) -> tuple[str, ...]:
+    """Return the metrics of preferences. If each answer is judged separately, there is no accuracy of a choice."""
+    return TASKS["preference"].metrics[: 3 if is_unpaired else 4]

@@ -1,4 +1,4 @@
-"""The registry of all switches and rules.
+"""The registry of all switches and rules, and the documents that they come from. Does not import torch.
 
 A switch is found if it is in the folder of switches, or if an installed package declares it.
 """
@@ -19,7 +19,6 @@ from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.data_rules import DATA_RULES
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.general_rules import RULES
-from rapidformer_templates.planning.preference_rules import PREFERENCE_RULES
 from rapidformer_templates.planning.switch import Finding, Request, Rule, Switch
 from rapidformer_templates.planning.training_rules import TRAINING_RULES
 
@@ -28,6 +27,59 @@ SWITCHES = "rapidformer_templates.switches"
 
 It is a name and not an import, because planning is a lower layer than the switches.
 """
+
+
+OWN = "rapidformer_templates"
+"""Source of a rule that is neither documented nor due to another package."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document that declarations name by a letter.
+
+    Attributes:
+        name: what messages and pages call it.
+        title: its title.
+        link: its address, if there is one.
+    """
+
+    name: str
+    title: str
+    link: str = ""
+
+
+DOCUMENTS: Mapping[str, Document] = {
+    "R": Document(
+        "Rapidformer parameter reference",
+        "Parameter settings, in the manual of PAI-Rapidformer",
+        "https://www.alibabacloud.com/help/en/pai/user-guide/parameter-settings",
+    ),
+    "B": Document("Rapidformer benchmarks", "Training performance, in the manual of PAI-Rapidformer"),
+    "M": Document("Megatron best practice", "LLM on DLC: Megatron best practice"),
+    "S": Document(
+        "single-GPU guide of Transformers",
+        "Methods and tools for efficient training on a single GPU, in the manual of Transformers 4.37",
+        "https://huggingface.co/docs/transformers/v4.37.2/perf_train_gpu_one",
+    ),
+    "D": Document(
+        "DeepSpeed guide of Transformers",
+        "DeepSpeed integration, in the manual of Transformers 4.37",
+        "https://huggingface.co/docs/transformers/v4.37.2/main_classes/deepspeed",
+    ),
+}
+"""Documents by their letter. All other sources are names of packages, papers, or this library."""
+
+
+def sources_of(source: str) -> Sequence[str]:
+    """Return the parts of a source: ``[R, torch]`` is ``R`` and ``torch``."""
+    return source.strip("[]").split(", ")
+
+
+def in_words(source: str) -> str:
+    """Return a source as a reader sees it: ``[R, torch]`` is ``Rapidformer parameter reference, torch``."""
+    words = {letter: document.name for letter, document in DOCUMENTS.items()}
+    words |= dict.fromkeys((OWN, "environment"), "this library")
+    return ", ".join(words.get(part, part) for part in sources_of(source))
 
 
 @dataclass(frozen=True)
@@ -43,10 +95,10 @@ class Registry:
         Raises:
             KeyError: there is no such switch.
         """
-        return self._switches_by_name[name]
+        return self._by_name[name]
 
     @cached_property
-    def _switches_by_name(self) -> Mapping[str, Switch]:
+    def _by_name(self) -> Mapping[str, Switch]:
         return {switch.name: switch for switch in self.switches}
 
     @cached_property
@@ -159,7 +211,7 @@ def _check_unique(switches: Sequence[Switch]) -> None:
                 raise ConfigError(f"{what} {name} is declared twice", where=switch.options.__module__, hint=_WITHOUT)
 
 
-GENERAL = (*RULES, *TRAINING_RULES, *PREFERENCE_RULES, *DATA_RULES)
+GENERAL = (*RULES, *TRAINING_RULES, *DATA_RULES)
 """Rules that belong to no switch."""
 
 REGISTRY = Registry(_discover(), GENERAL)

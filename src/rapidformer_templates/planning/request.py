@@ -1,4 +1,4 @@
-"""The facts that rules check: sizes, model and active switches, read from a configuration. Does not import torch."""
+"""The facts that rules check: sizes, model, active switches, engine and optimizer. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ from typing import Any
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.deepspeed_file.flags import decays_in_the_gradient
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import ModelFlags
 from rapidformer_templates.planning.hub import cached_folder
+from rapidformer_templates.planning.optimizers import (
+    ADAMW,
+    BETAS,
+    CPU_ADAM,
+    FUSED_ADAMW,
+    OPTIMIZERS,
+    OptimizerClass,
+    OptimizerFacts,
+)
 from rapidformer_templates.planning.plan import Sizes
-from rapidformer_templates.planning.switch import ModelFacts, Request, Switch, acting_together
+from rapidformer_templates.planning.switch import ModelFacts, Request, Resource, Switch, acting_together
 
 # Names of the same size in the configurations of different architectures in transformers.
 CONFIG_KEYS = {
@@ -132,3 +142,54 @@ def _read_config(flags: ModelFlags) -> dict[str, object]:
     if not isinstance(content, dict):
         raise ModelError(f"{file} does not hold a JSON object", where="--pretrained-model-name-or-path")
     return content
+
+
+def optimizer_facts(request: Request) -> OptimizerFacts:
+    """Return the record of the chosen optimizer."""
+    return OPTIMIZERS[request.config.get("optimizer")]
+
+
+def optimizer_class(request: Request) -> OptimizerClass:
+    """Return the class that makes the updates in this run. For apex's classes it may be the fallback."""
+    facts = optimizer_facts(request)
+    if on_host_by_deepspeed(request):
+        return CPU_ADAM
+    chosen = facts.fallback if facts.fallback and fallback_reason(request) else facts.implementation
+    return chosen.l2 if isinstance(chosen.l2, OptimizerClass) and decays_in_the_gradient(request) else chosen
+
+
+def optimizer_options(request: Request) -> dict[str, object]:
+    """Return the options of that class other than learning rate and weight decay.
+
+    Options not listed keep its defaults.
+    """
+    training = request.config.training
+    options: dict[str, object] = {}
+    if training.adam_beta1 is not None or training.adam_beta2 is not None:
+        betas = zip((training.adam_beta1, training.adam_beta2), optimizer_facts(request).betas or BETAS, strict=True)
+        options["betas"] = tuple(default if beta is None else beta for beta, default in betas)
+    if training.adam_epsilon is not None:
+        options["eps"] = training.adam_epsilon
+    l2 = optimizer_class(request).l2
+    return options | {l2: False} if isinstance(l2, str) and decays_in_the_gradient(request) else options
+
+
+def on_host_by_deepspeed(request: Request) -> bool:
+    """Return whether DeepSpeed updates an offloaded AdamW state, for which it has a vectorized class."""
+    facts = optimizer_facts(request)
+    is_adamw = facts.implementation in (ADAMW, FUSED_ADAMW) or facts.fallback is FUSED_ADAMW
+    by_deepspeed = any(name.startswith("zero-") and switch.engine for name, switch in request.active.items())
+    return is_adamw and by_deepspeed and bool(request.of_family("offload"))
+
+
+def fallback_reason(request: Request) -> str | None:
+    """Return why apex's class cannot be used in this run, or None if it can."""
+    if "apex" not in request.environment.packages:
+        return "Nvidia apex is not installed"
+    if request.environment.device != "cuda":
+        return "Nvidia apex runs on a GPU only"
+    if request.of_family("offload"):
+        return "Nvidia apex cannot update a state in host memory"
+    if any(Resource.PARAMETERS in switch.claims for switch in request.active.values()):
+        return "Nvidia apex does not accept sharded parameters"
+    return None

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
-from rapidformer_templates.errors import Diagnostic, Refused
+from rapidformer_templates.errors import Diagnostic, Refused, Suggestion
+from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.flags import file_schedule
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.optimizer_choice import implementation, optimizer_options
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE, EngineOptions, Plan, groups_of
-from rapidformer_templates.planning.registry import REGISTRY, Registry
-from rapidformer_templates.planning.request import build_request, engine_owner, micro_follows, precision, wide_weights
-from rapidformer_templates.planning.sources import in_words
-from rapidformer_templates.planning.suggest import nearest, to_suggestion
-from rapidformer_templates.planning.switch import Request
+from rapidformer_templates.planning.registry import REGISTRY, Registry, in_words
+from rapidformer_templates.planning.request import (
+    build_request,
+    engine_owner,
+    micro_follows,
+    optimizer_class,
+    optimizer_options,
+    precision,
+    wide_weights,
+)
+from rapidformer_templates.planning.switch import REPLACE, WITHOUT, Change, Request, Resource, Switch, drop, spell
 
 SINGLE_ENGINE = "rapidformer_templates.engines.local:SingleEngine"
 DDP_ENGINE = "rapidformer_templates.engines.local:DDPEngine"
@@ -51,23 +60,30 @@ def resolve(
 
 def plan_of(request: Request, registry: Registry) -> Plan:
     """Return the plan of a request that breaks no rule."""
+    config, environment = request.config, request.environment
     options = EngineOptions()
     for switch in request.active.values():
         options = switch.engine_options(request, options)
+    values = {
+        spelling(f.name): {"value": config.get(f.name), "origin": config.origin(f.name)}
+        for f in config.fields()
+        if f.name in config.origins
+    }
+    values["template"] = {"value": environment.template, "origin": environment.template_origin}
     return Plan(
-        template=request.environment.template or "none",
+        template=environment.template or "none",
         switches=tuple(request.active),
         sizes=request.sizes,
         engine=_engine(request),
         engine_options=options,
-        device=request.environment.device,
-        precision=precision(request.config, request.environment),
-        optimizer=request.config.get("optimizer"),
-        optimizer_implementation=implementation(request).path,
+        device=environment.device,
+        precision=precision(config, environment),
+        optimizer=config.get("optimizer"),
+        optimizer_implementation=optimizer_class(request).path,
         optimizer_options=optimizer_options(request),
         schedule=file_schedule(request),
         notes=_notes(request, registry),
-        values=_values(request),
+        values=values,
         rules=tuple(rule.code for rule in registry.consulted(request)),
         groups=groups_of(request.sizes, [d for switch in request.active.values() for d in switch.dimensions(request)]),
     )
@@ -99,17 +115,6 @@ def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
         later = "what depends on its kind is checked again when training starts"
         notes.append(f"no {what} is visible here: {later}")
     return tuple(notes)
-
-
-def _values(request: Request) -> Mapping[str, Mapping[str, object]]:
-    """Return each flag that was given, and the template, with its value and where it came from."""
-    config, environment = request.config, request.environment
-    values = {
-        spelling(f.name): {"value": config.get(f.name), "origin": config.origin(f.name)}
-        for f in config.fields()
-        if f.name in config.origins
-    }
-    return {**values, "template": {"value": environment.template, "origin": environment.template_origin}}
 
 
 TEMPLATE_DEFAULTS: Mapping[str, Mapping[str, object]] = {
@@ -145,3 +150,128 @@ def with_template_defaults(config: RunConfig, template: str) -> RunConfig:
     """Return the configuration with the template's defaults for flags without a value."""
     preferred = {name: value for name, value in TEMPLATE_DEFAULTS[template].items() if name not in config.origins}
     return config.replace(template, **preferred) if preferred else config
+
+
+Path = tuple[Change, ...]
+
+# Maximum number of combinations to try before the search removes everything that clashes. A typical search tries fewer
+# than thirty, at about 0.1 ms each.
+MAX_LOOKS = 120
+
+STATES = {
+    Resource.OPTIMIZER_STATE: "optimizer state",
+    Resource.GRADIENTS: "gradients",
+    Resource.PARAMETERS: "parameters",
+}
+SAME = {1: "state", 2: "two states", 3: "three states"}
+
+
+def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
+    """Return up to ``limit`` sets of changes after which no rule refuses the request, nearest first.
+
+    Every solution must fix all findings. So the search branches on only one finding of a state: the one with the fewest
+    possible changes. Each returned set has been checked against all rules.
+    """
+    frontier: list[tuple[float, int, Path]] = [(0.0, 0, ())]
+    tie_breaker = itertools.count(1)
+    visited: set[frozenset[tuple[str, object]]] = set()
+    paths: list[Path] = []
+    nearest_cost = 0.0
+    for _ in range(MAX_LOOKS):
+        if not frontier or len(paths) == limit:
+            break
+        cost, _, path = heapq.heappop(frontier)
+        if paths and cost >= nearest_cost + REPLACE:
+            break  # too far away to be helpful
+        choices = _ways_out(apply(request, path, registry), registry)
+        if choices is None:
+            if not any(_is_nearer(other, path) for other in paths):
+                nearest_cost = nearest_cost if paths else cost
+                paths.append(path)
+            continue
+        for change in choices:
+            longer = (*path, change)
+            state = frozenset(_values(longer).items())
+            if not _overlap(path, change) and state not in visited:
+                visited.add(state)
+                heapq.heappush(frontier, (cost + change.cost, next(tie_breaker), longer))
+    if paths:
+        return paths
+    # The last resort: fix each finding with its most expensive change, which removes something.
+    last: Path = ()
+    while choices := _ways_out(apply(request, last, registry), registry):
+        fresh = [change for change in choices if not _overlap(last, change)]
+        last = (*last, (fresh or choices)[-1])
+    return [last]
+
+
+def apply(request: Request, changes: Iterable[Change], registry: Registry) -> Request:
+    """Return the request after the changes."""
+    values: dict[str, object] = {}
+    environment = request.environment
+    for change in changes:
+        values.update(change.values)
+        if change.template:
+            environment = dataclasses.replace(environment, template=change.template)
+        if change.values.get("device") == "cpu":
+            environment = dataclasses.replace(environment, device="cpu", compute_capability=None)
+    config = request.config.replace("suggestion", **values)
+    return build_request(config, environment, registry.switches, training=request.training, model=request.model)
+
+
+def to_suggestion(path: Sequence[Change]) -> Suggestion:
+    """Format the changes as text. Removed flags come last."""
+    words = [change.describe for change in path]
+    removals = " ".join(word.removeprefix(WITHOUT) for word in words if word.startswith(WITHOUT))
+    additions = [word for word in words if not word.startswith(WITHOUT)]
+    notes = dict.fromkeys(change.note for change in path if change.note)
+    return Suggestion(" ".join([*additions, WITHOUT + removals] if removals else additions), "; ".join(notes))
+
+
+def _ways_out(request: Request, registry: Registry) -> list[Change] | None:
+    """Return the changes that may fix one finding of the request, or None if there is no finding."""
+    options = []
+    for _, finding in registry.refusals(request):
+        changes = list(finding.changes)
+        for name in finding.switches:
+            switch = request.active[name]
+            # Another one of its family can replace it, unless two of them are active already.
+            if switch.family and len(request.of_family(switch.family)) == 1:
+                family = [other for other in registry.switches if other.family == switch.family]
+                changes += [_exchange(switch, other) for other in family if other != switch]
+            changes.append(drop({name: off for name, off in switch.off.items() if request.config.get(name) != off}))
+        options.append(sorted(changes, key=lambda change: change.cost))
+    return min(options, key=len) if options else None
+
+
+def _exchange(switch: Switch, other: Switch) -> Change:
+    difference = len(switch.claims ^ other.claims)
+    note = f"in place of {switch.name}"
+    if switch.family == PARTITIONING:
+        states = [word for resource, word in STATES.items() if resource in other.claims]
+        note = f"shards {', '.join(states)}" if difference else f"shards the same {SAME[len(states)]}"
+    return Change(spell(other.on), REPLACE + difference / 10, {**switch.off, **other.on}, note=note)
+
+
+def _values(path: Sequence[Change]) -> dict[str, object]:
+    """Return the fields that the changes set, including the template."""
+    values: dict[str, object] = {}
+    for change in path:
+        values.update(change.values)
+        if change.template:
+            values["template"] = change.template
+    return values
+
+
+def _is_nearer(changes: Sequence[Change], path: Sequence[Change]) -> bool:
+    """Return whether ``path``, which costs at least as much, only extends ``changes`` or removes the same switches."""
+    new_values, path_values = _values(changes), _values(path)
+    given_up, its_given_up = (
+        {name for name, value in values.items() if not value} for values in (new_values, path_values)
+    )
+    return new_values.items() <= path_values.items() or bool(given_up and given_up == its_given_up)
+
+
+def _overlap(path: Sequence[Change], change: Change) -> bool:
+    """Return whether the change touches a field that the path has already changed. Undoing it would lead to cycles."""
+    return not _values(path).keys().isdisjoint(_values((change,)))

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from rapidformer_templates.errors import alike
-from rapidformer_templates.planning.changes import REPLACE, add, drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.flags import file_schedule
 from rapidformer_templates.planning.flag_values import TRACKERS, TRACKERS_INSTALL, TrackerNames, chosen_trackers
-from rapidformer_templates.planning.metrics import direction_of
-from rapidformer_templates.planning.optimizer_choice import betas_reach_one, has_no_such_option
+from rapidformer_templates.planning.metrics import direction_of, metrics_of
+from rapidformer_templates.planning.optimizers import BETAS
+from rapidformer_templates.planning.request import optimizer_facts
 from rapidformer_templates.planning.schedules import SHAPING, STYLES, warmup_steps
-from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule, RuleList
-from rapidformer_templates.planning.task_choice import metrics_of
+from rapidformer_templates.planning.switch import (
+    REPLACE,
+    Change,
+    Example,
+    Finding,
+    Request,
+    RuleList,
+    add,
+    drop,
+    replace,
+)
 from rapidformer_templates.planning.tasks import tasks_with
 
 TRAINING_RULES = RuleList()
@@ -261,14 +270,29 @@ def _trackers_are_there(request: Request) -> list[Finding]:
     ]
 
 
-TRAINING_RULES += [
-    Rule(
-        "RF110",
-        "Adam's decays are below 1, and they and its epsilon need an optimizer that has them.",
-        "adafactor keeps means of rows and columns instead of moments; with a decay of 1 a moment never changes",
-        "[torch]",
-        lambda request: [*has_no_such_option(request), *betas_reach_one(request)],
-        Example("--optimizer adafactor --adam-beta2 0.99"),
-        refusal="Settings of Adam that are out of range, or that the optimizer does not have.",
-    ),
-]
+ADAM_FLAGS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+@TRAINING_RULES.add(
+    "RF110",
+    "Adam's decays are below 1, and they and its epsilon need an optimizer that has them.",
+    "adafactor keeps means of rows and columns instead of moments; with a decay of 1 a moment never changes",
+    "[torch]",
+    Example("--optimizer adafactor --adam-beta2 0.99"),
+    refusal="Settings of Adam that are out of range, or that the optimizer does not have.",
+)
+def _adam_fits(request: Request) -> list[Finding]:
+    findings, optimizer = [], optimizer_facts(request)
+    defaults = zip(ADAM_FLAGS, (optimizer.betas, optimizer.betas, optimizer.epsilon), strict=True)
+    names = [name for name, default in defaults if default is None and request.config.get(name) is not None]
+    if names:
+        message = f"{optimizer.name} has no {' and no '.join(map(spelling, names))}"
+        changes = (replace({"optimizer": "adamw"}), drop(dict.fromkeys(names)))
+        findings.append(Finding(message, request.asked("optimizer", *names), changes=changes))
+    for name, default in zip(ADAM_FLAGS, BETAS, strict=False):  # an epsilon may have any size
+        value = request.config.get(name)
+        if value is not None and not value < 1:
+            message = f"{spelling(name)} must be below 1, not {value:g}"
+            changes = (replace({name: default}), drop({name: None}))
+            findings.append(Finding(message, request.asked(name), changes=changes))
+    return findings

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from rapidformer_templates.errors import ConfigError, did_you_mean
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_values import named_sets
-from rapidformer_templates.planning.metrics import Direction, direction_of, metric_name
-from rapidformer_templates.planning.task_choice import metrics_of
+from rapidformer_templates.planning.metrics import Direction, direction_of, metric_name, metrics_of
 from rapidformer_templates.system.terminal import say
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from rapidformer_templates.data.text.files import no_corpus_error, prefix_of, te
 from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector
 from rapidformer_templates.models.model_files import check_model_files, check_tokenizer_files
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
 from rapidformer_templates.planning.environment import ask_torch_if_needed
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.flag_values import weighted
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.planning.task_choice import check_data_flags, check_task_flags
 from rapidformer_templates.run import configure
 from rapidformer_templates.run.best import check_metric
 from rapidformer_templates.run.folder import RunFolder

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, sample_lengths
 from rapidformer_templates.data.types import SampleSet
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.planning.metrics import metric_name
-from rapidformer_templates.planning.task_choice import metrics_of
+from rapidformer_templates.planning.metrics import metric_name, metrics_of
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.step_errors import locate_index_errors

@@ -14,9 +14,9 @@ from rapidformer_templates.data.text.bad_lines import describe_skipped
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.data_rules import check_data_flags
+from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import TrainingFlags
-from rapidformer_templates.planning.metrics import TEST
-from rapidformer_templates.planning.task_choice import check_data_flags
 from rapidformer_templates.run import out_of_memory
 from rapidformer_templates.run.best import BestMetric, BestStep, best_metric, check_metric
 from rapidformer_templates.run.building import build_data, build_engine, choose_allocation, prepare_switches

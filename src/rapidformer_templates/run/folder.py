@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.metrics import TEST, metric_name
+from rapidformer_templates.planning.flag_values import TEST
+from rapidformer_templates.planning.metrics import metric_name
 from rapidformer_templates.system.files import finite, sync, write_json, write_text, writing
 
 CONTENTS = (

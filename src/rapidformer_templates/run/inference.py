@@ -18,7 +18,7 @@ from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.planning.metrics import TEST
+from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.building import build_data, build_engine

@@ -13,9 +13,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from rapidformer_templates.models.adapters import SETTINGS
 from rapidformer_templates.models.expert_architectures import CONVERTED
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.flag_values import mixture_of
+from rapidformer_templates.planning.flag_values import TEST, mixture_of
 from rapidformer_templates.planning.hub import is_hub_name
-from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.folder import Summary

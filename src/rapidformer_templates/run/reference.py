@@ -27,7 +27,7 @@ from rapidformer_templates.data.tasks.preference import Preference
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.errors import CheckpointError, DataError
 from rapidformer_templates.models.adapters import fingerprint, identity_of, without_adapters
-from rapidformer_templates.planning.metrics import TEST
+from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.run import Run

@@ -10,8 +10,8 @@ from pathlib import Path
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import WithoutAverages
 from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.planning.data_rules import sample_flags
 from rapidformer_templates.planning.flags import TrainingFlags
-from rapidformer_templates.planning.task_choice import sample_flags
 from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of, problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
 from rapidformer_templates.run.folder import RunFolder

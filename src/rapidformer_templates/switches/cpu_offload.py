@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import PARTITIONING, excludes, shown
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.optimizer_choice import facts_of
 from rapidformer_templates.planning.optimizers import CPU_ADAM
+from rapidformer_templates.planning.request import optimizer_facts
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -22,6 +21,7 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
     always,
+    replace,
 )
 from rapidformer_templates.switches.zero.file_switch import partitions_without_zero
 
@@ -52,7 +52,7 @@ def _acted(measured: Measured) -> str | None:
 
 
 def _optimizer_on_cpu(request: Request) -> list[Finding]:
-    optimizer = facts_of(request)
+    optimizer = optimizer_facts(request)
     offloads = [switch.name for switch in request.of_family("offload")]
     if optimizer.cpu_form:
         return []

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rapidformer_templates.planning.changes import drop
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -18,6 +17,7 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    drop,
 )
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rapidformer_templates.data.finetuning.locating import steps_of
-from rapidformer_templates.planning.changes import add, replace
 from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.switch import (
@@ -18,6 +17,8 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    add,
+    replace,
 )
 
 

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import needs_template, shown
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.optimizer_choice import implementation
 from rapidformer_templates.planning.plan import EngineOptions, MasterTypes
-from rapidformer_templates.planning.request import precision, wide_weights
+from rapidformer_templates.planning.request import optimizer_class, precision, wide_weights
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -22,6 +20,7 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    replace,
 )
 
 AMPERE = (8, 0)  # the first compute capability with bf16 and tf32 units
@@ -56,7 +55,7 @@ def _notes(request: Request) -> Sequence[str]:
     chosen, why = precision(request.config, request.environment), wide_weights(request)
     note = f"the parameters are not converted to 16-bit weights with fp32 masters ({why})"
     notes = [note if why else f"weights are {chosen}, with fp32 masters next to the optimizer's state"]
-    update = implementation(request)
+    update = optimizer_class(request)
     if not why and request.config.get("grad_accum_dtype") != "fp32" and not update.per_parameter:
         together = f"{update.path} needs all gradients at once, so all of them are copied to fp32"
         notes.append(f"{together}; --optimizer adamw takes them bucket by bucket")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rapidformer_templates.planning.changes import add, drop
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     Example,
@@ -16,7 +15,9 @@ from rapidformer_templates.planning.switch import (
     Resource,
     Rule,
     Switch,
+    add,
     always,
+    drop,
 )
 from rapidformer_templates.switches.cpu_offload import OPTIMIZER_HAS_CPU_FORM
 

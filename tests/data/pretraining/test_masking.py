@@ -18,7 +18,7 @@ from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.task_choice import check_data_flags, sample_flags
+from rapidformer_templates.planning.data_rules import check_data_flags, sample_flags
 from tests.support.texts import TINY, write_jsonl
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

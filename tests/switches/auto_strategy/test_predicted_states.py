@@ -18,8 +18,7 @@ from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
-from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.planning.suggest import nearest
+from rapidformer_templates.planning.resolve import nearest, resolve
 from rapidformer_templates.planning.switch import FORECAST, Switch
 from rapidformer_templates.switches.auto_strategy.layouts import layout_of
 from rapidformer_templates.switches.auto_strategy.memory import states_by_worker

@@ -17,10 +17,10 @@ from rapidformer_templates.commands.convert.result import Options, Result, as_ya
 from rapidformer_templates.commands.convert.source import Value, mapping_of, read_text
 from rapidformer_templates.commands.convert.trl import convert_arguments
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
+from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
 from rapidformer_templates.planning.environment import DEVICE_KINDS, OPTIONAL_PACKAGES
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.planning.task_choice import check_data_flags, check_task_flags
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.best import check_metric
 from rapidformer_templates.system.files import write_text, writing

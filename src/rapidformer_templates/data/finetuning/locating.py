@@ -45,9 +45,8 @@ from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.files import ROW_READERS, data_stem, data_suffix, parquet_row_count
 from rapidformer_templates.errors import DataError, RapidformerError, did_you_mean
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.flag_values import Epochs, mixture_of, named_sets
+from rapidformer_templates.planning.flag_values import TEST, Epochs, mixture_of, named_sets
 from rapidformer_templates.planning.flags import DataFlags
-from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.tasks import tasks_with
 
 STEM = re.compile(rf"^(?:(?P<name>.+)[-_.])?(?P<part>{'|'.join(PART_NAMES)})(?:-\d+-of-\d+)?$")

@@ -34,8 +34,8 @@ from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, Row, data_suffix
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import DataFlags
-from rapidformer_templates.planning.metrics import TEST
 
 if TYPE_CHECKING:
     import datasets  # imports pandas, so only code that reads a table pays for it

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.data_rules import check_task_flags
 from rapidformer_templates.planning.registry import load_object
-from rapidformer_templates.planning.task_choice import check_task_flags
 from rapidformer_templates.planning.tasks import TASKS
 
 __all__ = ["TASKS", "Task", "load_task"]

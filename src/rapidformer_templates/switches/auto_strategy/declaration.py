@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.changes import add
 from rapidformer_templates.planning.checks import needs_template
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -16,6 +15,7 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    add,
 )
 
 

@@ -21,8 +21,8 @@ from rapidformer_templates.models.architectures import DECODER_TWINS, SEQUENCE_C
 from rapidformer_templates.models.loading import build_config, model_type_of, seq_length_of
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.data_rules import has_frozen_copy, rows_per_sample
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.preference_rules import has_frozen_copy, rows_per_sample
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.switches.auto_strategy.fake_tensors import FakeDataReads

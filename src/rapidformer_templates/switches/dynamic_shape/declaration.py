@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.checks import needs_template, shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -19,6 +18,8 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
     always,
+    drop,
+    replace,
 )
 from rapidformer_templates.planning.tasks import TASKS
 

@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.changes import REPLACE
 from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import AttentionKernel
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
+    REPLACE,
     Change,
     Example,
     Finding,

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import (
     PARTITIONING,
     check_even_shards,
@@ -29,7 +28,10 @@ from rapidformer_templates.planning.switch import (
     Resource,
     Rule,
     Switch,
+    add,
     always,
+    drop,
+    replace,
 )
 from rapidformer_templates.switches.fsdp.hybrid_switch import HYBRID_SHARDING, shares
 

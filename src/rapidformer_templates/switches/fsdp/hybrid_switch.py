@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import Dimension, EngineOptions
 from rapidformer_templates.planning.switch import (
@@ -18,6 +17,8 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    drop,
+    replace,
 )
 from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts
 

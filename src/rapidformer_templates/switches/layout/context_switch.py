@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -19,6 +18,7 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    replace,
 )
 
 CONTEXT, KIND = "context_parallel_size", "context_parallel_kind"

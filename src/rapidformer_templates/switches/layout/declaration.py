@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 from rapidformer_templates.planning.balance import balanced_cut
-from rapidformer_templates.planning.changes import add, replace
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template
-from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
+from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule, add, replace
 from rapidformer_templates.switches.layout.context_switch import CONTEXT_PARALLEL
 from rapidformer_templates.switches.layout.expert_switch import EXPERT_PARALLEL
 from rapidformer_templates.switches.layout.pipeline_switch import PIPELINE_PARALLEL

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes, idle_without_copies
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Dimension
@@ -20,6 +19,8 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
     always,
+    drop,
+    replace,
 )
 from rapidformer_templates.switches.mixture_of_experts.declaration import HAS_EXPERTS, UNDIVIDED
 

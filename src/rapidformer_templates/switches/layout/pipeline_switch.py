@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.balance import balanced_cut
-from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -17,6 +16,8 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    drop,
+    replace,
 )
 
 _PIPELINE = ("pipeline_model_parallel_size", 2)

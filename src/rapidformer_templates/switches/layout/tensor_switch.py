@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.changes import add
 from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -17,6 +16,7 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    add,
 )
 from rapidformer_templates.switches.layout.tensor_styles import KNOWN, PLANS, styles_in_transformers
 

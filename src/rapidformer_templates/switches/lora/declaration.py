@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import FlagValues, excludes, refuse_pair
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import version_of
@@ -20,6 +19,9 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    add,
+    drop,
+    replace,
 )
 
 CODES = ("int8", "nf4", "int4")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.models.expert_architectures import CONVERTED, OWN_EXPERTS
-from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -20,6 +19,9 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    add,
+    drop,
+    replace,
 )
 
 _EXPERTS = ("num_experts", 8)

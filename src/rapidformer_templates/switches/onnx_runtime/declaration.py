@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.checks import FlagValues, excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
@@ -20,6 +19,8 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
     always,
+    drop,
+    replace,
 )
 
 INSTALL = "pip install 'rapidformer_templates[onnx]'"

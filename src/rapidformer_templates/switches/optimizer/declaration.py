@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.optimizer_choice import facts_of, fallback_reason, on_host_by_deepspeed, refusal
 from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE
+from rapidformer_templates.planning.request import fallback_reason, on_host_by_deepspeed, optimizer_facts
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -19,6 +19,7 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    replace,
 )
 
 
@@ -32,32 +33,38 @@ class OptimizerFlags:
 
 
 def _notes(request: Request) -> Sequence[str]:
-    facts, why = facts_of(request), fallback_reason(request)
+    facts, why = optimizer_facts(request), fallback_reason(request)
     if on_host_by_deepspeed(request):
         return (f"{facts.name}: its state is offloaded, and {CPU_ADAM.path} updates it on the host",)
     return (f"{facts.name}: {why}; {facts.fallback.path} is used instead",) if facts.fallback and why else ()
 
 
+def _refuse(request: Request, message: str, *switches: str) -> Finding:
+    """Refuse the chosen optimizer and suggest the default, which runs everywhere."""
+    flags = (*request.asked("optimizer"), *request.asked_for(*switches))
+    return Finding(message, flags, switches=switches, changes=(replace({"optimizer": "adamw"}),))
+
+
 def _needs_gpu(request: Request) -> list[Finding]:
-    facts, environment = facts_of(request), request.environment
+    facts, environment = optimizer_facts(request), request.environment
     package = facts.package
     if package is None:
         return []
     if package.needs_cuda and environment.device != "cuda":
-        return [refusal(request, f"{facts.name} needs a GPU, and this run is on a CPU")]
+        return [_refuse(request, f"{facts.name} needs a GPU, and this run is on a CPU")]
     if environment.device == "cuda" and not request.of_family("offload"):
         return []
     version = environment.packages.get(package.name)
     if package.cpu_since is None or version is None or version_of(version) >= package.cpu_since:
         return []
     needed = f"{package.name} {'.'.join(map(str, package.cpu_since))}"
-    return [refusal(request, f"{facts.name} on a CPU needs {needed} or newer, and {version} is installed")]
+    return [_refuse(request, f"{facts.name} on a CPU needs {needed} or newer, and {version} is installed")]
 
 
 def _works_on_shards(request: Request) -> list[Finding]:
-    facts = facts_of(request)
+    facts = optimizer_facts(request)
     clash = [switch for switch in request.active if _sharding(request, switch) in facts.not_under]
-    return [refusal(request, f"{facts.name} cannot update the shards of {switch}", switch) for switch in clash]
+    return [_refuse(request, f"{facts.name} cannot update the shards of {switch}", switch) for switch in clash]
 
 
 def _sharding(request: Request, switch: str) -> str:

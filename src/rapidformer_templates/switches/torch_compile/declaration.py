@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.errors import alike
-from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.environment import compile_backends
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -21,6 +20,7 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
     always,
+    replace,
 )
 
 DEFAULT = "inductor"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.changes import add
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template, refuse_pair
 from rapidformer_templates.planning.deepspeed_file.file import file_of, read, section_at
 from rapidformer_templates.planning.deepspeed_file.flags import (
@@ -28,6 +27,7 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
+    add,
 )
 
 ENGINE = "rapidformer_templates.switches.zero.engine:DeepSpeedEngine"
