@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rapidformer_templates import Data
 from rapidformer_templates.errors import DataError, NonFiniteLoss
 from rapidformer_templates.run.folder import read_metrics
-from rapidformer_templates.run.profiler import read_summary
+from rapidformer_templates.run.performance import read_summary
 from tests.support.ahead import FLAGS, Line
 from tests.support.index_jobs import Job as IndexJob
 from tests.support.jobs import VOCABULARY, CausalJob

@@ -212,7 +212,7 @@ def test_the_package_keeps_the_promises_of_security_md() -> None:
     assert places == {
         ("planning/hub.py", "snapshot_download"),
         ("data/finetuning/hub_cache.py", "load_dataset"),
-        ("run/push.py", "upload_folder"),
+        ("run/push_to_hub.py", "upload_folder"),
     }
 
 

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from rapidformer_templates.finetuner import Finetuner as Finetuner
     from rapidformer_templates.planning.flags import flag as flag
     from rapidformer_templates.pretrainer import Pretrainer as Pretrainer
-    from rapidformer_templates.run.callbacks import Callback as Callback
+    from rapidformer_templates.run.hooks import Callback as Callback
     from rapidformer_templates.switches.mixture_of_experts.exported import load_mixture as load_mixture
     from rapidformer_templates.trainer import Trainer as Trainer
     from rapidformer_templates.trainer import compose as compose
 
 _HOME = {
-    "Callback": "rapidformer_templates.run.callbacks",
+    "Callback": "rapidformer_templates.run.hooks",
     "Data": "rapidformer_templates.data.types",
     "Finetuner": "rapidformer_templates.finetuner",
     "OptimizerSpec": "rapidformer_templates.engines.recipe",

@@ -42,12 +42,19 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
 from rapidformer_templates.run import configure, inference, launch_from_python
 from rapidformer_templates.run import fit as run
-from rapidformer_templates.run.callbacks import Callback, checked_callbacks
-from rapidformer_templates.run.index_limits import IndexLimits
-from rapidformer_templates.run.planning_of_script import intercept_for_planning, is_planning
+from rapidformer_templates.run.hooks import Callback, checked_callbacks
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.script_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook, hooks_of
+from rapidformer_templates.run.scripts import (
+    OF_THE_DATA,
+    OF_THE_MODEL,
+    OF_THE_TOKENIZER,
+    hook,
+    hooks_of,
+    intercept_for_planning,
+    is_planning,
+)
 from rapidformer_templates.run.session import Session, broadcast_weights, open_session
+from rapidformer_templates.run.step_errors import IndexLimits
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.launch import is_worker
 

@@ -30,7 +30,7 @@ from transformers import (
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.run.conversation import Conversation
+from rapidformer_templates.run.predictions import Conversation
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"

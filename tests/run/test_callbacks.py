@@ -11,7 +11,7 @@ import pytest
 
 from rapidformer_templates import Callback
 from rapidformer_templates.errors import CheckpointError, ConfigError
-from rapidformer_templates.run.callbacks import checked_callbacks, states_of
+from rapidformer_templates.run.hooks import checked_callbacks, states_of
 from tests.support.dropout_runs import FLAGS, Died, DropoutJob, assert_same
 from tests.support.lines import FLAGS as LINE
 from tests.support.lines import Line

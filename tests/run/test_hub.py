@@ -20,7 +20,7 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.finetuning.hub_cache import find_or_download
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.hub import model_folder
-from rapidformer_templates.run import push
+from rapidformer_templates.run import push_to_hub
 from rapidformer_templates.run.saved_model import open_saved
 from tests.support.hub_server import DATA, MODEL, TOKEN, Hub, data_files, model_files, running_hub, using_hub
 from tests.support.worker_pool import run_in_workers
@@ -41,7 +41,7 @@ def model(hub: Hub, bert_folder: Path, tmp_path: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def asks_the_hub_again() -> None:
-    push.create.cache_clear()
+    push_to_hub.create.cache_clear()
 
 
 def _command(words: str, *more: str) -> int:

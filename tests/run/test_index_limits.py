@@ -23,7 +23,7 @@ from transformers import (
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.run.index_limits import IndexLimits
+from rapidformer_templates.run.step_errors import IndexLimits
 from tests.support.index_jobs import BERT, CLASSES, GPT, LENGTH, VOCABULARY, Job
 
 FLAGS = ["--lr", "0.1", "--micro-batch-size", "2", "--epochs", "1", "--no-save", "--device", "cpu"]

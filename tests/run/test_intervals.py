@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from rapidformer_templates.run import intervals
+from rapidformer_templates.run import steps as run_steps
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import CausalJob
@@ -55,10 +55,10 @@ def test_a_run_prints_about_20_lines_and_writes_a_point_for_each_percent(
     [(1, 1, 1), (10, 10, 10), (60, 60, 20), (199, 199, 20), (1_000, 100, 20), (30_000, 300, 20), (10**6, 10**4, 20)],
 )
 def test_numbers_of_lines(steps: int, points: int, printed: int) -> None:
-    log, show = intervals.log_intervals(steps, None)
+    log, show = run_steps.log_intervals(steps, None)
     assert show % log == 0
     assert (-(-steps // log), -(-steps // show)) == (points, printed)
-    assert intervals.log_intervals(steps, 7) == (7, 7)
+    assert run_steps.log_intervals(steps, 7) == (7, 7)
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def _dies_in_step(last: int) -> Callable[..., None]:
 
 def _by_clock(workers: Workers, folder: str) -> list[int]:
     """Each reading of the main worker's clock is 20 seconds after the previous one. The other clock does not move."""
-    with mock.patch.object(intervals, "now", side_effect=itertools.count(0, 20 if workers.rank == 0 else 0)):
+    with mock.patch.object(run_steps, "now", side_effect=itertools.count(0, 20 if workers.rank == 0 else 0)):
         job = CausalJob([*f"{FLAGS} --micro-batch-size 4 --save-interval 1min".split(), "--save", folder])
         with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
             job.fit()
@@ -105,7 +105,7 @@ def _by_clock(workers: Workers, folder: str) -> list[int]:
 def test_by_minutes(tmp_path: Path) -> None:
     # The clock is read at the start, before each step, and after a save. So a save is due in the third step after each.
     wanted = [3, 6, 9, 10]
-    with mock.patch.object(intervals, "now", side_effect=itertools.count(0, 20)):
+    with mock.patch.object(run_steps, "now", side_effect=itertools.count(0, 20)):
         assert saved(train(tmp_path / "alone", "--save-interval 1min")) == wanted
 
 

@@ -14,7 +14,7 @@ from torch._C._autograd import DeviceType
 
 from rapidformer_templates import Finetuner, Pretrainer, Trainer
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.run.profiler import DATA, STEP, TRAIN, read_summary, summary
+from rapidformer_templates.run.performance import DATA, STEP, TRAIN, read_summary, summary
 from tests.support.lines import FLAGS, Line
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates import Data, Finetuner, Trainer
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.run.script_hooks import check_names, hooks_of
+from rapidformer_templates.run.scripts import check_names, hooks_of
 from tests.support.texts import WORDS, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("offline")

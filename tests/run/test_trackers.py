@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from rapidformer_templates.run import tracking as tracking_module
+from rapidformer_templates.run import log as log_module
 from rapidformer_templates.run.folder import is_test_line, read_metrics
 from rapidformer_templates.run.trackers import KINDS, TensorBoard
 from tests.support.requests import config_of
@@ -295,7 +295,7 @@ def test_a_tracker_that_fails_ends_no_run_and_catches_up_later(
 ) -> None:
     flags = "--lr 0.1 --micro-batch-size 4 --log-interval 1 --report-to tensorboard --run-name run --save"
     with monkeypatch.context() as patched:
-        patched.setattr(tracking_module, "KINDS", {**KINDS, "tensorboard": Fails})
+        patched.setattr(log_module, "KINDS", {**KINDS, "tensorboard": Fails})
         summary = Tracked([*flags.split(), str(tmp_path), "--train-iters", "5"]).fit()
     reason = "[Errno 28] No space left on device"
     assert summary["trackers"] == {"tensorboard": {"where": None, "failed": f"{reason} (at step 3)"}}
@@ -324,7 +324,7 @@ def test_a_step_is_told_before_the_next_one_and_with_its_evaluation(
         def on_step_end(self, step: int, result: Any) -> None:
             assert [number for number, _ in told] == list(range(1, step))
 
-    monkeypatch.setattr(tracking_module, "KINDS", {"tensorboard": Notes})
+    monkeypatch.setattr(log_module, "KINDS", {"tensorboard": Notes})
     flags = "--lr 0.1 --train-iters 4 --eval-interval 2 --log-interval 1 --report-to tensorboard --save"
     Looks([*flags.split(), str(tmp_path)]).fit()
     assert told[:4] == [(1, False), (2, True), (3, False), (4, True)]

@@ -28,7 +28,7 @@ from rapidformer_templates.run.saved_model import SavedModel, load_saved_task
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
 
 if TYPE_CHECKING:
-    from rapidformer_templates.run.conversation import Conversation
+    from rapidformer_templates.run.predictions import Conversation
 
 DESCRIPTION = """Talk to the exported language model of a run, or to any causal language model of transformers.
 
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if task.auto_class != "AutoModelForCausalLM":  # pretraining of an encoder
         raise _cannot_chat(task.name, saved)
 
-    from rapidformer_templates.run.conversation import Conversation
+    from rapidformer_templates.run.predictions import Conversation
 
     with (
         explained_without_plan(str(saved.folder), "a device with more memory, or a smaller model"),

@@ -36,7 +36,7 @@ from rapidformer_templates.planning.hub import config_is_unknown, prepare_config
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object, switch_options
 from rapidformer_templates.planning.resolve import choose_template, resolve, with_template_defaults
-from rapidformer_templates.run import planning_of_script
+from rapidformer_templates.run import scripts
 from rapidformer_templates.run.best import check_metric
 from rapidformer_templates.system.terminal import console
 
@@ -263,7 +263,7 @@ def _planned_environment(environment: Environment, config: RunConfig, options: P
 
 
 def _plan(words: list[str]) -> int:
-    script, rest = planning_of_script.split_script(words)
+    script, rest = scripts.split_script(words)
     if script is not None:
         return _plan_script(script, rest)
     config, detected, options = plan_request(words)
@@ -276,7 +276,7 @@ def _plan(words: list[str]) -> int:
 def _plan_script(script: str, words: list[str]) -> int:
     """Show what a script would run with these words: its class, its values, its flags and its hooks."""
     from rapidformer_templates.run import configure
-    from rapidformer_templates.run.script_hooks import overridden_hooks, unused_flags
+    from rapidformer_templates.run.scripts import overridden_hooks, unused_flags
 
     options, rest = split(words, PlanFlags)
 
@@ -285,7 +285,7 @@ def _plan_script(script: str, words: list[str]) -> int:
         world, local = options.world_size or config.launch.nproc_per_node, options.local_world_size
         return template, configure.environment_of(kind, config, world, local), unused_flags(kind, config)
 
-    template, environment, notes = planning_of_script.capture_template(script, rest, inspect)
+    template, environment, notes = scripts.capture_template(script, rest, inspect)
     kind, config = type(template), template.config
     detected = _planned_environment(environment, config, options)
     checks: list[Check] = []

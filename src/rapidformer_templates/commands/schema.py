@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     options = build_parser().parse_args(dashed(argv))
     script_flags: type | None = None
     if options.user_script:
-        from rapidformer_templates.run.planning_of_script import capture_template
+        from rapidformer_templates.run.scripts import capture_template
 
         words = ["--device", "cpu"]
         script_flags = capture_template(options.user_script, words, lambda template: type(template).Flags)

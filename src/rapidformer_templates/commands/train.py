@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rapidformer_templates.run import configure
 from rapidformer_templates.run.early_checks import refuse_mistakes
-from rapidformer_templates.run.planning_of_script import run_script, split_script
+from rapidformer_templates.run.scripts import run_script, split_script
 from rapidformer_templates.system.launch import is_worker
 
 if TYPE_CHECKING:

@@ -30,10 +30,10 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import FREED_MEMORY
 from rapidformer_templates.run.hooks import checked_model, checked_optimizer
-from rapidformer_templates.run.index_limits import IndexLimits
 from rapidformer_templates.run.out_of_memory import explained_while_building
 from rapidformer_templates.run.reference import allow_trial, provide_reference
 from rapidformer_templates.run.run import Run
+from rapidformer_templates.run.step_errors import IndexLimits
 from rapidformer_templates.system.process_state import give_freed_memory_back, keep_freed_memory, seed_all
 from rapidformer_templates.system.terminal import say
 

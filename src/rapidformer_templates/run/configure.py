@@ -19,8 +19,8 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import choose_template, resolve, with_template_defaults
 from rapidformer_templates.planning.switch import TEMPLATES
-from rapidformer_templates.run import planning_of_script
-from rapidformer_templates.run.script_hooks import check_names, overridden_hooks, unused_flags
+from rapidformer_templates.run import scripts
+from rapidformer_templates.run.scripts import check_names, overridden_hooks, unused_flags
 from rapidformer_templates.system.launch import CHOSEN, is_worker
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _with_planned_layout(template: type[Template], config: RunConfig, requesting
             where=f"{flag} ({config.origin(requesting)})",
             hint=f"plan a model of the same sizes with rapidformer plan {flag}, and pass its flags",
         )
-    if planning_of_script.is_planning():
+    if scripts.is_planning():
         return config  # the inspecting process searches, too
     if is_worker() and CHOSEN in os.environ:  # the process that started this one has searched
         chosen = json.loads(os.environ[CHOSEN])

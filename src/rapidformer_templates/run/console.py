@@ -18,7 +18,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.best import LOSS
 from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
-from rapidformer_templates.run.meter import Meter
+from rapidformer_templates.run.performance import Meter
 from rapidformer_templates.run.receipts import Measurements
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.files import finite, write_json

@@ -25,7 +25,7 @@ from rapidformer_templates.run import configure
 from rapidformer_templates.run.best import check_metric
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.lock import try_folder
-from rapidformer_templates.run.push import check_push, create_repository
+from rapidformer_templates.run.push_to_hub import check_push, create_repository
 
 
 def refuse_mistakes(argv: Sequence[str]) -> str:

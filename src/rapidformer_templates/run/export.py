@@ -28,7 +28,7 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.checkpoint.format import Reader
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saved_model import DESCRIPTION
-from rapidformer_templates.run.script_hooks import overridden_hooks
+from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.system.files import new_folder, write_json
 
 

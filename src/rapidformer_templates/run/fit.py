@@ -20,7 +20,6 @@ from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.run import out_of_memory
 from rapidformer_templates.run.best import BestMetric, BestStep, best_metric, check_metric
 from rapidformer_templates.run.building import build_data, build_engine, choose_allocation, prepare_switches
-from rapidformer_templates.run.callbacks import restore_callbacks
 from rapidformer_templates.run.checkpoint.check import problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of, is_checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
@@ -29,26 +28,22 @@ from rapidformer_templates.run.early_checks import check_folder
 from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
 from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
-from rapidformer_templates.run.hooks import checked_schedule
-from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals, log_intervals
+from rapidformer_templates.run.hooks import checked_schedule, restore_callbacks
 from rapidformer_templates.run.lock import lock_folder
 from rapidformer_templates.run.log import open_log
 from rapidformer_templates.run.loop import Loop
-from rapidformer_templates.run.meter import Meter
-from rapidformer_templates.run.model_card import write_card
-from rapidformer_templates.run.profiler import open_profile
-from rapidformer_templates.run.push import check_push, create_repository, push_export
+from rapidformer_templates.run.performance import Meter, open_profile
+from rapidformer_templates.run.push_to_hub import check_push, create_repository, push_export, write_card
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import precomputed_reference
-from rapidformer_templates.run.resume import restore_run, show_changes
 from rapidformer_templates.run.run import Run, Template, begin_run
-from rapidformer_templates.run.sample_order import build_order, count_steps
-from rapidformer_templates.run.saving import Checkpoints
+from rapidformer_templates.run.saving import Checkpoints, restore_run, show_changes
 from rapidformer_templates.run.script_workers import (
     record_outcome,
     train_in_new_workers,
     train_in_this_worker,
 )
+from rapidformer_templates.run.steps import EVALUATE, SAVE, Intervals, build_order, count_steps, log_intervals
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.process_state import kept_process_state

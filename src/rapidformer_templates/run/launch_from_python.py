@@ -22,9 +22,9 @@ import torch
 
 from rapidformer_templates.data.checks import kind_of
 from rapidformer_templates.errors import ConfigError, ReportedError, WorkerFailed
-from rapidformer_templates.run.callbacks import load_callback_states, states_of
 from rapidformer_templates.run.fit import check_before_workers, join_and_train
 from rapidformer_templates.run.folder import Summary
+from rapidformer_templates.run.hooks import load_callback_states, states_of
 from rapidformer_templates.run.inference import Weights, whole_weights
 from rapidformer_templates.run.run import Run, Template
 from rapidformer_templates.run.script_workers import record_outcome

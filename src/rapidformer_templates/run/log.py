@@ -1,20 +1,240 @@
-"""The log of a run: lines of metrics in ``metrics.jsonl`` and in the trackers, and the progress on the terminal."""
+"""The log of a run: its metrics in ``metrics.jsonl`` and in the trackers, and its progress on the terminal.
+
+Trackers receive the flags and the plan, each line of ``metrics.jsonl`` once, and the summary. A resumed run repeats
+some steps, and some values of the earlier process may not have arrived. So each tracker's store is read once at the
+start. The tracker then receives the missing values of the lines that are kept, and those values of new lines that it
+does not have yet.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
-from rapidformer_templates.run.folder import MetricsFile, Summary
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.environment import installed_packages
+from rapidformer_templates.planning.flag_values import chosen_trackers
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.run.folder import MetricsFile, RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.tracking import TrackerResult, Trackers, open_trackers
+from rapidformer_templates.run.trackers import KINDS, IsLogged, RunName, Tracker
 from rapidformer_templates.system.accelerator import HostCopy
+from rapidformer_templates.system.files import write_json
 from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
+from rapidformer_templates.system.workers import Workers
+
+RUN_IDS = "runs.json"
+"""File with the identity of the run in each tracker, so that a resumed run finds it again."""
+
+CONFIGURED = "configured"
+DECISIONS = ("template", "engine", "device", "precision", "optimizer", "optimizer_implementation", "switches")
+"""Fields of the plan that are parameters of a run."""
+
+Parameter = str | int | float | bool
+V = TypeVar("V")
+
+
+class TrackerResult(TypedDict):
+    """The result of a tracker for the summary.
+
+    Attributes:
+        where: where its curves are.
+        failed: the reason why it has failed, or None.
+    """
+
+    where: str | None
+    failed: str | None
+
+
+class Trackers:
+    """The trackers of a run, on its main worker.
+
+    A tracker that fails is disabled with one warning. The run continues.
+
+    Args:
+        names: names of the trackers.
+        run_name: names of the run in the trackers.
+        config, plan: logged as the parameters of the run if it is new to a tracker.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        names: tuple[str, ...],
+        run_name: RunName,
+        config: RunConfig,
+        plan: Plan,
+        workers: Workers,
+    ) -> None:
+        self.workers = workers
+        self.folder = folder
+        self.failed: dict[str, str] = {}
+        self._known: dict[str, dict[str, Any]] = _read(folder.trackers / RUN_IDS)
+        self._open: dict[str, Tracker] = {}
+        self._is_logged: dict[str, IsLogged] = {}
+        self._row: dict[str, float] = {}
+        self._step = 0
+        folder.trackers.mkdir(exist_ok=True)
+        parameters = run_parameters(config, plan)
+        for name in names:
+            self._try(name, lambda name=name: self._open_tracker(name, run_name, parameters))  # type: ignore[misc]
+        for line in read_metrics(folder.metrics):
+            self.log(line)
+
+    def _open_tracker(self, name: str, run_name: RunName, parameters: Mapping[str, Parameter]) -> None:
+        saved = self._known.get(name, {})
+        identity = {key: value for key, value in saved.items() if key != CONFIGURED}
+        self._open[name] = tracker = KINDS[name](self.folder.trackers, run_name, identity)
+        self._remember(name, {**tracker.identity, CONFIGURED: saved.get(CONFIGURED, False)})
+        if tracker.sends_later or not saved.get(CONFIGURED):
+            tracker.configure(parameters)
+            self._remember(name, {**tracker.identity, CONFIGURED: True})
+        self._is_logged[name] = tracker.logged()
+
+    def _remember(self, name: str, identity: dict[str, Any]) -> None:
+        self._known[name] = identity
+        write_json(self.folder.trackers / RUN_IDS, self._known)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Log a line of metrics. Lines of one step are combined, because some trackers accept each step only once."""
+        if is_test_line(line):
+            return  # part of the summary, because its step (the best one) may be earlier
+        if line["step"] != self._step:
+            self.flush()
+        self._step = line["step"]
+        self._row |= in_groups(line)
+
+    def flush(self) -> None:
+        """Log the collected values of the current step. No more values may follow for it."""
+        row, self._row = self._row, {}
+        if row:
+            self._all(lambda tracker, is_logged: self._log_new(tracker.log, row, is_logged))
+
+    def _log_new(self, log: Callable[[Mapping[str, V], int], None], row: Mapping[str, V], is_logged: IsLogged) -> None:
+        new = {name: value for name, value in row.items() if not is_logged(name, self._step)}
+        if new:
+            log(new, self._step)
+
+    def end(self, summary: Summary) -> dict[str, TrackerResult]:
+        """Log the summary, and close. Returns the result of each tracker by its name."""
+        self.flush()
+        self._step = summary["steps"]
+        self._all(
+            lambda tracker, is_logged: self._log_new(
+                tracker.summarise, results_of(summary, totals_as_text=not tracker.has_summary), is_logged
+            )
+        )
+        where = {name: tracker.where for name, tracker in self._open.items()}
+        self.close()
+        return {
+            name: {"where": where.get(name), "failed": self.failed.get(name)} for name in sorted({*where, *self.failed})
+        }
+
+    def close(self) -> None:
+        self.flush()
+        self._all(lambda tracker, _: tracker.finish())
+        self._open.clear()
+
+    def _all(self, call: Callable[[Tracker, IsLogged], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            self._try(name, lambda name=name, tracker=tracker: call(tracker, self._is_logged[name]))  # type: ignore[misc]
+
+    def _try(self, name: str, call: Callable[[], None]) -> None:
+        """Disable a tracker if the call fails. Trackers may raise any exception, and none should end a run."""
+        try:
+            call()
+        except Exception as error:
+            self._open.pop(name, None)
+            reason = next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__
+            self.failed[name] = f"{reason} (at step {self._step})"
+            say(
+                self.workers,
+                f"{name} failed: {reason}; the run continues without it, and what it misses is in "
+                f"{self.folder.metrics}",
+                loud=True,
+            )
+
+
+def open_trackers(run: Run) -> Trackers | None:
+    """Open the trackers of a run on its main worker. None if there are none."""
+    training, folder = run.config.training, run.folder
+    names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
+    if not names or folder is None or not run.workers.is_main:
+        return None
+    run_name = RunName(training.run_name or folder.path.resolve().name, training.project_name)
+    return Trackers(folder, names, run_name, run.config, run.plan, run.workers)
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the identities that an earlier process of this run stored."""
+    if not path.exists():
+        return {}
+    identities: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return identities
+
+
+def run_parameters(config: RunConfig, plan: Plan) -> dict[str, Parameter]:
+    """Return every flag with its value, defaults included, and the decisions of the plan."""
+    flags = {spelling(name).removeprefix("--"): value for name, value in config.items()}
+    decisions = {name: getattr(plan, name) for name in DECISIONS}
+    sizes = {f"sizes/{name}": size for name, size in asdict(plan.sizes).items()}
+    return {name: _plain(value) for name, value in (flags | decisions | sizes).items()}
+
+
+def _plain(value: object) -> Parameter:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return value if isinstance(value, int | float | bool) else str(value)
+
+
+def in_groups(line: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers of a line of metrics, named by the groups that trackers show.
+
+    >>> in_groups({"step": 8, "epoch": 1.0, "loss": 0.5, "grad_norm": 1.2})
+    {'train/epoch': 1.0, 'train/loss': 0.5, 'train/grad_norm': 1.2}
+    >>> in_groups({"step": 8, "epoch": 1.0, "eval_loss": 0.4, "accuracy": 0.9, "hard/loss": 0.7})
+    {'train/epoch': 1.0, 'eval/loss': 0.4, 'eval/accuracy': 0.9, 'eval/hard/loss': 0.7}
+    """
+    group = "train" if "grad_norm" in line else "eval"
+    return {
+        f"{'train' if name == 'epoch' else group}/{name.removeprefix('eval_')}": value
+        for name, value in numbers(line)
+        if name != "step"
+    }
+
+
+def results_of(summary: Summary, *, totals_as_text: bool) -> dict[str, float | str]:
+    """Return the metrics of the test part, the totals as numbers or as a text, and the receipts as a text."""
+    of_test = {name: value for name, value in numbers(summary["metrics"]) if is_test_line({name: value})}
+    totals = dict(numbers({name: value for name, value in summary.items() if name != "receipts"}))
+    texts = {"receipts": as_table(summary["receipts"])} if summary["receipts"] else {}
+    if totals_as_text:
+        return {**of_test, "summary": as_table(totals), **texts}
+    return {**of_test, **{f"summary/{name}": value for name, value in totals.items()}, **texts}
+
+
+def as_table(values: Mapping[str, object]) -> str:
+    """Return a Markdown table of names and values."""
+    rows = [f"| {name} | {value if isinstance(value, str) else json.dumps(value)} |" for name, value in values.items()]
+    return "\n".join(["| name | value |", "|---|---|", *rows])
+
+
+def numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """Yield (name, number) for each number. Nested values have their path as name, separated by slashes."""
+    for name, value in values.items():
+        if isinstance(value, list | tuple):
+            value = {str(i): one for i, one in enumerate(value)}
+        if isinstance(value, Mapping):
+            yield from ((f"{name}/{inner}", number) for inner, number in numbers(value))
+        elif isinstance(value, int | float) and math.isfinite(value):
+            yield name, float(value) if isinstance(value, float) else int(value)
 
 
 class Progress:

@@ -24,7 +24,7 @@ from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import Measured, acting_together
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.run.script_hooks import overridden_hooks
+from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.system.process_state import freed_memory
 
 

@@ -20,11 +20,10 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.recipe import GroupOptions, undecayed
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.run.callbacks import Callback
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.hooks import Hooks, checked_count
-from rapidformer_templates.run.index_limits import IndexLimits
-from rapidformer_templates.run.script_hooks import overridden_hooks
+from rapidformer_templates.run.hooks import Callback, Hooks, checked_count
+from rapidformer_templates.run.scripts import overridden_hooks
+from rapidformer_templates.run.step_errors import IndexLimits
 from rapidformer_templates.system.workers import Workers
 
 

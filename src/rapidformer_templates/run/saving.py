@@ -1,18 +1,30 @@
-"""Saves the checkpoints of a run, and reports each one that is complete."""
+"""Saves the checkpoints of a run, and restores a run from one."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
-from rapidformer_templates.run.callbacks import states_of
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.weight_average import WithoutAverages
+from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.planning.data_rules import sample_flags
+from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
+from rapidformer_templates.run.checkpoint.check import newest_complete, problem_of, problem_on_all_ranks
+from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
 from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.run.hooks import states_of
 from rapidformer_templates.run.log import Log
-from rapidformer_templates.run.meter import Meter
-from rapidformer_templates.run.run import Run
+from rapidformer_templates.run.performance import Meter
+from rapidformer_templates.run.run import Best, Position, Run
+from rapidformer_templates.system.process_state import restore, seed_all
 from rapidformer_templates.system.terminal import say
+from rapidformer_templates.system.workers import Workers
 
 
 class Checkpoints:
@@ -71,3 +83,192 @@ class Checkpoints:
             step = checkpoint.step_of(path)
             self.log.progress.saved(step, path)
             self.run.notify("on_checkpoint", step, path)
+
+
+def restore_run(run: Run) -> Position:
+    """Restore engine and random state for ``--resume`` or ``--load``, and return the run's position.
+
+    Raises:
+        CheckpointError: no checkpoint is complete, or it does not fit this run.
+    """
+    training, folder, engine, workers = run.config.training, run.folder, run.engine, run.workers
+    base = engine.assembly.base
+    fresh = Position(data=run.order.depends_on() | sample_flags(run.config), base=base.identity if base else None)
+    path = _newest(folder.checkpoints, workers) if folder and training.resume else None
+    weights_only = path is None and training.weights_only
+    if path is None and training.resume:
+        assert folder is not None, "--resume has no effect without --save"
+        line = f"--resume found no checkpoint in {folder.checkpoints}: training starts from the beginning"
+        say(workers, line, loud=True)
+    if path is None and training.load:
+        path = checkpoint_to_load(Path(training.load), workers)
+    if path is None or weights_only:
+        if path is not None:
+            check_base(Reader(path), fresh.base)
+            engine.load(Reader(path), optimizer=False)
+        seed_all(training.seed + 1 + workers.stream)
+        return fresh
+    reader = Reader(path)
+    saved = Position.from_state(reader.state)
+    _check_fit(reader, saved, fresh, path)
+    saved.best = _best_of_this_run(saved, path, folder, workers)
+    if saved.best is None:
+        saved.evaluations_since_best = 0
+    restore_engine(reader, engine, training, workers)
+    return saved
+
+
+def restore_engine(reader: Reader, engine: Engine, training: TrainingFlags, workers: Workers) -> None:
+    """Restore engine and random state from a checkpoint.
+
+    Raises:
+        CheckpointError: the optimizer or a tensor differs. Nothing has been changed.
+    """
+    _check_optimizer(reader, engine)
+    engine.load(reader if training.ema_decay is not None else WithoutAverages(reader), optimizer=True)
+    engine.load_state(reader.state["engine"])
+    _restore_random_state(reader, training.seed, int(reader.state["step"]), workers)
+
+
+NOT_COMPARED = {"template", "--resume", "--save", "--load", "--overwrite", "--config", "--user-script"}
+"""Values that do not affect a resumed run."""
+
+
+def show_changes(folder: RunFolder, values: Mapping[str, Mapping[str, object]], workers: Workers) -> None:
+    """Report the flags whose values have changed since the run was last started.
+
+    Args:
+        values: the values of the new plan, which will replace the last one.
+    """
+    if not workers.is_main or not folder.plan.exists():
+        return
+    try:
+        before = json.loads(folder.plan.read_text(encoding="utf-8"))["values"]
+    except (OSError, ValueError, KeyError) as error:
+        say(workers, f"{folder.plan} cannot be read ({error}): what has changed is unknown", loud=True)
+        return
+    values = json.loads(json.dumps(values))
+    named = sorted((before.keys() | values.keys()) - NOT_COMPARED)
+    pairs = {name: (before.get(name, {}).get("value"), values.get(name, {}).get("value")) for name in named}
+    changes = [
+        f"{name} {'its default' if was is None else was} → {'its default' if now is None else now}"
+        for name, (was, now) in pairs.items()
+        if was != now
+    ]
+    if changes:
+        say(workers, f"note       changed since the run was last started: {', '.join(changes)}")
+
+
+def _newest(root: Path, workers: Workers) -> Path | None:
+    """Return the newest complete checkpoint of a run, or None if it has no checkpoints.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is complete.
+    """
+    newest, passed_over = newest_complete(root, workers)
+    for line in passed_over:
+        say(workers, f"skipped {line}", loud=True)
+    if newest is not None:
+        say(workers, f"resuming from {newest}")
+    elif passed_over:
+        raise CheckpointError(
+            f"no checkpoint in {root} is intact: {'; '.join(passed_over)}",
+            hint="start again with --overwrite, or put a copy there",
+        )
+    return newest
+
+
+def checkpoint_to_load(path: Path, workers: Workers) -> Path:
+    """Return the checkpoint at a path: the path itself, or the newest complete one of a run folder.
+
+    Raises:
+        CheckpointError: the path is neither, or the checkpoint is not complete.
+    """
+    if workers.broadcast(is_checkpoint(path)):
+        problem = problem_on_all_ranks(path, workers)
+        if problem:
+            raise CheckpointError(f"the checkpoint cannot be used: {problem}", where=str(path))
+        return path
+    newest = _newest(path / "checkpoints", workers)
+    if newest is None:
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run folder with one", where="--load")
+    return newest
+
+
+def _best_of_this_run(saved: Position, path: Path, folder: RunFolder | None, workers: Workers) -> Best | None:
+    """Return the best evaluation so far, if its checkpoint is in this run's folder."""
+    best = saved.best
+    if best is None or folder is None:
+        return None
+    if path.parent.resolve() != folder.checkpoints.resolve():
+        so_far = f"step {best['step']}, {best['metric']} {best['value']:.6g}"
+        say(
+            workers,
+            f"the best evaluation so far ({so_far}) belongs to {path.parent.parent}: this run looks for its own",
+        )
+        return None
+    checkpoint = folder_of(folder.checkpoints, best["step"])
+    problem = workers.broadcast(problem_of(checkpoint, contents=False) if workers.is_main else None)
+    if problem:
+        say(
+            workers,
+            f"the best checkpoint is lost ({checkpoint.name}: {problem}): the next evaluation counts as best",
+            loud=True,
+        )
+        return None
+    return best
+
+
+def _check_fit(reader: Reader, saved: Position, fresh: Position, path: Path) -> None:
+    """Raise an error for a checkpoint with which the run would continue differently."""
+    check_base(reader, fresh.base)
+    changed = [
+        f"{name} was {saved.data.get(name)}, is {fresh.data.get(name)}"
+        for name in fresh.data | saved.data
+        if saved.data.get(name) != fresh.data.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"the order of the data would change: {'; '.join(changed)}",
+            where=str(path),
+            hint="continue with the same values, or take only the weights with --load … --weights-only",
+        )
+
+
+def _check_optimizer(reader: Reader, engine: Engine) -> None:
+    kind, used = reader.state["engine"]["optimizer"], engine.state()["optimizer"]
+    if kind != used:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {kind}, this run uses {used}",
+            where=str(reader.folder),
+            hint="use the same --optimizer, or take only the weights with --load … --weights-only",
+        )
+
+
+def check_base(reader: Reader, identity: str | None) -> None:
+    """Raise an error if a checkpoint's adapters belong to another base, or if only one side has adapters."""
+    base = reader.state.get("base")
+    if base == identity:
+        return
+    if base and identity:
+        what = f"the adapters in it were trained with other base weights ({base}) than those of this model ({identity})"
+        hint = "name the base that they were trained with"
+    elif base:
+        what, hint = "it holds adapters, and this model has none", "train with the same --lora-rank"
+    else:
+        what, hint = (
+            "it holds a whole model, and this run trains adapters",
+            "export it, and train adapters of that folder",
+        )
+    raise CheckpointError(what, where=str(reader.folder), hint=hint)
+
+
+def _restore_random_state(reader: Reader, seed: int, step: int, workers: Workers) -> None:
+    saved = reader.state.get("layout", [1, reader.state["world"], 1])
+    if saved == workers.dimensions:
+        restore(*reader.random_state(workers.rank))
+        return
+    # Other workers have other random streams. Seeding them with the step avoids repeating earlier numbers.
+    seed_all(seed + 1 + workers.stream + step * workers.world)
+    by = f"{' × '.join(map(str, saved))} workers" if math.prod(saved) > saved[1] else f"{saved[1]} workers"
+    say(workers, f"random states were saved by {by}: reseeded for {workers.world}")

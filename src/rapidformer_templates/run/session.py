@@ -39,10 +39,10 @@ from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.folder import RunFolder, Summary
 from rapidformer_templates.run.hooks import checked_schedule
-from rapidformer_templates.run.meter import Meter
+from rapidformer_templates.run.performance import Meter
 from rapidformer_templates.run.receipts import Receipts
-from rapidformer_templates.run.resume import check_base, checkpoint_to_load, restore_engine
 from rapidformer_templates.run.run import Position, Template, begin_run
+from rapidformer_templates.run.saving import check_base, checkpoint_to_load, restore_engine
 from rapidformer_templates.run.script_workers import CALL
 from rapidformer_templates.run.step_errors import locate_device_errors
 from rapidformer_templates.system import accelerator, launch

@@ -1,16 +1,149 @@
-"""Errors that torch raises in a step: a failed kernel, a lost device, or an index beyond a table."""
+"""Errors of a step that name its samples: numbers beyond a table, a failed kernel, or a lost device.
+
+On a GPU, a token id or a class outside of the model's tables fails inside a kernel, which ends the process without
+naming the sample. So batches are checked while they are on the host. A batch that is already on a device is not
+checked, because the host would wait for it.
+"""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError, DeviceFailed, is_out_of_memory
-from rapidformer_templates.run.index_limits import list_samples
+
+SHOWN = 32
+"""Largest number of samples that a message lists."""
+
+OTHER_INPUTS = ("image", "video", "audio", "speech")
+"""Inputs whose placeholder tokens may be beyond the vocabulary, because the model replaces them."""
+
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+
+
+@dataclass(frozen=True)
+class IndexLimits:
+    """The tables that a model looks numbers up in.
+
+    Attributes:
+        vocabulary: number of rows of the input embedding. None if it is unknown.
+        classes: number of classes or tokens that ``labels`` choose from. None if it is unknown.
+        allows_negative: whether a hook may replace negative numbers. Otherwise only -100 is allowed, in labels.
+    """
+
+    vocabulary: int | None = None
+    classes: int | None = None
+    allows_negative: bool = True
+
+    @classmethod
+    def of(cls, model: nn.Module, *, own_loss: bool) -> IndexLimits:
+        """Read the limits from a model of transformers, or from such a model inside the user's own module.
+
+        Args:
+            own_loss: the user computes the loss, and may replace numbers of the batch first.
+        """
+        readers = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        vocabularies = [size for size in map(_vocabulary_of, readers) if size]
+        return cls(
+            vocabulary=max(vocabularies, default=None),
+            classes=_classes_of(readers[0]) if readers else None,
+            allows_negative=own_loss,
+        )
+
+    def check(self, microbatch: MicroBatch, name: str) -> None:
+        """Check the token ids and labels of a micro batch on the host.
+
+        Args:
+            name: what the samples are called in the message, such as ``training samples``.
+
+        Raises:
+            DataError: a number is outside of its table.
+        """
+        if not isinstance(microbatch.batch, Mapping):
+            return
+        for field, tensor in microbatch.batch.items():
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu or tensor.is_floating_point():
+                continue
+            if self.vocabulary and field.endswith("input_ids"):
+                outside = self._outside(tensor.numpy(), self.vocabulary)
+                what, table = "token id", f"{self.vocabulary:,} tokens of the model's vocabulary"
+                hint = "use the tokenizer of the model, or enlarge its embedding with resize_token_embeddings()"
+            elif self.classes and field == "labels":
+                outside = self._outside(tensor.numpy(), self.classes, IGNORED)
+                what, table = "label", f"{self.classes:,} classes of the model"
+                hint = f"labels go from 0 to {self.classes - 1}, and -100 has no loss: fix them, or build a larger head"
+            else:
+                continue
+            if outside is not None:
+                value, rows = outside
+                where = f"{name} {list_samples(_samples_of(rows, len(tensor), microbatch.samples))}"
+                raise DataError(f"the {what} {value} in '{field}' is not one of the {table}", where=where, hint=hint)
+
+    def _outside(self, values: np.ndarray, size: int, ignored: int = 0) -> tuple[int, np.ndarray] | None:
+        """Return (the largest number outside of a table, its rows in the batch), or None if all are inside."""
+        if not values.size or (values.max() < size and (self.allows_negative or values.min() >= 0)):
+            return None  # the usual case takes two passes over a small array
+        is_outside = values >= size
+        if not self.allows_negative:
+            is_outside |= (values < 0) & (values != ignored)
+        if not is_outside.any():
+            return None
+        rows = np.flatnonzero(is_outside.reshape(len(values), -1).any(axis=1))
+        return int(values[is_outside].max()), rows
+
+
+def _samples_of(rows: np.ndarray, count: int, samples: Sequence[int]) -> list[int]:
+    """Return the samples of some rows of a batch with ``count`` rows. A preference has two rows.
+
+    If rows do not show their sample, all samples of the batch are returned.
+    """
+    if not samples or count % len(samples):
+        return list(samples)
+    return sorted({samples[row % len(samples)] for row in rows})
+
+
+def _vocabulary_of(model: PreTrainedModel) -> int | None:
+    """Return the number of rows of the input embedding, or None if the model has none, or replaces some tokens."""
+    size = _size_of(model.get_input_embeddings, "num_embeddings")
+    placeholders = [
+        value
+        for name, value in vars(model.config).items()
+        if name.startswith(OTHER_INPUTS) and name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    ]
+    return None if size is None or any(value >= size for value in placeholders) else int(size)
+
+
+def _classes_of(model: PreTrainedModel) -> int | None:
+    """Return the number of classes that the labels of a model choose from, or None if it is unknown."""
+    size = _size_of(model.get_output_embeddings, "out_features")
+    if size is None and type(model).__name__.endswith(CLASSIFIERS):
+        size = model.config.num_labels
+    return int(size) if size and size > 1 else None
+
+
+def _size_of(find: Callable[[], nn.Module | None], attribute: str) -> int | None:
+    """Return a size of the layer that a method of transformers finds, or None if the model has no such layer."""
+    try:
+        size: int | None = getattr(find(), attribute, None)
+    except (NotImplementedError, AttributeError):  # models with several embeddings, or without any
+        return None
+    return size
+
+
+def list_samples(samples: Sequence[int]) -> str:
+    """Return the first :data:`SHOWN` samples as text."""
+    return f"{list(samples[:SHOWN])}{' …' if len(samples) > SHOWN else ''}"
+
 
 TORCH = str(Path(torch.__file__).parent)
 

@@ -5,20 +5,20 @@ Logged values are looked up in the tracker's own store, because a killed process
 
 from __future__ import annotations
 
+import json
 import re
+import struct
 import uuid
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import environ
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-
-from rapidformer_templates.run.wandb_file import rows
 
 PROJECT = "rapidformer"
 """The default project."""
@@ -267,3 +267,41 @@ class Trackio(Tracker):
 
 
 KINDS: Mapping[str, type[Tracker]] = {kind.name: kind for kind in (TensorBoard, WandB, MLflow, Trackio)}
+
+
+HEAD = 7
+"""Bytes before the first block, and before each piece of an entry."""
+
+BLOCK = 32768
+WHOLE, FIRST, LAST = 1, 2, 4
+
+
+def entries(path: Path) -> Iterator[bytes]:
+    """Yield the complete entries. The file of a killed run may end anywhere."""
+    data = path.read_bytes()
+    position, entry = HEAD, b""
+    while position + HEAD <= len(data):
+        room = BLOCK - position % BLOCK
+        if room < HEAD:
+            position += room  # the rest of a block has no room for a header
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        piece = data[position + HEAD : position + HEAD + length]
+        if len(piece) < length or kind == 0:
+            return
+        position += HEAD + length
+        entry = piece if kind in (WHOLE, FIRST) else entry + piece
+        if kind in (WHOLE, LAST):
+            yield entry
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the logged values of each step, in the order in which they were logged. ``_step`` is the step."""
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    for entry in entries(path):
+        record = Record()
+        record.ParseFromString(entry)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}

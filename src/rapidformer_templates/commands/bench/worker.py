@@ -216,7 +216,7 @@ def _of_status(field: str) -> float:
             return int(match[1]) * 1024 / 1e6
     import torch
 
-    from rapidformer_templates.run.meter import peak_memory_mb
+    from rapidformer_templates.run.performance import peak_memory_mb
 
     return peak_memory_mb(torch.device("cpu"))
 

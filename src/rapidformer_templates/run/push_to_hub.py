@@ -1,23 +1,106 @@
-"""The model card of an exported model: ``README.md`` with its task, data, metrics and plan, and how to load it."""
+"""``--push-to-hub``: the checks before the run, the model card of the exported model, and the upload.
+
+The model card is ``README.md`` with the task, data, metrics and plan, and how to load the model. This module does not
+import torch.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
-
-from rapidformer_templates.models.adapters import SETTINGS
+from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.models.expert_architectures import CONVERTED
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flag_values import TEST, mixture_of
-from rapidformer_templates.planning.hub import is_hub_name
+from rapidformer_templates.planning.hub import NAME, is_hub_name, log_in_hint, reason
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.folder import Summary
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
+FLAG = "--push-to-hub"
+
+
+def check_push(config: RunConfig) -> None:
+    """Check that something will be uploaded, that the repository has a valid name, and that there is a token.
+
+    Raises:
+        ConfigError: one of them is missing.
+    """
+    name = config.training.push_to_hub
+    if name is None:
+        return
+    from huggingface_hub import get_token
+
+    if not config.training.export_model:
+        raise ConfigError("--no-export-model leaves nothing to upload", where=FLAG, hint="leave out one of them")
+    if not NAME.fullmatch(name) or "/" not in name or re.search(r"--|\.\.|[-.]$|\.git$", name):
+        hint = "write ORG/NAME: your user name or an organization, and letters, digits, - _ ."
+        raise ConfigError(f"'{name}' is not the name of a repository", where=FLAG, hint=hint)
+    if get_token() is None:
+        raise ConfigError("an upload to the hub needs a token that may write", where=FLAG, hint=log_in_hint())
+
+
+def create_repository(config: RunConfig) -> None:
+    """Create the repository before the first step if it does not exist, which also shows that the token may write.
+
+    Raises:
+        ConfigError: the token may not write, or the hub cannot be reached.
+    """
+    if config.training.push_to_hub is not None:
+        create(config.training.push_to_hub)
+
+
+@cache
+def create(name: str) -> None:
+    """Create a repository. Several checks of a process come here, and only the first one asks the hub."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        user = HfApi().whoami()
+        if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise ConfigError(f"the token of {user['name']} may only read", where=FLAG, hint=log_in_hint())
+        HfApi().create_repo(name, exist_ok=True)
+    except ConfigError:
+        raise
+    except HfHubHTTPError as error:
+        reasons = {401: "the hub does not accept the token", 403: f"the token may not write to {name}"}
+        message = reasons.get(error.response.status_code, f"{name} cannot be created: {reason(error)}")
+        raise ConfigError(message, where=FLAG, hint=log_in_hint()) from None
+    except Exception as error:  # of the HTTP client
+        message = "HF_HUB_OFFLINE is set, so nothing can be uploaded"
+        if not constants.is_offline_mode():
+            message = f"{constants.ENDPOINT} cannot be reached: {reason(error)}"
+        hint = f"leave the flag out, and upload the export later: hf upload {name} RUN/export ."
+        raise ConfigError(message, where=FLAG, hint=hint) from None
+
+
+def push_export(name: str, export: Path, step: int) -> str:
+    """Upload the exported model. A failure does not end the run, because the export is complete.
+
+    Returns:
+        The line for the user: where the model is, or what failed and how to upload it again.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().create_repo(name, exist_ok=True)
+        HfApi().upload_folder(repo_id=name, folder_path=export, commit_message=f"Upload the export of step {step}")
+    except Exception as error:  # huggingface_hub and its HTTP client raise many kinds, and the run must not be lost
+        return (
+            f"error: the export was not uploaded to {name}: {reason(error)}\n  where  {export}, which is complete\n"
+            f"  help   upload it again with: hf upload {name} {export} ."
+        )
+    return f"uploaded   {HfApi().endpoint}/{name}"
 
 
 def write_card(config: RunConfig, plan: Plan, summary: Summary, export: Path) -> None:
@@ -27,13 +110,17 @@ def write_card(config: RunConfig, plan: Plan, summary: Summary, export: Path) ->
         summary: content of ``summary.json``.
         export: the exported folder.
     """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    from rapidformer_templates.models.adapters import SETTINGS
+
     name = str(config.training.push_to_hub)
     base = config.model.pretrained_model_name_or_path
     task = config.training.task
-    is_adapter = (export / SETTINGS).is_file()
+    adapters = json.loads((export / SETTINGS).read_text(encoding="utf-8")) if (export / SETTINGS).is_file() else None
     data = ModelCardData(
         model_name=name.rpartition("/")[2],
-        library_name="peft" if is_adapter else "transformers",
+        library_name="peft" if adapters else "transformers",
         pipeline_tag=_pipeline_of(task),
         base_model=base if base and is_hub_name(base) else None,
         datasets=[set_name for set_name in _data_sets(config) if is_hub_name(set_name)] or None,
@@ -46,7 +133,7 @@ def write_card(config: RunConfig, plan: Plan, summary: Summary, export: Path) ->
         f"# {name}",
         f"This model {origin}. rapidformer_templates {summary['versions']['rapidformer_templates']} trained it for "
         f"{summary['steps']:,} steps ({summary['epochs']:g} epochs) with the task `{task or 'of a script'}`.",
-        f"## How to load it\n\n```python\n{_code(name, export, config.model.revision)}\n```",
+        f"## How to load it\n\n```python\n{_code(name, export, adapters, config.model.revision)}\n```",
         "## Metrics\n\n" + _table(("metric", "value"), {k: f"{v:.4f}" for k, v in summary["metrics"].items()}),
         "## Training data\n\n" + ("\n".join(f"- `{_public(s)}`" for s in _data_sets(config)) or "Data of a script."),
         "## Plan\n\n" + _table(("", ""), _plan(plan)) + "\n\n" + _table(("flag", "value"), _values(plan)),
@@ -75,6 +162,8 @@ def _data_sets(config: RunConfig) -> list[str]:
 
 def _results(config: RunConfig, metrics: Mapping[str, float]) -> list[EvalResult]:
     """Return the finite metrics of the run's own data set in the form of the hub's index."""
+    from huggingface_hub import EvalResult
+
     task = config.training.task
     sets = _data_sets(config)
     return [
@@ -98,10 +187,11 @@ def _public(name: str | None) -> str:
     return name if name and is_hub_name(name) else Path(name or "").name
 
 
-def _code(name: str, export: Path, revision: str | None) -> str:
+def _code(name: str, export: Path, adapters: Mapping[str, Any] | None, revision: str | None) -> str:
     """Return Python code that loads the exported model from the hub.
 
     Args:
+        adapters: their settings. None if the whole model was exported.
         revision: that of the base, which adapters need, too.
     """
     file = export / "config.json"
@@ -123,11 +213,10 @@ def _code(name: str, export: Path, revision: str | None) -> str:
     imports = ", ".join(sorted({kind, *(["AutoTokenizer"] if has_tokenizer else [])}))
     load = [f'model = {kind}.from_pretrained("{name}")']
     head = [f"from transformers import {imports}", ""]
-    if (export / SETTINGS).is_file():
-        settings = json.loads((export / SETTINGS).read_text(encoding="utf-8"))
+    if adapters:
         imports = ", ".join(sorted({"AutoConfig", kind, *(["AutoTokenizer"] if has_tokenizer else [])}))
         head = ["from peft import PeftModel", f"from transformers import {imports}", ""]
-        base = _public(settings.get("base_model_name_or_path")) or "BASE"
+        base = _public(adapters.get("base_model_name_or_path")) or "BASE"
         of_base = f', revision="{revision}"' if revision else ""
         load = [
             f'base = {kind}.from_pretrained("{base}"{of_base}, config=AutoConfig.from_pretrained("{name}"))',
