@@ -24,7 +24,7 @@ from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.environment import detect_gpu
 from rapidformer_templates.run.performance import peak_memory_mb
-from rapidformer_templates.switches.onnx_runtime.receipt import seconds_in_graphs
+from rapidformer_templates.switches.onnx_runtime.transform import seconds_in_graphs
 from rapidformer_templates.trainer import Trainer
 
 FLAGS = (

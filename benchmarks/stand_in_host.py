@@ -13,8 +13,7 @@ import torch
 
 from rapidformer_templates.planning.registry import Registry
 from rapidformer_templates.planning.switch import Request, Rule
-from rapidformer_templates.switches.offload_activations.host import Wait
-from rapidformer_templates.switches.offload_activations.offloader import MIN_BYTES
+from rapidformer_templates.switches.offload_activations.offloader import MIN_BYTES, Wait
 
 ROOM = "rapidformer_templates.switches.offload_activations"
 

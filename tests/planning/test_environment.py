@@ -18,7 +18,7 @@ SOURCES = Path(environment.__file__).parents[1]
 OF_ONE_KIND = {
     "commands/doctor.py",
     "switches/fused_loss/transform.py",
-    "switches/onnx_runtime/session.py",
+    "switches/onnx_runtime/backend.py",
 }
 """Modules that may name CUDA: one that reports about this machine, and Nvidia's kernel and provider."""
 

@@ -16,6 +16,7 @@ from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.parallel.buckets import bucket_size_for
 from rapidformer_templates.engines.parallel.compute_dtype import GradientTypes, parameters_with_masters
 from rapidformer_templates.engines.parallel.replicas import ShardedGradients, TrainedParameter
+from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks, width_of
 from rapidformer_templates.planning.config import RunConfig
@@ -27,7 +28,6 @@ from rapidformer_templates.switches.auto_strategy.live_storages import LiveStora
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.tensor_shares import divide, no_loss, silent_group
-from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.switches.offload_activations.offloader import Offloader
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 from rapidformer_templates.system.workers import Workers

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
+from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
-from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed, checkpoint_activations
+from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
 from tests.support.compiled_jobs import OneLength
 from tests.support.jobs import VOCABULARY, DeepJob
 from tests.support.model_shapes import MODELS, batch

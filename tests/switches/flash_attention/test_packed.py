@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.switches.flash_attention import packed
-from rapidformer_templates.switches.flash_attention.kernels import NAMES
+from rapidformer_templates.switches.flash_attention.kernels import NAMES, count_kernels
 from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
-from rapidformer_templates.switches.flash_attention.receipt import count_kernels
 from tests.support.packed_rows import _gradients, _loss, _model, _packed_batch, _samples
 
 TOKENS = 11

@@ -37,8 +37,8 @@ from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
     rows_at_once,
     saved_bytes,
 )
-from rapidformer_templates.switches.fused_loss.logits import FusedHead, Logits, head_of
-from rapidformer_templates.switches.fused_loss.transform import fuse_loss
+from rapidformer_templates.switches.fused_loss.logits import Logits
+from rapidformer_templates.switches.fused_loss.transform import FusedHead, fuse_loss, head_of
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, ClassJob, _Job
 from tests.support.parity import Trained, reference, train
@@ -316,7 +316,7 @@ def test_the_receipt_would_see_whole_logits() -> None:
     def whole(hidden: Any, weight: Any, bias: Any, target: Any, recipe: LossRecipe, words: Any) -> Any:
         return F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")
 
-    with mock.patch("rapidformer_templates.switches.fused_loss.logits.linear_cross_entropy", whole):
+    with mock.patch("rapidformer_templates.switches.fused_loss.transform.linear_cross_entropy", whole):
         run = train("causal", False, f"{ALONE} --train-iters 1 {FUSED}")
     receipts = run["summary"]["receipts"]
     assert receipts["logits_rows"] == receipts["logits_rows_without"]

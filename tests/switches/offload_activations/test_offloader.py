@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from benchmarks.stand_in_host import ROOM, StandInHost
+from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
-from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
-from rapidformer_templates.switches.offload_activations import host
+from rapidformer_templates.switches.offload_activations import offloader as room
 from rapidformer_templates.switches.offload_activations.offloader import Offloader
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 from tests.support.model_shapes import MODELS, TOKENS
@@ -305,9 +305,9 @@ def test_a_copy_waits_for_the_computation_and_the_computation_for_the_copy_alone
     empty = torch.empty
     monkeypatch.setattr(torch, "Stream", lambda device: _Stream(next(names), told))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: _Stream("main", told))
-    monkeypatch.setattr(host.accelerator, "recorded_event", lambda device, stream: stream.record_event())
+    monkeypatch.setattr(room.accelerator, "recorded_event", lambda device, stream: stream.record_event())
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **how: empty(*shape, **how))
-    memory = host.PinnedMemory(CPU)
+    memory = room.PinnedMemory(CPU)
     values = _input()
     copies, wait = memory.send([values])
     assert told == ["out waits for main", "on out", "off out"]

@@ -18,9 +18,8 @@ import onnxruntime
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
-from rapidformer_templates.switches.onnx_runtime import session
-from rapidformer_templates.switches.onnx_runtime.receipt import graphs_of
-from rapidformer_templates.switches.onnx_runtime.transform import captured, run_in_onnx_runtime
+from rapidformer_templates.switches.onnx_runtime import backend
+from rapidformer_templates.switches.onnx_runtime.transform import captured, graphs_of, run_in_onnx_runtime
 
 
 def _capture(model: nn.Module) -> nn.Module:
@@ -127,7 +126,7 @@ def test_a_build_without_the_provider_of_the_device_is_refused() -> None:
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         pytest.skip("this build has it")
     with pytest.raises(ModelError, match="no CUDAExecutionProvider"):
-        session.check_provider(torch.device("cuda"))
+        backend.check_provider(torch.device("cuda"))
 
 
 def test_the_package_for_cpus_is_told_from_that_for_gpus() -> None:
@@ -137,14 +136,14 @@ def test_the_package_for_cpus_is_told_from_that_for_gpus() -> None:
 
 def test_equal_blocks_share_graphs_which_read_and_write_the_tensors_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     shared: dict[int, int] = {}
-    share = session._share
+    share = backend._share
 
     def watched(tensor: torch.Tensor) -> Any:
         value = share(tensor)
         shared[tensor.data_ptr()] = value.data_ptr()
         return value
 
-    monkeypatch.setattr(session, "_share", watched)
+    monkeypatch.setattr(backend, "_share", watched)
     model = _capture(Stack(Plain, count=3))
     for _ in range(2):
         output = model(torch.randn(2, 4))

@@ -26,14 +26,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.fake_tensors import DATA_DEPENDENT_OPS, answer
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
-from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
-from rapidformer_templates.switches.offload_activations.host import Wait
-from rapidformer_templates.switches.offload_activations.offloader import Counts, Offloader
+from rapidformer_templates.switches.offload_activations.offloader import Counts, Offloader, Wait
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 
 TRACED_BLOCKS = 3
@@ -463,7 +462,7 @@ def _watch_blocks(
             stack.callback(vars(block).pop, "forward", None)
         if recompute != "none":
             forward = _on_gpu(block.forward) if gpu else block.forward
-            block.forward = Checkpointed(forward, selective=recompute == "selective")
+            block.forward = Checkpointed(forward, selective=recompute == "selective", flag="--checkpoint-activations")
 
         def enter(module: nn.Module, args: object, *, position: tuple[str, int] = position) -> None:
             watch.enter("forward", position)

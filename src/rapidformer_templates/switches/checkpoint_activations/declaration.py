@@ -84,7 +84,7 @@ SWITCHES = (
             _unknown,
         ),
         transform="rapidformer_templates.switches.checkpoint_activations.transform:checkpoint_activations",
-        receipt_hooks="rapidformer_templates.switches.checkpoint_activations.receipt:SavedTensors",
+        receipt_hooks="rapidformer_templates.switches.checkpoint_activations.transform:SavedTensors",
         receipt=("saved_tensor_bytes", "saved_tensor_bytes_without"),
         acted=_acted,
     ),

@@ -1,30 +1,22 @@
-"""Transform that recomputes activations in the backward."""
+"""Transform that recomputes activations in the backward, and the receipt of what a micro batch keeps for it."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import Cache
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.receipt import Probe, Receipt
+from rapidformer_templates.engines.recomputation import PRODUCTS, Checkpointed, checkpointed_forward
+from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import ModelError
-
-PRODUCTS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten._grouped_mm.default,
-        torch.ops.aten.convolution.default,
-    }
-)
-"""Products with weights. Attention's products of two activations are batched ones or a fused kernel."""
-
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers with running statistics, which must see each batch only once."""
@@ -51,77 +43,126 @@ def checkpoint_activations(assembly: Assembly, building: Building) -> None:
     selective = options.recompute_granularity == "selective"
     for block in islice(blocks.values(), options.recompute_num_layers):
         norms = [module for module in block.modules() if isinstance(module, NORMS)]
-        block.forward = Checkpointed(block.forward, selective=selective, norms=norms)
+        block.forward = Checkpointed(block.forward, selective=selective, norms=norms, flag="--checkpoint-activations")
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+class SavedTensors(Receipt):
+    """Reports ``saved_tensor_bytes`` and ``saved_tensor_bytes_without``."""
 
-
-_KEEP_PRODUCTS = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
-
-
-class Checkpointed:
-    """A forward that computes its activations twice. Set ``enabled`` to False to measure without recomputation.
-
-    Args:
-        selective: whether to save products with weights and recompute everything else.
-        norms: batch norms inside it, which must count a batch only once.
-    """
-
-    def __init__(self, forward: Any, *, selective: bool = False, norms: Sequence[nn.Module] = ()) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
-        self.norms = norms
-        self.enabled = True
-        self.keeps: dict[str, Any] = _KEEP_PRODUCTS if selective else {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.enabled or not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
-            raise ModelError(
-                "a block gets a cache of keys and values, which a second forward would extend again",
-                where="--checkpoint-activations",
-                hint="set use_cache to False in the model's config, or leave the flag out",
-            )
-        forward = _CountsOnce(self.forward, self.norms) if self.norms else self.forward
-        output = checkpoint(forward, *args, use_reentrant=False, **self.keeps, **kwargs)
-        if not torch.compiler.is_compiling():
-            torch.clear_autocast_cache()  # the backward casts the weights again, and nobody else keeps these copies
-        return output
-
-
-class _CountsOnce:
-    """A forward whose recomputation does not update the statistics of batch norms, because it sees the same batch.
-
-    Copies replace the statistics meanwhile. Copying them back would be an operation that the first forward lacks.
-    """
-
-    def __init__(self, forward: Any, norms: Sequence[nn.Module]) -> None:
-        self.forward = forward
-        self.copies = [
-            (norm, name, buffer.clone()) for norm in norms for name, buffer in norm.named_buffers(recurse=False)
-        ]
-        self.is_first = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_first:
-            self.is_first = False
-            return self.forward(*args, **kwargs)
-        statistics = [(norm, name, getattr(norm, name)) for norm, name, _ in self.copies]
+    def before_step(self, probe: Probe) -> dict[str, int]:
+        assembly = probe.engine.assembly
+        forwards = (checkpointed_forward(block) for block in assembly.blocks.values())
+        checkpointed = [forward for forward in forwards if forward is not None]
+        # Autograd saves the products of compiled blocks.
+        selective = [] if assembly.is_compiled else [forward for forward in checkpointed if forward.keeps]
+        with _saved_products(selective) as products:
+            with_it = _saved_by_forward(probe, products)
+        for forward in checkpointed:
+            forward.enabled = False
         try:
-            for norm, name, copy in self.copies:
-                setattr(norm, name, copy)
-            return self.forward(*args, **kwargs)
+            # Not compiled: compiling a graph only to measure it costs more than the measurement is worth.
+            with torch.compiler.set_stance("force_eager"):
+                without = _saved_by_forward(probe, {})
         finally:
-            for norm, name, buffer in statistics:
-                setattr(norm, name, buffer)
+            for forward in checkpointed:
+                forward.enabled = True
+        return {"saved_tensor_bytes": with_it, "saved_tensor_bytes_without": without}
 
 
-def checkpointed_forward(block: nn.Module) -> Checkpointed | None:
-    """Return the checkpointed forward of a block, also inside other switches' wrappers, or None."""
-    forward: Any = block.forward
-    while not isinstance(forward, Checkpointed) and hasattr(forward, "forward"):
-        forward = forward.forward
-    return forward if isinstance(forward, Checkpointed) else None
+WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by bytes per element."""
+
+Storages = dict[int, tuple[StorageWeakRef, int]]
+"""Bytes of storages by id. The weak reference reserves the id without keeping the data."""
+
+
+def _record_storage(tensor: torch.Tensor, storages: Storages) -> None:
+    storage = local_part(tensor).untyped_storage()
+    reference = StorageWeakRef(storage)
+    storages[reference.cdata] = (reference, storage.nbytes())
+
+
+def _checksum(product: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bits, read as integers. A copy would double the memory."""
+    local = local_part(product)
+    return local.view(WHOLE_NUMBERS[local.element_size()]).sum(dtype=torch.int64)
+
+
+class _Products(TorchDispatchMode):
+    """Records the products that selective recomputation saves.
+
+    torch stores them separately from autograd's saved tensors.
+
+    Attributes:
+        products: each product with its checksum.
+    """
+
+    def __init__(self, storages: Storages) -> None:
+        super().__init__()
+        self._storages = storages
+        self.products: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            _record_storage(result, self._storages)
+            self.products.append((result.detach(), _checksum(result.detach())))
+        return result
+
+    def check(self, block: str) -> None:
+        """Check that saved products have not changed.
+
+        torch detects in-place writes by its own operations, but not those by collectives or foreign kernels.
+
+        Raises:
+            ModelError: a product saved for the backward is not what was computed.
+        """
+        for product, before in self.products:
+            if not torch.equal(_checksum(product), before):
+                raise ModelError(
+                    f"a product that is kept for the backward is overwritten in {block}",
+                    where="--recompute-granularity selective",
+                    hint="compute that out of place, or use --recompute-granularity full",
+                )
+
+
+@contextmanager
+def _saved_products(checkpointed: Sequence[Checkpointed]) -> Iterator[Storages]:
+    """Yield the products that the blocks with these forwards save."""
+    storages: Storages = {}
+
+    def recording(forward: Callable[..., object]) -> Callable[..., object]:
+        def record(*args: object, **kwargs: object) -> object:
+            with _Products(storages) as products:
+                result = forward(*args, **kwargs)
+            products.check(getattr(forward, "__qualname__", type(forward).__name__))
+            return result
+
+        return record
+
+    plain = {one: one.forward for one in checkpointed}
+    for one, forward in plain.items():
+        one.forward = recording(forward)
+    try:
+        yield storages
+    finally:
+        for one, forward in plain.items():
+            one.forward = forward
+
+
+def _saved_by_forward(probe: Probe, storages: Storages) -> int:
+    """Return the bytes that a forward leaves for its backward, including those in ``storages``."""
+    # References keep the ids reserved: ZeRO-3 frees empty weights in the forward, and their ids with them.
+    weights: Storages = {}
+    for parameter in probe.engine.model.parameters():
+        _record_storage(parameter, weights)
+
+    def pack(tensor: torch.Tensor) -> None:
+        """Count a tensor without keeping it. This graph never runs a backward, so its memory is not needed."""
+        _record_storage(tensor, storages)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
+        probe.forward()
+    return sum(size for identity, (_, size) in storages.items() if identity not in weights)

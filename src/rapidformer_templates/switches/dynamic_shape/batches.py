@@ -18,7 +18,6 @@ from rapidformer_templates.data.types import Data, SampleSet
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes, multiple
 
 if TYPE_CHECKING:
     from rapidformer_templates.data.tasks import Task
@@ -168,7 +167,7 @@ def order_of(run: RunWithData, samples: SampleSet) -> tuple[DynamicOrder, str]:
     options = config.switches["dynamic-shape"]
     longest = run.task.seq_length if run.task else config.model.seq_length or int(lengths.max())
     budget = options.tokens_per_batch or sizes.micro_batch * longest
-    shapes = choose_shapes(lengths, budget, max_shapes(options), multiple(options))
+    shapes = choose_shapes(lengths, budget, options.shape_limit, options.length_multiple)
     order = DynamicOrder(
         lengths,
         shapes,

@@ -64,15 +64,15 @@ class DynamicShapeFlags:
         only_with=_DYNAMIC,
     )
 
+    @property
+    def shape_limit(self) -> int:
+        """Highest number of distinct shapes. 0 means no limit."""
+        return MAX_SHAPES if self.max_shapes is None else self.max_shapes
 
-def max_shapes(options: DynamicShapeFlags) -> int:
-    """Return the highest number of distinct shapes. 0 means no limit."""
-    return MAX_SHAPES if options.max_shapes is None else options.max_shapes
-
-
-def multiple(options: DynamicShapeFlags) -> int:
-    """Return the number that padded lengths are multiples of."""
-    return options.shape_multiple or MULTIPLE
+    @property
+    def length_multiple(self) -> int:
+        """Number that padded lengths are multiples of."""
+        return self.shape_multiple or MULTIPLE
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -80,9 +80,9 @@ def _notes(request: Request) -> Sequence[str]:
     options, length = config.switches["dynamic-shape"], config.model.seq_length
     budget: int | None = options.tokens_per_batch or (length and length * sizes.micro_batch)
     tokens = f"{budget:,} tokens" if budget else f"{sizes.micro_batch} × the sequence length"
-    most = max_shapes(options)
-    count = f"at most {most} shapes" if most else "any number of shapes"
-    return (f"dynamic-shape: micro batches of up to {tokens}, {count}, lengths in multiples of {multiple(options)}",)
+    count = f"at most {options.shape_limit} shapes" if options.shape_limit else "any number of shapes"
+    multiples = f"lengths in multiples of {options.length_multiple}"
+    return (f"dynamic-shape: micro batches of up to {tokens}, {count}, {multiples}",)
 
 
 def _one_length(request: Request) -> list[Finding]:

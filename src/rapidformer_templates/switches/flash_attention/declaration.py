@@ -106,7 +106,7 @@ SWITCHES = (
         notes=_notes,
         engine_options=lambda request, options: dataclasses.replace(options, attention_kernel=kernel(request)),
         transform="rapidformer_templates.switches.flash_attention.kernels:use_flash_attention",
-        receipt_hooks="rapidformer_templates.switches.flash_attention.receipt:AttentionKernels",
+        receipt_hooks="rapidformer_templates.switches.flash_attention.kernels:AttentionKernels",
         receipt=("attention_kernels", "attention_functions"),
         acted=_acted,
         rules=(

@@ -1,4 +1,4 @@
-"""The attention function that a transformers model calls under ``--use-flash-attn``.
+"""The attention function that a transformers model calls under ``--use-flash-attn``, and the receipt of its kernels.
 
 Each kernel has a name in transformers' registry of attention functions, with an attention function and a mask
 function. transformers asks the mask function what the attention may see, and passes the answer to the attention
@@ -7,18 +7,24 @@ function. The mask is None, a matrix, or, in packed rows, the borders of the doc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.profiler import profile
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
 
@@ -157,41 +163,21 @@ def attention(
         and value.dtype in (torch.float16, torch.bfloat16)
         and query.shape[2] == key.shape[2]
     ):
-        return _package_attention(module, query, key, value, dropout, scaling, others.get("is_causal")), None
-    backends = _backends(query, attention_mask, kernel)
-    if torch.is_grad_enabled():
-        efficient = backends == [SDPBackend.EFFICIENT_ATTENTION]
+        from flash_attn import flash_attn_func
+
+        causal = others.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        tensors = [tensor.to(value.dtype).transpose(1, 2) for tensor in (query, key, value)]
+        return flash_attn_func(*tensors, dropout_p=dropout, softmax_scale=scaling, causal=causal), None
+    backends = ANY
+    if torch.is_grad_enabled():  # in evaluation, other kernels are allowed as a fallback
+        efficient = query.device.type != "cpu" and not (attention_mask is None and kernel == "flash")
+        backends = [SDPBackend.EFFICIENT_ATTENTION if efficient else SDPBackend.FLASH_ATTENTION]
         _check_call(module, query, value, attention_mask, dropout, position_bias, efficient=efficient)
     with sdpa_kernel(backends):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
-
-
-def _backends(query: torch.Tensor, mask: torch.Tensor | None, kernel: str) -> list[SDPBackend]:
-    """Return the kernels that torch may use. In evaluation, other kernels are allowed as a fallback."""
-    if not torch.is_grad_enabled():
-        return ANY
-    if query.device.type == "cpu" or (mask is None and kernel == "flash"):
-        return [SDPBackend.FLASH_ATTENTION]
-    return [SDPBackend.EFFICIENT_ATTENTION]
-
-
-def _package_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-) -> torch.Tensor:
-    from flash_attn import flash_attn_func
-
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    tensors = [tensor.to(value.dtype).transpose(1, 2) for tensor in (query, key, value)]
-    output: torch.Tensor = flash_attn_func(*tensors, dropout_p=dropout, softmax_scale=scaling, causal=causal)
-    return output
 
 
 def _check_call(
@@ -226,3 +212,41 @@ for _kernel, _name in NAMES.items():
     AttentionInterface.register(_name, partial(attention, kernel=_kernel))
     # The memory-efficient kernel does not support borders.
     AttentionMaskInterface.register(_name, partial(attention_mask, packs=_kernel != "efficient"))
+
+
+KERNEL = re.compile(r"_scaled_dot_product_\w+|_?flash_attn\w*_(forward|backward)|_flash_attention_(forward|backward)")
+"""Names of torch's and ``flash_attn``'s operators that compute attention."""
+
+
+def attention_functions(model: nn.Module) -> list[str]:
+    """Return the attention functions that the parts of a model call, by their names in transformers' registry."""
+    configs = (getattr(part, "config", None) for part in model.modules())
+    return sorted({name for config in configs if (name := getattr(config, "_attn_implementation", None))})
+
+
+@contextmanager
+def count_kernels() -> Iterator[dict[str, int]]:
+    """Yield a dict. On exit, it contains the number of calls of each attention operator in this process."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes two lines per block to standard error
+    counts: dict[str, int] = {}
+    with profile(use_kineto=False) as events:
+        yield counts
+    for event in events.key_averages():
+        name = event.key.rpartition("::")[2]
+        if KERNEL.fullmatch(name):
+            counts[name] = counts.get(name, 0) + event.count
+
+
+class AttentionKernels(Receipt):
+    """Reports ``attention_kernels`` (calls of each in the first step) and ``attention_functions`` (their callers)."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, int] = {}
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        with count_kernels() as self._kernels:
+            yield
+
+    def after_step(self, engine: Engine) -> dict[str, object]:
+        return {"attention_kernels": self._kernels, "attention_functions": attention_functions(engine.model)}

@@ -59,7 +59,7 @@ SWITCHES = (
         predicts=Prediction({"activations": "logits of one chunk of tokens at a time"}, traced=True),
         notes=_notes,
         transform="rapidformer_templates.switches.fused_loss.transform:fuse_loss",
-        receipt_hooks="rapidformer_templates.switches.fused_loss.receipt:LogitsInMemory",
+        receipt_hooks="rapidformer_templates.switches.fused_loss.transform:LogitsInMemory",
         receipt=("logits_rows", "logits_rows_without", "fused_loss_kernel"),
         acted=_acted,
         rules=(

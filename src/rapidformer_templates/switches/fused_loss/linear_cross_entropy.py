@@ -5,7 +5,7 @@ Models may apply functions to each logit before the loss. Their derivatives are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -127,6 +127,18 @@ class LossRecipe:
         casts = [step.dtype for step in self.pointwise if isinstance(step, Cast)]
         return casts[-1] if casts else product
 
+    def loss_and_slope(
+        self, logits: torch.Tensor, target: torch.Tensor, words: VocabularyShard
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (sum of the losses of a chunk, its gradient by the logits)."""
+        values = [logits]
+        for function in self.pointwise:
+            values.append(function(values[-1]))
+        losses, slope = losses_and_slope(values[-1], target, words, self.ignored, self.smoothing)
+        for function, value in zip(reversed(self.pointwise), reversed(values[1:]), strict=True):
+            slope = function.slope(slope, value)
+        return losses.sum(), slope
+
 
 def linear_cross_entropy(
     hidden: torch.Tensor,
@@ -179,9 +191,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weight, bias = weight.to(compute), None if bias is None else bias.to(compute)
             losses = []
             step = rows_at_once(len(target), words.most, device)  # every worker has the same number of chunks
-            for rows in _chunks(target, recipe.ignored, step):
+            chunks: Iterable[torch.Tensor | slice] = (slice(i, i + step) for i in range(0, len(target), step))
+            if target.is_cpu:  # leave out rows that do not count, if that needs no synchronization
+                chunks = (target != recipe.ignored).nonzero().flatten().split(step)
+            for rows in chunks:
                 part = hidden[rows].to(compute)
-                loss, slope = _loss_and_slope(F.linear(part, weight, bias), target[rows], recipe, words)
+                loss, slope = recipe.loss_and_slope(F.linear(part, weight, bias), target[rows], words)
                 losses.append(loss)
                 sums.add(slope.to(compute), rows, part, weight)
         ctx.save_for_backward(*sums.finished())
@@ -191,30 +206,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In place: autograd refuses a second backward through tensors that were changed.
         return (*(None if g is None else g.mul_(outer[0]) for g in ctx.saved_tensors), None, None, None)
-
-
-def _chunks(target: torch.Tensor, ignored: int, step: int) -> Iterator[torch.Tensor | slice]:
-    """Yield indices of rows, ``step`` at a time.
-
-    Rows that do not count are left out if that needs no synchronization.
-    """
-    if target.is_cpu:
-        yield from (target != ignored).nonzero().flatten().split(step)
-    else:
-        yield from (slice(begin, begin + step) for begin in range(0, len(target), step))
-
-
-def _loss_and_slope(
-    logits: torch.Tensor, target: torch.Tensor, recipe: LossRecipe, words: VocabularyShard
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sum of the losses of a chunk, its gradient by the logits)."""
-    values = [logits]
-    for function in recipe.pointwise:
-        values.append(function(values[-1]))
-    losses, slope = losses_and_slope(values[-1], target, words, recipe.ignored, recipe.smoothing)
-    for function, value in zip(reversed(recipe.pointwise), reversed(values[1:]), strict=True):
-        slope = function.slope(slope, value)
-    return losses.sum(), slope
 
 
 class _Gradients:

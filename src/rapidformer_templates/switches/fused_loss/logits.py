@@ -1,4 +1,4 @@
-"""Placeholder logits that are never computed, and the output layer that returns them."""
+"""Placeholder logits that are never computed. The output layer of a model returns them in training."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import builtins
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
-from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.divided_tensor import DividedTensor, flattens_rows, rows_of_view, selects_rows
-from rapidformer_templates.models.vocabulary_loss import LossHead, VocabularyShard
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
     Cast,
     LossRecipe,
@@ -22,71 +20,12 @@ from rapidformer_templates.switches.fused_loss.linear_cross_entropy import (
     Scale,
     Shift,
     Tanh,
-    linear_cross_entropy,
 )
 
+if TYPE_CHECKING:
+    from rapidformer_templates.switches.fused_loss.transform import FusedHead
+
 SWITCH_FLAG = "--fused-linear-cross-entropy"
-
-
-class FusedHead(LossHead):
-    """A language model's last layer. In training, it delays its product until the loss is computed.
-
-    In evaluation, it is a normal linear layer. In training, it returns :class:`Logits`. It is called again when
-    their cross-entropy is taken, so that an engine that shards parameters gathers the weight for the time
-    of the loss, as it does for any layer.
-
-    Attributes:
-        kernel: which kernel should compute the loss, ``torch`` or ``liger``.
-        used: kernels that have computed a loss.
-        rows: highest number of rows in a loss so far.
-        columns: number of words that this worker scored in the latest loss.
-    """
-
-    kernel: str
-    used: set[str]
-    rows: int
-    columns: int
-
-    @torch.compiler.disable
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor | Logits:
-        if self.training and torch.is_grad_enabled():
-            return Logits.of(self, hidden)
-        return super().__call__(hidden)
-
-    def loss(self, hidden: torch.Tensor, target: torch.Tensor, recipe: LossRecipe) -> torch.Tensor:
-        """Return the sum of the losses of all rows. See :func:`linear_cross_entropy`."""
-        return cast(torch.Tensor, super().__call__(hidden, target, recipe))
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        target: torch.Tensor | None = None,
-        recipe: LossRecipe | None = None,
-        words: VocabularyShard | None = None,
-    ) -> torch.Tensor:
-        if target is None or recipe is None:
-            return super().forward(hidden)
-        self.rows, self.columns = max(self.rows, len(target)), len(self.weight)
-        casts_only = all(isinstance(step, Cast) for step in recipe.pointwise)
-        if self.kernel == "liger" and casts_only and words is None and hidden.dtype != torch.float64:
-            self.used.add("liger")
-            return _by_liger(hidden, self.weight, self.bias, target, recipe)
-        self.used.add("torch")
-        return linear_cross_entropy(hidden, self.weight, self.bias, target, recipe, words)
-
-
-def _by_liger(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, recipe: LossRecipe
-) -> torch.Tensor:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    loss = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=recipe.ignored,
-        label_smoothing=recipe.smoothing,
-        reduction="sum",
-        accum_dtype=torch.float32,
-    )
-    return cast(torch.Tensor, loss(weight, hidden, target, bias))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -317,8 +256,3 @@ for _name in (
     "contains",
 ):
     _refuse_operator(f"__{_name}__")
-
-
-def head_of(model: nn.Module) -> FusedHead | None:
-    """Return the fused head of a model, or None."""
-    return next((module for module in model.modules() if isinstance(module, FusedHead)), None)

@@ -19,9 +19,9 @@ from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.recomputation import checkpointed_forward
 from rapidformer_templates.engines.side_effects import restored_buffers
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
 from rapidformer_templates.switches.layout.schedule import LEAVING, Action, Kind, with_transfers
 from rapidformer_templates.switches.layout.stage_runner import StageRunner
 from rapidformer_templates.system.workers import Workers

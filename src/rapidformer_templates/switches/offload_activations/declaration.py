@@ -73,7 +73,7 @@ SWITCHES = (
         ),
         notes=_notes,
         transform="rapidformer_templates.switches.offload_activations.transform:offload_activations",
-        receipt_hooks="rapidformer_templates.switches.offload_activations.receipt:Offloading",
+        receipt_hooks="rapidformer_templates.switches.offload_activations.transform:Offloading",
         receipt=("offloaded_bytes", "offloaded_bytes_at_a_time", "late_bytes"),
         acted=_acted,
         rules=(

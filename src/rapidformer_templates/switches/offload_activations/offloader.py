@@ -4,14 +4,16 @@ The unit is a block's forward. The activations that it keeps are sent while the 
 are freed when that block is done. So the activations of the last block, whose backward follows at once, never leave.
 When the backward of a block begins, the activations of the block before it are fetched. Two blocks' activations are on
 the device at a time.
+
+The host is page-locked memory. Streams copy to and from it during computation.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.offload_activations.host import Host, Wait
+from rapidformer_templates.system import accelerator
 
 MIN_BYTES = 32 * 1024
 """Smaller storages stay on the device.
@@ -30,6 +32,51 @@ Starting a copy takes longer than the copy itself, and there is little to gain.
 
 HIDDEN = "hidden_states"
 """Name of the hidden state if transformers passes it to a block by name."""
+
+Wait = Callable[[], None]
+"""Makes later work on the device wait for a copy. The host does not wait."""
+
+
+class Host(Protocol):
+    """Where kept tensors go."""
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[object], Wait]:
+        """Start to copy device tensors. Return the copies, and the wait that must precede freeing the tensors."""
+
+    def fetch(self, copies: Sequence[Any]) -> tuple[list[torch.Tensor], Wait]:
+        """Start to copy tensors back. Return device tensors, and the wait that must precede reading or freeing them."""
+
+
+class PinnedMemory:
+    """Page-locked host memory for an accelerator.
+
+    Each direction has a separate stream. A copy starts when the device has finished all work queued before it, and
+    overlaps with work queued after it. The compute stream allocates and frees device memory. It must wait for a
+    copy before it frees memory that the copy reads or writes.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._back = torch.Stream(device), torch.Stream(device)
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Wait]:
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        return copies, self._copy(self._out, copies, tensors)
+
+    def fetch(self, copies: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Wait]:
+        tensors = [torch.empty(copy.shape, dtype=copy.dtype, device=self._device) for copy in copies]
+        return tensors, self._copy(self._back, tensors, copies)
+
+    def _copy(self, stream: torch.Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Wait:
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            copied = accelerator.recorded_event(self._device, stream)
+        return lambda: torch.accelerator.current_stream(self._device).wait_event(copied)
 
 
 class Counts:
@@ -187,7 +234,11 @@ class Offloader:
         self._send_last()
         hidden = args[0] if args else kwargs.get(HIDDEN)
         call = self._running = self._next_call(number, block, hidden)
-        self._on_device = _storages_on_device(block, args, kwargs, hidden)
+        # On the device anyway: the block's weights, and tensors that it shares with other blocks.
+        arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        shared = [*(leaf for leaf in arguments if leaf is not hidden), *block.parameters(), *block.buffers()]
+        storages = [StorageWeakRef(t.untyped_storage()) for t in shared if not is_traceable_wrapper_subclass(t)]
+        self._on_device = {int(storage.cdata): storage for storage in storages}
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                 yield
@@ -215,20 +266,14 @@ class Offloader:
         if call is None or not self._is_offloadable(tensor):
             return tensor
         key = _storage_key(tensor), tensor.dtype
-        storage = self._storage_of(key)
+        # This block or the one before it may have kept the storage already. It is used if it is still on the device.
+        calls = [call, self._outgoing.call] if self._outgoing else [call]
+        known = [reference() for each in calls if (reference := each.storages.get(key))]
+        storage = next((saved for saved in known if saved is not None and saved.values is not None), None)
         if storage is None:
             storage = SavedStorage(tensor, call.block, self.counts)
         call.storages[key] = weakref.ref(storage)
         return SavedTensor(call, storage, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-    def _storage_of(self, key: tuple[int, torch.dtype]) -> SavedStorage | None:
-        """Return the entry of a storage that this block or the one before it has kept, if it is still on the device."""
-        for call in (self._running, self._outgoing.call if self._outgoing else None):
-            reference = call.storages.get(key) if call else None
-            storage = reference() if reference else None
-            if storage is not None and storage.values is not None:
-                return storage
-        return None
 
     def _is_offloadable(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
@@ -257,20 +302,19 @@ class Offloader:
         if self._last is call:
             self._last = None  # it stays on the device
         self._free_device_copies(but=call)
-        following = call.forward.last(before=call) or self._likely_after(call)
+        following = call.forward.last(before=call)
+        if following is None:
+            # Guess the call whose backward is next. A pipeline takes the oldest micro batch, part by part.
+            pending = [forward for forward in self._forwards if forward.is_waiting]
+            part = call.forward.calls[-1].number
+            forward = min(pending, key=lambda forward: forward.calls[-1].number != part, default=None)
+            following = forward.last() if forward else None
         if self._last is not None and self._last is not following and self._last.forward is not call.forward:
             self._send_last()  # it belongs to another micro batch, which will wait longer
         self._start_fetch(call, late=True)
         self._finish_fetch(call)
         if following is not None:
             self._start_fetch(following)
-
-    def _likely_after(self, call: BlockCall) -> BlockCall | None:
-        """Guess the call whose backward is next. A pipeline takes the oldest micro batch, part by part."""
-        pending = [forward for forward in self._forwards if forward.is_waiting]
-        part = call.forward.calls[-1].number
-        forward = min(pending, key=lambda forward: forward.calls[-1].number != part, default=None)
-        return forward.last() if forward else None
 
     def _send_last(self) -> None:
         call, self._last = self._last, None
@@ -320,16 +364,6 @@ def _storage_key(tensor: torch.Tensor) -> int:
 
 Storages = dict[int, StorageWeakRef]
 """Storages by key. The reference keeps a key reserved: ZeRO-3's empty weights would otherwise give it up."""
-
-
-def _storages_on_device(
-    block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], hidden: object
-) -> Storages:
-    """Storages that are on the device anyway: the block's weights, and tensors that it shares with other blocks."""
-    arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf is not hidden]
-    tensors = [*arguments, *block.parameters(), *block.buffers()]
-    storages = [StorageWeakRef(t.untyped_storage()) for t in tensors if not is_traceable_wrapper_subclass(t)]
-    return {int(storage.cdata): storage for storage in storages}
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

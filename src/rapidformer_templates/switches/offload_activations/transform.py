@@ -1,4 +1,4 @@
-"""Transform that makes the blocks keep their activations in host memory, also those that recomputation saves."""
+"""Transform that makes the blocks keep their activations in host memory, and the receipt of the bytes sent."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.saved_matmuls import SavesMatmuls
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.receipt import Receipt
+from rapidformer_templates.engines.recomputation import PRODUCTS, Checkpointed, ContextFunction, SavesMatmuls
 from rapidformer_templates.engines.side_effects import backward_may_follow
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.checkpoint_activations.transform import PRODUCTS, Checkpointed
-from rapidformer_templates.switches.offload_activations.host import PinnedMemory
-from rapidformer_templates.switches.offload_activations.offloader import Offloader, SavedTensor
+from rapidformer_templates.switches.offload_activations.offloader import Offloader, PinnedMemory, SavedTensor
 
 
 def offload_activations(assembly: Assembly, building: Building) -> None:
@@ -65,9 +65,7 @@ class Offloaded:
             return self.forward(*args, **kwargs)
 
 
-def offloaded_products(
-    offloader: Offloader,
-) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
+def offloaded_products(offloader: Offloader) -> ContextFunction:
     """Return a ``context_fn`` for torch's checkpoint: modes for the forward and for its recomputation.
 
     They offload the matmul outputs that selective recomputation saves. torch holds them where autograd's hooks do not
@@ -105,3 +103,21 @@ class _ReturnProducts(_SaveProducts):
         if func in PRODUCTS:
             return self._offloader.unpack(self._products.popleft())
         return func(*args, **(kwargs or {}))
+
+
+class Offloading(Receipt):
+    """Reports ``offloaded_bytes``, ``offloaded_bytes_at_a_time`` and ``late_bytes`` of this worker."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] | None = None
+
+    def after_step(self, engine: Engine) -> dict[str, int]:
+        offloader = engine.assembly.find(Offloader)
+        if offloader is not None and self._first is None:
+            counts = offloader.counts
+            self._first = {
+                "offloaded_bytes": counts.sent,
+                "offloaded_bytes_at_a_time": counts.most_offloaded,
+                "late_bytes": counts.late,
+            }
+        return self._first or {}

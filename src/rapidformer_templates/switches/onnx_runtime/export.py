@@ -1,4 +1,4 @@
-"""Convert a graph of aten operators to ONNX with torch's exporter.
+"""Convert a graph of aten operators to ONNX with torch's exporter, and with translations that it lacks.
 
 At each call, ``torch.onnx.export`` traces and decomposes a model and fills its table of operators again. Here,
 AOTAutograd has already traced and decomposed the graph, so this module uses the exporter's inner functions.
@@ -7,14 +7,18 @@ AOTAutograd has already traced and decomposed the graph, so this module uses the
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from onnxscript import opset20
 from torch import fx
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
@@ -33,18 +37,121 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.onnx_runtime.operators import TRANSLATIONS
 from rapidformer_templates.switches.onnx_runtime.partition import dropout_noise, take_out_idle_expansions
 
 if TYPE_CHECKING:
     from sympy import Expr
 
 aten = torch.ops.aten
+op: Any = opset20  # its inputs may be numbers and lists, which its types do not show
 
 ADVICE = "leave --onnx-runtime-training out, or write that part of the model with other operators"
 
 OPSET = 20
 """The first opset with GELU as one operator."""
+
+Operand = Any
+"""A value of the ONNX graph. The exporter reads these annotations, and any narrower type would be a constraint."""
+
+# ONNX for aten operators that torch's exporter lacks or splits into many small nodes. ONNX Runtime runs each
+# element-wise node as a separate pass over memory, so the formulas below need few passes. Layer normalisation, softmax
+# and GELU are single nodes in the forward.
+
+
+def gelu(x: Operand, approximate: str = "none") -> Operand:
+    """Return a single node. The exporter's version has five."""
+    return op.Gelu(x, approximate=approximate)
+
+
+def gelu_backward(grad: Operand, x: Operand, approximate: str = "none") -> Operand:
+    """Return ``grad · d gelu(x)/dx`` for ``gelu(x) = x Φ(x)`` or its tanh approximation."""
+    if approximate == "tanh":
+        # gelu(x) = ½ x (1 + tanh u), u = a (x + b x³): its slope is ½ (1 + tanh u + x (1 − tanh² u) u').
+        a, b = math.sqrt(2.0 / math.pi), 0.044715
+        square = op.Mul(x, x)
+        tanh = op.Tanh(op.Mul(x, op.Add(op.Mul(square, a * b), a)))
+        slope = op.Add(op.Mul(square, 3.0 * a * b), a)
+        rise = op.Mul(op.Mul(x, slope), op.Sub(1.0, op.Mul(tanh, tanh)))
+        return op.Mul(grad, op.Mul(op.Add(op.Add(tanh, rise), 1.0), 0.5))
+    # With t = x/√2: Φ(x) + x φ(x) = ½ (1 + erf t + 2/√π · t exp(−t²)).
+    t = op.Mul(x, math.sqrt(0.5))
+    bell = op.Exp(op.Sub(math.log(2.0 / math.sqrt(math.pi)), op.Mul(t, t)))
+    twice = op.Add(op.Add(op.Erf(t), op.Mul(t, bell)), 1.0)
+    return op.Mul(op.Mul(grad, 0.5), twice)
+
+
+def layer_norm_backward(
+    grad: Operand,
+    x: Operand,
+    normalized_shape: Sequence[int],
+    mean: Operand,
+    rstd: Operand,
+    weight: Operand,
+    bias: Operand,
+    output_mask: Sequence[bool],
+) -> tuple[Operand, Operand, Operand]:
+    """Return the gradients of layer normalisation by input, weight and bias. Gradients not requested are placeholders.
+
+    With x̂ = (x − mean) · rstd and g = grad · weight, dx = rstd (g − mean(g) − x̂ mean(g x̂)).
+    """
+    inner = list(range(-len(normalized_shape), 0))
+    outer = list(range(len(x.shape) - len(normalized_shape)))
+    normal = op.Mul(op.Sub(x, mean), rstd)
+    along = op.Mul(grad, normal)
+    of_input, of_weight, of_bias = (op.Identity(mean) for _ in range(3))  # the exporter needs a value for each
+    if output_mask[0]:
+        scaled, scaled_along = (grad, along) if weight is None else (op.Mul(grad, weight), op.Mul(along, weight))
+        level, tilt = op.ReduceMean(scaled, inner), op.ReduceMean(scaled_along, inner)
+        of_input = op.Mul(op.Sub(scaled, op.Add(op.Mul(normal, tilt), level)), rstd)
+    if output_mask[1]:
+        of_weight = op.ReduceSum(along, outer, keepdims=0)
+    if output_mask[2]:
+        of_bias = op.ReduceSum(grad, outer, keepdims=0)
+    return of_input, of_weight, of_bias
+
+
+def safe_softmax(x: Operand, dim: int, dtype: int = -1) -> Operand:
+    """Softmax in which a row of only −∞ (every key is masked) becomes zero instead of 0/0."""
+    probabilities = op.Softmax(x, axis=dim)
+    return op.Where(op.IsNaN(probabilities), 0.0, probabilities)
+
+
+def softmax_backward(grad: Operand, output: Operand, dim: int, input_dtype: int) -> Operand:
+    """Return ``y g − y Σ y g``."""
+    share = op.Mul(grad, output)
+    return op.Sub(share, op.Mul(output, op.ReduceSum(share, [dim])))
+
+
+def split(x: Operand, size: int, dim: int = 0) -> Sequence[Operand]:
+    """Split into pieces of ``size`` along ``dim``. The last may be smaller."""
+    length = x.shape[dim]
+    return split_with_sizes(x, [min(size, length - start) for start in range(0, length, size)], dim)
+
+
+def split_with_sizes(x: Operand, sizes: Sequence[int], dim: int = 0) -> Sequence[Operand]:
+    """Split into pieces of ``sizes`` along ``dim``.
+
+    The exporter's version makes a sequence and copies each piece from it.
+    """
+    if len(set(sizes)) == 1 and len(sizes) > 1:
+        pieces: Sequence[Operand] = op.Split(x, axis=dim, num_outputs=len(sizes))
+        return pieces
+    return [op.Slice(x, [start], [end], [dim]) for start, end in pairwise(accumulate(sizes, initial=0))]
+
+
+TRANSLATIONS: Mapping[OpOverload, Callable[..., Operand]] = {
+    aten.gelu.default: gelu,
+    aten.gelu_backward.default: gelu_backward,
+    aten.native_layer_norm_backward.default: layer_norm_backward,
+    aten._safe_softmax.default: safe_softmax,
+    aten._softmax_backward_data.default: softmax_backward,
+    aten.split.Tensor: split,
+    aten.split_with_sizes.default: split_with_sizes,
+}
+"""ONNX functions by aten operator, in addition to those of torch's exporter."""
+
+
+# The export.
 
 GraphInput = torch.Tensor | int
 """An input of a graph. Sizes of graphs with dynamic shapes are numbers."""
@@ -214,16 +321,7 @@ def _to_onnx(module: fx.GraphModule, name: str) -> ONNXProgram:
             where=lines[-1] if lines else None,  # the line of the model that the operator comes from
             hint=ADVICE,
         )
-    try:
-        model = _core._exported_program_to_onnx_program(_program(module), registry=registry)
-    except OnnxExporterError as error:
-        raise ModelError(f"{name} cannot run in ONNX Runtime: {error}", hint=ADVICE) from error
-    model.model.opset_imports[""] = OPSET
-    return model
-
-
-def _program(module: fx.GraphModule) -> ExportedProgram:
-    """Wrap the graph in the form that the exporter expects. It has neither parameters nor buffers."""
+    # The form that the exporter expects. The graph has neither parameters nor buffers.
     inputs = [InputSpec(InputKind.USER_INPUT, _argument(n), None) for n in module.graph.find_nodes(op="placeholder")]
     outputs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(n), None) for n in _outputs(module.graph) if n is not None]
     called = ModuleCallSignature(
@@ -233,7 +331,13 @@ def _program(module: fx.GraphModule) -> ExportedProgram:
         out_spec=pytree.tree_structure((0,) * len(outputs)),
     )
     signature = ExportGraphSignature(inputs, outputs)
-    return ExportedProgram(module, module.graph, signature, {}, {}, [ModuleCallEntry("", called)])
+    program = ExportedProgram(module, module.graph, signature, {}, {}, [ModuleCallEntry("", called)])
+    try:
+        model = _core._exported_program_to_onnx_program(program, registry=registry)
+    except OnnxExporterError as error:
+        raise ModelError(f"{name} cannot run in ONNX Runtime: {error}", hint=ADVICE) from error
+    model.model.opset_imports[""] = OPSET
+    return model
 
 
 def _argument(node: fx.Node) -> SymIntArgument | TensorArgument:

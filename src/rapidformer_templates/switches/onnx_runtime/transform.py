@@ -1,8 +1,13 @@
-"""Select the modules of a model that run in ONNX Runtime. This module does not import ONNX Runtime."""
+"""Transform that selects the modules that run in ONNX Runtime, and the receipt of what ran there, and for how long.
+
+This module does not import ONNX Runtime.
+"""
 
 from __future__ import annotations
 
 import functools
+import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,9 +15,11 @@ import torch
 from torch import nn
 
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.receipt import Receipt
+from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.errors import ModelError, RapidformerError
 from rapidformer_templates.models.vocabulary_loss import LossHead
-from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 
 if TYPE_CHECKING:
     from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend
@@ -58,8 +65,7 @@ def run_in_onnx_runtime(assembly: Assembly, building: Building) -> None:
     Raises:
         ModelError: the model has no repeated blocks, or ONNX Runtime cannot compute on the device.
     """
-    from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend
-    from rapidformer_templates.switches.onnx_runtime.session import check_provider
+    from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend, check_provider
 
     blocks = set(assembly.blocks.values())
     if not blocks:
@@ -101,3 +107,42 @@ def captured(module: nn.Module) -> Captured | None:
     while isinstance(forward, Checkpointed):
         forward = forward.forward
     return forward if isinstance(forward, Captured) else None
+
+
+class OnnxGraphs(Receipt):
+    """Reports ``onnx_runtime``. See :func:`graphs_of`."""
+
+    def after_step(self, engine: Engine) -> dict[str, object]:
+        return {"onnx_runtime": graphs_of(engine.model)}
+
+    def hides_parts(self, module: nn.Module) -> bool:
+        return captured(module) is not None
+
+
+def seconds_in_graphs(model: nn.Module) -> float:
+    """Return the total time spent in the graphs of a model so far."""
+    backends = {id(part.backend): part.backend for module in model.modules() if (part := captured(module))}
+    return sum(graph.seconds for backend in backends.values() for graph in backend.graphs)
+
+
+def graphs_of(model: nn.Module) -> dict[str, object]:
+    """Return the providers, graphs with their nodes, and shares of parameters and time in ONNX Runtime.
+
+    ``share_of_time`` is the time spent in graphs, divided by the time since the first graph was requested, without the
+    time for making graphs.
+    """
+    captured_parts = [(module, part) for module in model.modules() if (part := captured(module))]
+    backends = list({id(part.backend): part.backend for _, part in captured_parts}.values())
+    graphs = [graph for backend in backends for graph in backend.graphs]
+    inside = {id(p): p.numel() for module, _ in captured_parts for p in module.parameters()}
+    whole = {id(p): p.numel() for p in model.parameters()}
+    since = min((backend.began for backend in backends if backend.began), default=0.0)
+    training = time.perf_counter() - since - sum(backend.seconds for backend in backends)
+    return {
+        "providers": sorted({graph.provider for graph in graphs}),
+        "modules": dict(Counter(part.backend.name for _, part in captured_parts)),
+        "share_of_parameters": round(sum(inside.values()) / max(1, sum(whole.values())), 4),
+        "share_of_time": round(seconds_in_graphs(model) / training, 4),
+        "seconds_to_make": round(sum(backend.seconds for backend in backends), 2),
+        "graphs": [graph.summary() for graph in graphs],
+    }

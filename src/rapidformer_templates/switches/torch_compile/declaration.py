@@ -49,11 +49,7 @@ class TorchCompileFlags:
 
 def _shapes(request: Request) -> int:
     """Highest number of shapes of a training batch. 0 means unknown."""
-    if "dynamic-shape" not in request.active:
-        return 0
-    from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes
-
-    return max_shapes(request.config.switches["dynamic-shape"])
+    return request.config.switches["dynamic-shape"].shape_limit if "dynamic-shape" in request.active else 0
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -135,7 +131,7 @@ SWITCHES = (
         notes=_notes,
         engine_options=lambda request, options: dataclasses.replace(options, compile_shapes=_shapes(request)),
         transform="rapidformer_templates.switches.torch_compile.transform:compile_blocks",
-        receipt_hooks="rapidformer_templates.switches.torch_compile.receipt:Compilation",
+        receipt_hooks="rapidformer_templates.switches.torch_compile.transform:Compilation",
         receipt=("compile",),
         acted=_acted,
         rules=(

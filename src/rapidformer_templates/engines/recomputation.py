@@ -1,0 +1,123 @@
+"""Forwards that recompute activations in the backward, and the products that they save for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers import Cache
+
+from rapidformer_templates.errors import ModelError
+
+PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._grouped_mm.default,
+        torch.ops.aten.convolution.default,
+    }
+)
+"""Products with weights. Attention's products of two activations are batched ones or a fused kernel."""
+
+ContextFunction = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
+"""Makes the contexts of a forward and of its recomputation, for torch's ``checkpoint``."""
+
+_KEEP_PRODUCTS = {"context_fn": functools.partial(create_selective_checkpoint_contexts, list(PRODUCTS))}
+
+
+class Checkpointed:
+    """A forward that computes its activations twice. Set ``enabled`` to False to measure without recomputation.
+
+    Args:
+        selective: whether to save products with weights and recompute everything else.
+        norms: batch norms inside it, which must count a batch only once.
+        flag: the flag that errors name.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., object],
+        *,
+        selective: bool = False,
+        norms: Sequence[nn.Module] = (),
+        flag: str | None = None,
+    ) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.norms = norms
+        self.flag = flag
+        self.enabled = True
+        self.keeps: dict[str, Any] = _KEEP_PRODUCTS if selective else {}  # arguments of torch's ``checkpoint``
+
+    def __call__(self, *args: object, **kwargs: Any) -> object:
+        if not self.enabled or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            raise ModelError(
+                "a block gets a cache of keys and values, which a second forward would extend again",
+                where=self.flag,
+                hint="set use_cache to False in the model's config, or leave the flag out",
+            )
+        forward = _CountsOnce(self.forward, self.norms) if self.norms else self.forward
+        output: object = checkpoint(forward, *args, use_reentrant=False, **self.keeps, **kwargs)
+        if not torch.compiler.is_compiling():
+            torch.clear_autocast_cache()  # the backward casts the weights again, and nobody else keeps these copies
+        return output
+
+
+class _CountsOnce:
+    """A forward whose recomputation does not update the statistics of batch norms, because it sees the same batch.
+
+    Copies replace the statistics meanwhile. Copying them back would be an operation that the first forward lacks.
+    """
+
+    def __init__(self, forward: Callable[..., object], norms: Sequence[nn.Module]) -> None:
+        self.forward = forward
+        self.copies = [
+            (norm, name, buffer.clone()) for norm in norms for name, buffer in norm.named_buffers(recurse=False)
+        ]
+        self.is_first = True
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if self.is_first:
+            self.is_first = False
+            return self.forward(*args, **kwargs)
+        statistics = [(norm, name, getattr(norm, name)) for norm, name, _ in self.copies]
+        try:
+            for norm, name, copy in self.copies:
+                setattr(norm, name, copy)
+            return self.forward(*args, **kwargs)
+        finally:
+            for norm, name, buffer in statistics:
+                setattr(norm, name, buffer)
+
+
+def checkpointed_forward(block: nn.Module) -> Checkpointed | None:
+    """Return the checkpointed forward of a block, also inside other switches' wrappers, or None."""
+    forward: object = block.forward
+    while not isinstance(forward, Checkpointed) and hasattr(forward, "forward"):
+        forward = forward.forward
+    return forward if isinstance(forward, Checkpointed) else None
+
+
+class SavesMatmuls:
+    """Marks a dispatch mode that saves matmul outputs of a forward for its backward."""
+
+
+_SAVING_MODES: tuple[type, ...] = (SavesMatmuls, *(type(mode) for mode in create_selective_checkpoint_contexts([])))
+
+
+def matmuls_are_saved() -> bool:
+    """Whether the output that a layer has just computed must not be modified, because it is saved for the backward.
+
+    A compiled graph manages memory itself. Code that cannot be compiled runs inside the same dispatch modes of torch.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return any(isinstance(mode, _SAVING_MODES) for mode in _get_current_dispatch_mode_stack())
