@@ -16,7 +16,7 @@ from rapidformer_templates.data.indexed.writer import IndexedWriter, read_sums
 from rapidformer_templates.data.pretraining.gpt import GPTSamples
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_id
+from rapidformer_templates.models.model_files import load_tokenizer, vocabulary_id
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.indexed_sets import numbered
 from tests.support.texts import DOCUMENTS, write_jsonl

@@ -14,9 +14,8 @@ from transformers import CONFIG_MAPPING, BertConfig
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.architectures import dropout_rates, objective_of, positions_of, scratch_config
-from rapidformer_templates.models.expert_architectures import OWN_EXPERTS
 from rapidformer_templates.models.loading import build_model, check_seq_length
-from rapidformer_templates.models.tokenizers import load_tokenizer
+from rapidformer_templates.models.model_files import OWN_EXPERTS, load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.registry import REGISTRY
 from tests.support.texts import TINY

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.tokenizers import load_tokenizer, padded_vocab_size
+from rapidformer_templates.models.model_files import load_tokenizer, padded_vocab_size
 from rapidformer_templates.planning.config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("offline")

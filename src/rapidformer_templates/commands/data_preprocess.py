@@ -10,7 +10,7 @@ from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.files import text_files
 from rapidformer_templates.data.text.preprocess import TITLES, PreprocessResult, preprocess, usable_cores
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.models.tokenizers import (
+from rapidformer_templates.models.model_files import (
     end_token_id,
     load_tokenizer,
     padded_vocab_size,
@@ -39,7 +39,7 @@ def is_tokenizer_named(options: argparse.Namespace) -> bool:
 
 
 def tokenizer_of(options: argparse.Namespace) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of the options. See :func:`~rapidformer_templates.models.tokenizers.load_tokenizer`.
+    """Load the tokenizer of the options. See :func:`~rapidformer_templates.models.model_files.load_tokenizer`.
 
     Raises:
         ConfigError: a flag belongs to another type of tokenizer.

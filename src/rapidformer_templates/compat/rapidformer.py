@@ -30,7 +30,7 @@ from rapidformer_templates.data.types import Batch, Data, Sample, SampleSet
 from rapidformer_templates.engines.optimizer_instances import as_recipe, as_schedule
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
 from rapidformer_templates.errors import ConfigError, RapidformerError
-from rapidformer_templates.models.tokenizers import load_tokenizer
+from rapidformer_templates.models.model_files import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.session import Session

@@ -10,8 +10,7 @@ from torch import nn
 
 from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses, LossLayer
 from rapidformer_templates.models.adapters import FrozenBase
-from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.models.placement import Placement
+from rapidformer_templates.models.blocks import Placement, find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.workers import Workers
 

@@ -11,8 +11,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rapidformer_templates.errors import ModelError, did_you_mean
-from rapidformer_templates.models.expert_architectures import OWN_EXPERTS
-from rapidformer_templates.models.tokenizers import padded_vocab_size, vocabulary_size
+from rapidformer_templates.models.model_files import OWN_EXPERTS, padded_vocab_size, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
 
 SIZE_FLAGS = {

@@ -30,9 +30,10 @@ from rapidformer_templates.models.architectures import (
 from rapidformer_templates.models.model_files import (
     check_config_file,
     check_weight_files,
+    load_tokenizer,
     no_model_error,
+    vocabulary_size,
 )
-from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import ModelFlags
 from rapidformer_templates.planning.hub import PRETRAINED, Part, model_folder
@@ -134,7 +135,7 @@ def build_model(
     """
     model_config = build_config(config, auto_class, tokenizer, **overrides)
     tokenizer = tokenizer or load_tokenizer(config)
-    factory = getattr(transformers, auto_class)
+    factory: ModelFactory = getattr(transformers, auto_class)
     path = config.model.pretrained_model_name_or_path
     if path:
         left_out = _head_to_leave_out(config, auto_class, model_config)
@@ -177,7 +178,14 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
         raise ModelError(
             f"the configuration in {path} cannot be used: {_first_line(error)}", where=PRETRAINED, hint=hint
         ) from error
-    _check_pretrained_sizes(config, pretrained)
+    for flag, attribute in {"model_type": "model_type", **SIZE_FLAGS}.items():  # they cannot change the model
+        requested, actual = getattr(flags, flag), getattr(pretrained, attribute, None)
+        if flag == "max_position_embeddings":
+            actual = positions_of(pretrained)
+        if requested is not None and requested != actual:
+            message = f"the pretrained model's {attribute} is {actual}, not {requested}"
+            hint = f"leave out {spelling(flag)}, or leave out {PRETRAINED} to start from scratch"
+            raise ModelError(message, where=spelling(flag), hint=hint)
     if flags.new_head and not has_head_of(pretrained, *CLASSIFICATION):
         hint = "leave out --new-head: the model gets a new head without it"
         raise ModelError(f"{path} has no head for labels that could be replaced", where="--new-head", hint=hint)
@@ -220,13 +228,20 @@ class LoadingInfo(TypedDict):
     mismatched_keys: set[tuple[str, torch.Size, torch.Size]]
 
 
+class ModelFactory(Protocol):
+    """An auto class of transformers. ``from_pretrained`` is called with ``output_loading_info``."""
+
+    def from_config(self, config: PreTrainedConfig) -> PreTrainedModel: ...
+    def from_pretrained(self, folder: Path, **options: object) -> tuple[PreTrainedModel, LoadingInfo]: ...
+
+
 class _Reader(Protocol):
     """A module that reads the folders of models that a switch has changed."""
 
     def is_marked(self, folder: Path) -> bool: ...
     def read_config(self, folder: Path) -> PreTrainedConfig: ...
     def read_model(
-        self, factory: Any, folder: Path, config: PreTrainedConfig, *, base_folder: str | None = None
+        self, factory: ModelFactory, folder: Path, config: PreTrainedConfig, *, base_folder: str | None = None
     ) -> tuple[PreTrainedModel, LoadingInfo]: ...
 
 
@@ -234,19 +249,6 @@ def own_reader(folder: Path) -> _Reader | None:
     """Return the reader of a folder that ``from_pretrained`` cannot load, or None for other folders."""
     readers: list[Any] = [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
     return next((reader for reader in readers if reader.is_marked(folder)), None)
-
-
-def _check_pretrained_sizes(config: RunConfig, pretrained: PreTrainedConfig) -> None:
-    """Check that size flags agree with the pretrained model. They cannot change it."""
-    sizes = {"model_type": "model_type", **SIZE_FLAGS}
-    for flag, attribute in sizes.items():
-        requested, actual = getattr(config.model, flag), getattr(pretrained, attribute, None)
-        if flag == "max_position_embeddings":
-            actual = positions_of(pretrained)
-        if requested is not None and requested != actual:
-            message = f"the pretrained model's {attribute} is {actual}, not {requested}"
-            hint = f"leave out {spelling(flag)}, or leave out {PRETRAINED} to start from scratch"
-            raise ModelError(message, where=spelling(flag), hint=hint)
 
 
 def _head_to_leave_out(config: RunConfig, auto_class: str, model_config: PreTrainedConfig) -> list[str]:
@@ -265,7 +267,7 @@ def _head_to_leave_out(config: RunConfig, auto_class: str, model_config: PreTrai
 
 
 def _load_weights(
-    factory: Any, path: str, model_config: PreTrainedConfig, flags: ModelFlags, left_out: list[str]
+    factory: ModelFactory, path: str, model_config: PreTrainedConfig, flags: ModelFlags, left_out: list[str]
 ) -> PreTrainedModel:
     folder = folder_of_model(flags)
     check_weight_files(folder)

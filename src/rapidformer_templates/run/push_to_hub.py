@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.models.expert_architectures import CONVERTED
+from rapidformer_templates.models.model_files import CONVERTED
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flag_values import TEST, mixture_of
 from rapidformer_templates.planning.hub import NAME, is_hub_name, log_in_hint, reason

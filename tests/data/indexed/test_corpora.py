@@ -28,7 +28,7 @@ from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.text.files import text_files
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.models.tokenizers import load_tokenizer
+from rapidformer_templates.models.model_files import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.texts import DOCUMENTS, write_jsonl
 from tests.support.worker_pool import new_process

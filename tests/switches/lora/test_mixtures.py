@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from rapidformer_templates import load_mixture
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import CheckpointError, ModelError
-from rapidformer_templates.models.expert_architectures import OWN_EXPERTS
+from rapidformer_templates.models.model_files import OWN_EXPERTS
 from tests.support import jobs, mixtures, parity
 from tests.support.selection import by_default
 

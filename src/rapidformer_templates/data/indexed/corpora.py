@@ -18,7 +18,7 @@ from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.files import data_suffix, no_corpus_error, text_files
 from rapidformer_templates.data.text.preprocess import preprocess
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.models.tokenizers import vocabulary_id, vocabulary_size
+from rapidformer_templates.models.model_files import vocabulary_id, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_values import weighted
 from rapidformer_templates.planning.flags import DataFlags

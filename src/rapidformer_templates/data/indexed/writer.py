@@ -86,7 +86,7 @@ class IndexedWriter:
         prefix: the path without ``.bin`` or ``.idx``.
         dtype: dtype of the tokens. See :func:`~rapidformer_templates.data.indexed.dataset.type_for`.
         overwrite: replace an existing set.
-        vocabulary: id of the vocabulary. See :func:`~rapidformer_templates.models.tokenizers.vocabulary_id`.
+        vocabulary: id of the vocabulary. See :func:`~rapidformer_templates.models.model_files.vocabulary_id`.
 
     Attributes:
         sequences, documents, tokens: numbers of those that were added.

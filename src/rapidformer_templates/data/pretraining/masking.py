@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.types import Sample
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.models.tokenizers import vocabulary_size
+from rapidformer_templates.models.model_files import vocabulary_size
 
 BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")
 """How byte-level vocabularies write a space, a new line, a tab and a carriage return."""

@@ -34,7 +34,7 @@ from rapidformer_templates.data.types import Augment, Data, Endless, Model, Mode
 from rapidformer_templates.errors import DataError, ModelError
 from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.models.loading import build_config, build_model, folder_of_model, seq_length_of
-from rapidformer_templates.models.tokenizers import load_tokenizer
+from rapidformer_templates.models.model_files import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flag_values import TEST, mixture_of
 from rapidformer_templates.system.workers import Workers

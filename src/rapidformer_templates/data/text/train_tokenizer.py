@@ -19,7 +19,7 @@ from rapidformer_templates.data.indexed.writer import disk_errors
 from rapidformer_templates.data.text.bad_lines import BadLines, add_by_reason, describe_skipped
 from rapidformer_templates.data.text.files import TextUnit, documents, text_files
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.models.tokenizers import padded_vocab_size, vocabulary_size
+from rapidformer_templates.models.model_files import padded_vocab_size, vocabulary_size
 from rapidformer_templates.system.files import new_folder, to_json
 
 END = "<|endoftext|>"

@@ -19,7 +19,7 @@ from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.architectures import DECODER_TWINS, SEQUENCE_CLASSIFICATION, objective_of
 from rapidformer_templates.models.loading import build_config, model_type_of, seq_length_of
-from rapidformer_templates.models.tokenizers import load_tokenizer
+from rapidformer_templates.models.model_files import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import has_frozen_copy, rows_per_sample
 from rapidformer_templates.planning.plan import Plan

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.vocabulary_loss import LossHead, VocabularyShard
+from rapidformer_templates.models.divided_tensor import LossHead, VocabularyShard
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import Cast, LossRecipe, linear_cross_entropy
 from rapidformer_templates.switches.fused_loss.logits import SWITCH_FLAG, Logits
 

@@ -19,12 +19,13 @@ from rapidformer_templates.models.divided_tensor import (
     DividedTensor,
     Handler,
     TorchFunction,
+    VocabularyShard,
     flattens_rows,
     has_class_indices,
+    losses_and_slope,
     rows_of_view,
     selects_rows,
 )
-from rapidformer_templates.models.vocabulary_loss import VocabularyShard, losses_and_slope
 from rapidformer_templates.switches.layout.collectives import Peers, all_reduce, gather
 
 

@@ -12,9 +12,15 @@ from torch import nn
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.shards import named_tensors
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import canonical_name, shape_of
-from rapidformer_templates.models.placeholders import AbsentModule, OutputShape, SkippedBlock, put
-from rapidformer_templates.models.placement import Placement
+from rapidformer_templates.models.blocks import (
+    AbsentModule,
+    OutputShape,
+    Placement,
+    SkippedBlock,
+    canonical_name,
+    put,
+    shape_of,
+)
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.layout.tracing import AFTER, BEFORE, WITHIN, holders, trace
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.models.blocks import BlockArguments, BlockOutput
-from rapidformer_templates.models.placeholders import SkippedBlock, replaced
+from rapidformer_templates.models.blocks import BlockArguments, BlockOutput, SkippedBlock, replaced
 from rapidformer_templates.switches.layout.tracing import (
     called_twice_error,
     hidden_of,

@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import adapter_parts, name_without_adapters, trained_whole
-from rapidformer_templates.models.placeholders import AbsentModule
-from rapidformer_templates.models.vocabulary_loss import LossHead
+from rapidformer_templates.models.blocks import AbsentModule
+from rapidformer_templates.models.divided_tensor import LossHead
 from rapidformer_templates.switches.layout.tensor_styles import (
     COLUMN,
     EMBEDDING,

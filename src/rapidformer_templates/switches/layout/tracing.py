@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
-from rapidformer_templates.models.blocks import BlockArguments
-from rapidformer_templates.models.placeholders import OutputShape, Placeholder, facts_of, replaced
+from rapidformer_templates.models.blocks import BlockArguments, OutputShape, Placeholder, facts_of, replaced
 
 BEFORE, WITHIN, AFTER = "before", "within", "after"
 

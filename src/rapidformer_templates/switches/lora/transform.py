@@ -30,9 +30,7 @@ from rapidformer_templates.models.adapters import (
     identity_of,
     new_modules_of,
 )
-from rapidformer_templates.models.blocks import canonical_name, shape_of
-from rapidformer_templates.models.placeholders import AbsentModule, SkippedBlock
-from rapidformer_templates.models.placement import whole
+from rapidformer_templates.models.blocks import AbsentModule, SkippedBlock, canonical_name, shape_of, whole
 from rapidformer_templates.switches.lora import matrices
 from rapidformer_templates.switches.lora.exported import ADAPTER, AdapterSettings
 from rapidformer_templates.switches.lora.quantized import QuantizedLinear, quantize_stack

@@ -15,8 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import shape_of
-from rapidformer_templates.models.placement import whole
+from rapidformer_templates.models.blocks import shape_of, whole
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.gate import Gate
 from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.models.expert_architectures import CONVERTED, OWN_EXPERTS
+from rapidformer_templates.models.model_files import CONVERTED, OWN_EXPERTS
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (

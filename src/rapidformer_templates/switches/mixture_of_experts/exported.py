@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.models.expert_architectures import CONVERTED
+from rapidformer_templates.models.model_files import CONVERTED
 from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse
 from rapidformer_templates.system.files import write_json
 

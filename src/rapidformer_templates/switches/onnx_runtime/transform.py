@@ -19,7 +19,7 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.errors import ModelError, RapidformerError
-from rapidformer_templates.models.vocabulary_loss import LossHead
+from rapidformer_templates.models.divided_tensor import LossHead
 
 if TYPE_CHECKING:
     from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend
