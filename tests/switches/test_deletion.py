@@ -108,7 +108,6 @@ NAMED = {
     ("onnx_runtime/declaration.py", "flash_attention"): "it declares the exclusion",
     ("onnx_runtime/declaration.py", "lora"): "it declares the exclusion",
     ("optimizer/declaration.py", "distributed_optimizer.py"): "ZeRO in a 3D layout shards like it",
-    ("layout/declaration.py", "distributed_optimizer.py"): "the partitioning that works in a 3D layout",
     ("torch_compile/declaration.py", "dynamic_shape"): "the plan shows the number of shapes to compile",
     ("torch_compile/declaration.py", "frozen_parameters.py"): "it declares the exclusion",
     ("torch_compile/declaration.py", "lora"): "it declares the exclusion",

@@ -26,6 +26,30 @@ BlockOutput = torch.Tensor | tuple[torch.Tensor, *tuple[object, ...]]
 """The output of a block: hidden states, or a tuple that begins with them."""
 
 
+HIDDEN = "hidden_states"
+"""The name of a block's input if transformers does not pass it as the first positional argument."""
+
+
+def hidden_of(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
+    """Return the hidden state among a block's arguments."""
+    hidden = args[0] if args else kwargs.get(HIDDEN)
+    if not isinstance(hidden, torch.Tensor):
+        raise ModelError(
+            "a block's first argument is not the hidden state", hint="call the blocks with a tensor as first argument"
+        )
+    return hidden
+
+
+def with_hidden(args: tuple[object, ...], kwargs: dict[str, object], hidden: torch.Tensor) -> BlockArguments:
+    """Return the arguments with another hidden state."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, HIDDEN: hidden})
+
+
+def in_form(hidden: torch.Tensor, form: int | None) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+    """Return the output of a block that only passes on ``hidden``."""
+    return hidden if form is None else (hidden, *[None] * (form - 1))
+
+
 def canonical_name(name: str) -> str:
     """Return a parameter's name without the parts that wrappers add.
 
@@ -226,8 +250,7 @@ class SkippedBlock(Placeholder):
         self._form = form
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        return hidden if self._form is None else (hidden, *[None] * (self._form - 1))
+        return in_form(hidden_of(args, kwargs), self._form)
 
 
 def facts_of(block: nn.Module) -> dict[str, str | int | float | None]:

@@ -45,6 +45,10 @@ class DividedTensor(torch.Tensor):
         """Return a divided tensor with another local part."""
         raise NotImplementedError
 
+    def view_rows(self, function: TorchFunction, rows: Sequence[int]) -> Self:
+        """Return a view with other leading dimensions, by torch's ``view`` or ``reshape``."""
+        raise NotImplementedError
+
     def part_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the entries of a flattened per-row vector that belong to local rows."""
         return rows
@@ -120,6 +124,27 @@ def with_scalar(function: TorchFunction, divided: object, other: object) -> obje
     return divided.with_local(function(divided.local, other))
 
 
+def view(function: TorchFunction, divided: DividedTensor, *shape: Any) -> object:
+    """Reshape the rows of a tensor."""
+    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+        return NotImplemented
+    rows = rows_of_view(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape, divided.shape)
+    return NotImplemented if rows is None else divided.view_rows(function, rows)
+
+
+def flatten(function: TorchFunction, divided: DividedTensor, start_dim: int = 0, end_dim: int = -1) -> object:
+    """Flatten the rows of a tensor."""
+    if not flattens_rows(divided.ndim, start_dim, end_dim):
+        return NotImplemented
+    rows = torch.empty((*divided.shape[:-1], 1), device="meta").flatten(start_dim, end_dim).shape[:-1]
+    return divided.view_rows(torch.reshape, rows)
+
+
+def sum_of_all(function: TorchFunction, divided: DividedTensor, *args: object, **kwargs: object) -> object:
+    """Sum all values. A sum over a dimension needs the whole tensor."""
+    return NotImplemented if args or kwargs else divided.summed(divided.local.sum())
+
+
 def has_class_indices(logits: torch.Tensor, target: object, size_average: object, reduce: object) -> bool:
     """Return whether a cross-entropy has logits (rows, words) or (words,), target indices, and no deprecated flags."""
     if size_average is not None or reduce is not None or not isinstance(target, torch.Tensor):
@@ -142,6 +167,9 @@ _HANDLERS: dict[TorchFunction, Handler] = {
         (_T.mul, _T.__mul__, _T.__rmul__, _T.div, _T.__truediv__, _T.add, _T.__add__, _T.sub, _T.__sub__, _T.type_as),
         with_scalar,
     ),
+    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), view),
+    **dict.fromkeys((_T.flatten, torch.flatten), flatten),
+    **dict.fromkeys((_T.sum, torch.sum), sum_of_all),
 }  # fmt: skip
 """Handlers for every kind of divided tensor."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template
+from rapidformer_templates.planning.plan import PARALLEL_ENGINE
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule, add, replace
 from rapidformer_templates.switches.layout.context_switch import CONTEXT_PARALLEL
 from rapidformer_templates.switches.layout.expert_switch import EXPERT_PARALLEL
@@ -14,7 +15,6 @@ from rapidformer_templates.switches.layout.pipeline_switch import PIPELINE_PARAL
 from rapidformer_templates.switches.layout.tensor_switch import SEQUENCE_PARALLEL, TENSOR_PARALLEL
 
 PARALLEL = ("tensor-parallel", "context-parallel", "pipeline-parallel")
-PARTITIONS_UNDER_3D = frozenset({"zero-1", "zero-2", "distributed-optimizer"})
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CONTEXT = "context_parallel_size"
 
@@ -31,7 +31,8 @@ def _smaller(name: str, size: int, fits: Callable[[int], bool]) -> tuple[Change,
 
 def _few_partitions(request: Request) -> list[Finding]:
     parallel = _parallel(request)
-    supported = PARTITIONS_UNDER_3D | ({"fsdp"} if parallel == ("context-parallel",) else set())
+    # Context parallelism alone leaves all parameters to the engine of another switch.
+    only_context = parallel == ("context-parallel",)
     return [
         Finding(
             f"{switch.name} does not work together with {' and '.join(parallel)}",
@@ -39,7 +40,7 @@ def _few_partitions(request: Request) -> list[Finding]:
             switches=(switch.name, *parallel),
         )
         for switch in request.of_family(PARTITIONING)
-        if switch.name not in supported
+        if not (switch.divides_copies and (only_context or switch.engine in (None, PARALLEL_ENGINE)))
     ]
 
 
@@ -62,10 +63,6 @@ def _workers_divide(request: Request) -> list[Finding]:
             ),
         )
     ]
-
-
-def _model_divides(request: Request) -> list[Finding]:
-    return [*_blocks_divide(request), *_matrices_divide(request)]
 
 
 def _blocks_divide(request: Request) -> list[Finding]:
@@ -158,7 +155,7 @@ LAYOUT_RULES = (
         "stages and shards of unequal size would wait for the largest one, or could not be made at all; "
         "--pipeline-stages asks for unequal stages on purpose",
         "[M]",
-        _model_divides,
+        lambda request: [*_blocks_divide(request), *_matrices_divide(request)],
         Example("--pipeline-model-parallel-size 4 --num-layers 6 --world-size 4"),
         refusal="A pipeline size or a tensor size that does not divide the model.",
     ),

@@ -20,10 +20,8 @@ from rapidformer_templates.models.divided_tensor import (
     Handler,
     TorchFunction,
     VocabularyShard,
-    flattens_rows,
     has_class_indices,
     losses_and_slope,
-    rows_of_view,
     selects_rows,
 )
 from rapidformer_templates.switches.layout.collectives import Peers, all_reduce, gather
@@ -59,44 +57,24 @@ class DividedLogits(DividedTensor):
         """Return other values for the same tokens."""
         return DividedLogits(local, self.peers, self.shape[-1])
 
+    def view_rows(self, function: TorchFunction, rows: Sequence[int]) -> DividedLogits:
+        return self.with_local(function(self.local, (*rows, self.local.shape[-1])))
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        return all_reduce(part, self.peers)
+
     def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
         return f"DividedLogits({tuple(self.shape)}, {self.local.shape[-1]} columns here)"
 
 
-_T = torch.Tensor
-_handles = DividedLogits.handles
-
-
-@_handles(_T.view, _T.reshape, torch.reshape)
-def _view(function: TorchFunction, logits: DividedLogits, *shape: Any) -> object:
-    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
-        return NotImplemented
-    rows = rows_of_view(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape, logits.shape)
-    if rows is None:
-        return NotImplemented
-    return logits.with_local(function(logits.local, (*rows, logits.local.shape[-1])))
-
-
-@_handles(_T.flatten, torch.flatten)
-def _flatten(function: TorchFunction, logits: DividedLogits, start_dim: int = 0, end_dim: int = -1) -> object:
-    if not flattens_rows(logits.ndim, start_dim, end_dim):
-        return NotImplemented
-    return logits.with_local(function(logits.local, start_dim, end_dim))
-
-
-@_handles(_T.__getitem__)
+@DividedLogits.handles(torch.Tensor.__getitem__)
 def _select(function: TorchFunction, logits: DividedLogits, index: Any) -> object:
     if any(isinstance(entry, DividedLogits) for entry in (index if isinstance(index, tuple) else (index,))):
         return NotImplemented
     return logits.with_local(logits.local[index]) if selects_rows(index, logits.ndim) else NotImplemented
 
 
-@_handles(_T.sum, torch.sum)
-def _sum(function: TorchFunction, logits: DividedLogits, *args: object, **kwargs: object) -> object:
-    return NotImplemented if args or kwargs else all_reduce(logits.local.sum(), logits.peers)
-
-
-@_handles(functional.cross_entropy)
+@DividedLogits.handles(functional.cross_entropy)
 def _cross_entropy(
     function: TorchFunction,
     input: object,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,9 +20,7 @@ from rapidformer_templates.models.divided_tensor import (
     DividedTensor,
     Handler,
     TorchFunction,
-    flattens_rows,
     has_class_indices,
-    rows_of_view,
     selects_rows,
 )
 from rapidformer_templates.switches.layout.collectives import Peers, all_reduce_both_ways
@@ -82,6 +80,11 @@ class DividedRows(DividedTensor):
     def with_local(self, local: torch.Tensor) -> DividedRows:
         """Return other values for the same rows."""
         return DividedRows(local, self.rows, self.places, self.peers)
+
+    def view_rows(self, function: TorchFunction, rows: Sequence[int]) -> DividedRows:
+        others = -math.prod(rows) if -1 in rows else 1
+        missing = math.prod(self.rows) // max(others, 1)
+        return DividedRows(self.local, [missing if size == -1 else size for size in rows], self.places, self.peers)
 
     def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
         return f"DividedRows({tuple(self.shape)}, {len(self.places)} rows here)"
@@ -156,27 +159,6 @@ def _has_divided(arguments: object) -> bool:
     return any(isinstance(leaf, DividedTensor) for leaf in torch.utils._pytree.tree_leaves(arguments))
 
 
-@_handles(_T.view, _T.reshape, torch.reshape)
-def _view(function: TorchFunction, divided: DividedRows, *shape: Any) -> object:
-    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
-        return NotImplemented
-    rows = rows_of_view(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape, divided.shape)
-    if rows is None:
-        return NotImplemented
-    others = -math.prod(rows) if -1 in rows else 1
-    missing = math.prod(divided.rows) // max(others, 1)
-    rows = [missing if size == -1 else size for size in rows]
-    return DividedRows(divided.local, rows, divided.places, divided.peers)
-
-
-@_handles(_T.flatten, torch.flatten)
-def _flatten(function: TorchFunction, divided: DividedRows, start_dim: int = 0, end_dim: int = -1) -> object:
-    if not flattens_rows(divided.ndim, start_dim, end_dim):
-        return NotImplemented
-    rows = torch.empty((*divided.rows, 1), device="meta").flatten(start_dim, end_dim).shape[:-1]
-    return DividedRows(divided.local, rows, divided.places, divided.peers)
-
-
 @_handles(_T.__getitem__)
 def _select(function: TorchFunction, divided: DividedRows, index: object) -> object:
     if _has_divided(index) or not selects_rows(index, divided.ndim):
@@ -192,11 +174,6 @@ def _select(function: TorchFunction, divided: DividedRows, index: object) -> obj
     if not np.array_equal(order, np.arange(local_count)):
         local = local[torch.tensor(order, device=local.device)]
     return DividedRows(local, chosen.shape[:-1], places, divided.peers)
-
-
-@_handles(_T.sum, torch.sum)
-def _sum(function: TorchFunction, divided: DividedRows, *args: object, **kwargs: object) -> object:
-    return NotImplemented if args or kwargs else all_reduce_both_ways(divided.local.sum(), divided.peers)
 
 
 @_handles(functional.cross_entropy)

@@ -90,10 +90,6 @@ def _groups_fit(request: Request) -> list[Finding]:
     ]
 
 
-def _partitions_all_alike(switch: Switch) -> bool:
-    return switch.family in (PARTITIONING, "offload") and not switch.divides_copies
-
-
 def _dimensions(request: Request) -> Sequence[Dimension]:
     size, workers, neighbours = _group(request), request.sizes.copies, request.sizes.tensor
     copies = (Dimension("expert copies", "gradients of an expert", workers // size, size * neighbours),)
@@ -154,7 +150,7 @@ EXPERT_PARALLEL = Switch(
         ),
         excludes(
             "expert-parallel",
-            _partitions_all_alike,
+            lambda switch: switch.family in (PARTITIONING, "offload") and not switch.divides_copies,
             code="RF074",
             title="Divided experts can be combined only with partitioning of a parameter's states among the "
             "workers that have copies of it: FSDP, ZeRO-1, ZeRO-2 and the distributed optimizer, also with CPU "

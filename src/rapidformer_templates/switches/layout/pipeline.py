@@ -153,8 +153,9 @@ class PipelineCut:
         local_blocks = [
             [n for n, s in stage_of.items() if s == stage] for stage in range(rank, len(sizes), self.pipeline)
         ]
-        for name in [*self.module_ranks, *self.blocks]:
-            if rank not in self._ranks_of(name, stage_of) and _has_module(self.model, name):
+        absent = {name for name in (*self.module_ranks, *self.blocks) if rank not in self._ranks_of(name, stage_of)}
+        for name in absent:
+            if absent.isdisjoint(_ancestors(name)):  # otherwise it goes with its parent
                 put(self.model, name, self._placeholder(name))
         remaining = {name: first_names[id(tensor)] for name, tensor in named_tensors(self.assembly).items()}
         return Placement(
@@ -199,12 +200,3 @@ def _ancestors(name: str) -> list[str]:
     """Return the names of the modules around a module: ``a.b`` → ``["", "a"]``."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(len(parts))] if name else []
-
-
-def _has_module(model: nn.Module, name: str) -> bool:
-    """Return whether a module still exists. It may have been removed together with its parent."""
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        return False
-    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -150,7 +150,8 @@ class PipelineEngine(ParallelEngine):
         self._parts = len(parts)
         self._stage_runner = StageRunner(self.assembly, begins=workers.pipeline_rank == 0, ends=workers.ends_pipeline)
         self._links = Links(workers, leaving=LEAVING * self._parts)
-        self._keeps_casts = not _are_recomputed(self.assembly.blocks.values())
+        # Without recomputation of every block, the graphs of a step keep autocast's copies of weights.
+        self._keeps_casts = any(checkpointed_forward(block) is None for block in self.assembly.blocks.values())
 
     def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
         step = _StepRunner(self, microbatches, weight)
@@ -307,11 +308,6 @@ class _StepRunner:
             if stage != engine.last_stage:
                 scale = engine.loss_scale.scale if engine.loss_scale else torch.ones((), device=engine.workers.device)
                 engine._auxiliary.follow_without_loss(self.microbatches[number], scale * engine._gradient_divisor)
-
-
-def _are_recomputed(blocks: Iterable[nn.Module]) -> bool:
-    """Return whether the backward recomputes the activations of all blocks."""
-    return all(checkpointed_forward(block) is not None for block in blocks)
 
 
 def _shapes(batch: object) -> Hashable:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from rapidformer_templates.models.blocks import BlockArguments, BlockOutput
+from rapidformer_templates.models.blocks import BlockArguments, BlockOutput, hidden_of, with_hidden
 from rapidformer_templates.switches.layout.collectives import Peers, gather, scatter
 from rapidformer_templates.switches.layout.divided_rows import DividedRows
 from rapidformer_templates.switches.layout.random_streams import Streams
@@ -151,13 +151,12 @@ class _BlockListRun:
         self.ends = ends
         self.length = 0
 
-    def divide(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockArguments:
-        hidden = args[0] if args else kwargs["hidden_states"]
+    def divide(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> BlockArguments:
+        hidden = hidden_of(args, kwargs)
         self.length = hidden.shape[DIM]
         shard = self.shards.divide(hidden)
         self.shards.shard_sizes = (shard.shape[DIM], self.length)
-        kwargs = self.shards.arguments(kwargs, self.length)
-        return ((shard, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": shard})
+        return with_hidden(args, self.shards.arguments(kwargs, self.length), shard)
 
     def pass_length(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> BlockArguments:
         return args, self.shards.arguments(kwargs, self.length)

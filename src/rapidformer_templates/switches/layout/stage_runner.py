@@ -11,12 +11,17 @@ from torch import nn
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.models.blocks import BlockArguments, BlockOutput, SkippedBlock, replaced
+from rapidformer_templates.models.blocks import (
+    BlockArguments,
+    BlockOutput,
+    SkippedBlock,
+    hidden_of,
+    replaced,
+    with_hidden,
+)
 from rapidformer_templates.switches.layout.tracing import (
     called_twice_error,
-    hidden_of,
     not_called_error,
-    with_hidden,
 )
 
 Result = TypeVar("Result")

@@ -9,7 +9,7 @@ from functools import wraps
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
@@ -36,7 +36,7 @@ from rapidformer_templates.switches.layout.tensor_layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
-from rapidformer_templates.switches.layout.tensor_plan import TensorPlan
+from rapidformer_templates.switches.layout.tensor_plan import Division, TensorPlan
 
 LAYERS: dict[str, Callable[..., Divided]] = {
     **dict.fromkeys(tensor_styles.ROW, Row),
@@ -231,18 +231,17 @@ def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peer
                 continue
             if id(parameter) not in sharded:
                 division = plan.divisions.get(names[id(parameter)])
-                sharded[id(parameter)] = _sharded(
-                    parameter, division.placement if division else Replicate(), mesh, peers
-                )
+                sharded[id(parameter)] = _sharded(parameter, division, mesh, peers)
             module._parameters[key] = sharded[id(parameter)]
 
 
-def _sharded(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh, peers: Peers) -> nn.Parameter:
+def _sharded(parameter: nn.Parameter, division: Division | None, mesh: DeviceMesh, peers: Peers) -> nn.Parameter:
+    placements = [Replicate() if division is None else division.placement]
     whole = parameter.detach()
     dist.broadcast(whole, group=peers.group, group_src=0)
-    part = local_values(whole, [placement], [peers.size], [peers.rank])
+    part = local_values(whole, placements, [peers.size], [peers.rank])
     shard = DTensor.from_local(
-        part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+        part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
     )
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 

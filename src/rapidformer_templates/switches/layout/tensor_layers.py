@@ -151,8 +151,7 @@ class Divided:
         self.forward = forward
         self.regions = regions
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
+    __call__: Forward
 
 
 class Region(Divided):

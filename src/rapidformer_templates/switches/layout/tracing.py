@@ -18,7 +18,17 @@ from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.unused_parameters import reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
-from rapidformer_templates.models.blocks import BlockArguments, OutputShape, Placeholder, facts_of, replaced
+from rapidformer_templates.models.blocks import (
+    HIDDEN,
+    BlockArguments,
+    OutputShape,
+    Placeholder,
+    facts_of,
+    hidden_of,
+    in_form,
+    replaced,
+    with_hidden,
+)
 
 BEFORE, WITHIN, AFTER = "before", "within", "after"
 
@@ -230,30 +240,6 @@ class _SkippedForward(Placeholder):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         return self._skip(self._name_in_model, args, kwargs)
-
-
-HIDDEN = "hidden_states"
-"""transformers' name for a block's input if it is not the first positional argument."""
-
-
-def hidden_of(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
-    """Return the hidden state among a block's arguments."""
-    hidden = args[0] if args else kwargs.get(HIDDEN)
-    if not isinstance(hidden, torch.Tensor):
-        raise ModelError(
-            "a block's first argument is not the hidden state", hint="call the blocks with a tensor as first argument"
-        )
-    return hidden
-
-
-def with_hidden(args: tuple[object, ...], kwargs: dict[str, object], hidden: torch.Tensor) -> BlockArguments:
-    """Return the arguments with another hidden state."""
-    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, HIDDEN: hidden})
-
-
-def in_form(hidden: torch.Tensor, form: int | None) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-    """Return the output of a block that only passes on ``hidden``."""
-    return hidden if form is None else (hidden, *[None] * (form - 1))
 
 
 def not_called_error() -> RapidformerError:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.blocks import HIDDEN
 from rapidformer_templates.system import accelerator
 
 MIN_BYTES = 32 * 1024
@@ -29,9 +30,6 @@ MIN_BYTES = 32 * 1024
 
 Starting a copy takes longer than the copy itself, and there is little to gain.
 """
-
-HIDDEN = "hidden_states"
-"""Name of the hidden state if transformers passes it to a block by name."""
 
 Wait = Callable[[], None]
 """Makes later work on the device wait for a copy. The host does not wait."""
