@@ -118,8 +118,12 @@ class Engine(Protocol):
         """Yield this worker's part of all ``weights``, of the ``optimizer`` state or of the ``gradients``.
 
         A shard of weights or optimizer state may be valid only until the next one is taken. Gradients exist between the
-        last backward of a step and its update. DeepSpeed does not give them.
+        last backward of a step and its update. They are multiplied by :attr:`gradient_scale`.
         """
+
+    @property
+    def gradient_scale(self) -> float | torch.Tensor:
+        """The loss scale of fp16, which the gradients contain until the update. 1 in other types."""
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         """Load the weights and, if requested, the optimizer state from a checkpoint.

@@ -461,6 +461,10 @@ class SingleEngine:
                 shard = self._updated_shards[tensor]
                 yield replace(shard, values=gradient, copies=self._gradient_copies(shard))
 
+    @property
+    def gradient_scale(self) -> float | torch.Tensor:
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         check_names(self.assembly, reader, self.workers, optimizer=optimizer)
         if optimizer:

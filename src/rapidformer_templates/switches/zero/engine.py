@@ -204,6 +204,10 @@ class DeepSpeedEngine(SingleEngine):
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
         return self._state.shards(kind)
 
+    @property
+    def gradient_scale(self) -> float:
+        return float(self._deepspeed.optimizer.loss_scale)
+
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         self._state.load(reader, optimizer_state=optimizer)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from rapidformer_templates.engines.shards import (
 from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
 
 
@@ -90,6 +92,10 @@ class ZeroState(ABC):
         """Return the index of the optimizer's parameter group that a partition belongs to."""
 
     @abstractmethod
+    def _gradients_of(self, index: int) -> Mapping[str, torch.Tensor]:
+        """Return the gradients of a partition's fragments by parameter, between the last backward and the update."""
+
+    @abstractmethod
     def _copy_to_model(self) -> None:
         """Copy the values of the masters to the model."""
 
@@ -138,13 +144,13 @@ class ZeroState(ABC):
         return [t for t in tree_leaves(buffers) if isinstance(t, torch.Tensor)]
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
-        """Yield this rank's part of all ``weights`` or of the ``optimizer`` state.
-
-        Raises:
-            NotImplementedError: for gradients, which DeepSpeed keeps in buffers that differ by stage and offload.
-        """
+        """Yield this rank's part of all ``weights``, of the ``optimizer`` state or of the ``gradients``."""
         if kind == "gradients":
-            raise NotImplementedError("shards of gradients under DeepSpeed")
+            for index, fragments in enumerate(self.fragments):
+                gradients = self._gradients_of(index)
+                for fragment in fragments:
+                    yield replace(fragment, offset=0).shard(gradients[fragment.name])
+            return
         for index, fragments in enumerate(self.fragments):
             with self.partition(index, write=False) as flat:
                 state = self._optimizer_state(flat)
@@ -277,6 +283,17 @@ class FlatGroups(ZeroState):
     def _group(self, index: int) -> int:
         return index
 
+    def _gradients_of(self, index: int) -> Mapping[str, torch.Tensor]:
+        if self.optimizer.cpu_offload:
+            accelerator.synchronize(self.workers.device)  # the copies to the host may still run
+            flat = self.optimizer.single_partition_of_fp32_groups[index].grad
+            return {fragment.name: fragment.of(flat) for fragment in self.fragments[index]}
+        # Put end to end, these tensors and their padding have the layout of the flat partition.
+        gradients = self.optimizer.averaged_gradients[index]
+        offsets = accumulate((gradient.numel() for gradient in gradients), initial=0)
+        by_offset = dict(zip(offsets, gradients, strict=False))
+        return {fragment.name: by_offset[fragment.offset].flatten() for fragment in self.fragments[index]}
+
     def _copy_to_model(self) -> None:
         self.optimizer.update_lp_params()
 
@@ -344,6 +361,11 @@ class PartitionedParameters(ZeroState):
 
     def _group(self, index: int) -> int:
         return int(self.optimizer.sub_group_to_group_id[index])
+
+    def _gradients_of(self, index: int) -> Mapping[str, torch.Tensor]:
+        from deepspeed.utils import safe_get_local_grad
+
+        return {self.names[id(p)]: safe_get_local_grad(p) for p in self.optimizer.fp16_groups[index]}
 
     def forget_forward(self) -> None:
         # DeepSpeed records in which order a step uses parameters, and derives when to release each. From a forward
