@@ -142,6 +142,7 @@ CASES = {
     "train_iters": _classes("--train-iters 4"),
     "epochs": Case("passes", "--epochs 2"),
     "log_interval": _classes("--log-interval 2"),
+    "log_layer_grad_norms": _classes("--log-layer-grad-norms"),
     "eval_interval": _classes("--eval-interval 1"),
     "eval_iters": Case("texts", "--eval-iters 1", "--split 50,50,0 --eval-interval 3 --micro-batch-size 1"),
     "save": _classes("--save {run}"),

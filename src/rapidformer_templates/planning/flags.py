@@ -358,6 +358,11 @@ class TrainingFlags:
         metavar="N",
         minimum=1,
     )
+    log_layer_grad_norms: bool = flag(
+        False,
+        "add the gradient norm of each block, and of each module outside of the blocks, to metrics.jsonl: "
+        "grad_norm/NAME",
+    )
     eval_interval: Interval | None = flag(
         None,
         "interval between evaluations: steps, or with a unit 20000samples, 5e7tokens, 30minutes, 0.5epochs (default: "

@@ -14,6 +14,7 @@ from rapidformer_templates.errors import Interrupted, NonFiniteLoss
 from rapidformer_templates.run.best import BestStep
 from rapidformer_templates.run.evaluation import Validation, evaluating
 from rapidformer_templates.run.hooks import states_of
+from rapidformer_templates.run.layer_grad_norms import LayerGradNorms
 from rapidformer_templates.run.log import Log
 from rapidformer_templates.run.performance import DATA, EXCHANGE, REST, TRAIN, Meter, Profile
 from rapidformer_templates.run.receipts import Receipts
@@ -77,10 +78,13 @@ class Loop:
     checkpoints: Checkpoints | None = None
     profile: Profile | None = None
     early_stop_reason: str | None = field(init=False, default=None)
+    _layer_grad_norms: LayerGradNorms | None = field(init=False, default=None)
     _evaluated_step: int = field(init=False, default=-1)
     _saved_step: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
+        if self.run.config.training.log_layer_grad_norms:
+            self._layer_grad_norms = LayerGradNorms(self.run.engine)
         self._stop_if_patience_ended()  # a run that stopped early is complete, but a larger patience continues it
 
     def train(self, stop: StopRequest) -> dict[str, float]:
@@ -211,6 +215,8 @@ class Loop:
             result = engine.train_batch(microbatches, targets, self.schedule(step))
         if task and task.measures:
             result.measured = {**result.measured, **task.measured(workers)}
+        if self._layer_grad_norms:
+            result.measured = {**result.measured, **self._layer_grad_norms.measured()}
         return result
 
     def _profiled(self, name: str) -> contextlib.AbstractContextManager[object]:
