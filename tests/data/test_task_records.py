@@ -13,7 +13,6 @@ import torch
 import transformers
 from torch.nn import functional
 
-from rapidformer_templates.data.finetuning.column_names import INPUT_COLUMNS
 from rapidformer_templates.data.streaming.samples import StreamedSamples
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch
@@ -55,7 +54,7 @@ def task_of(tmp_path: Path, configure: Configure, bert_folder: Path, gpt_folder:
 
     def make(name: str, **flags: Any) -> Task:
         architecture, row = SOURCES[name]
-        labels = [{"label": "xy"[i % 2]} if "label" in row else {} for i in range(ROWS)]
+        labels = [{"label": "xy"[i % 2]} if name == "sequence_classification" else {} for i in range(ROWS)]
         write_jsonl(tmp_path / "train.jsonl", [row | label for label in labels])
         tokenizer = bert_folder if architecture == "bert" else gpt_folder
         common = {"data_dir": str(tmp_path), "model_type": architecture, "tokenizer_path": str(tokenizer)}
@@ -94,7 +93,7 @@ def test_the_tasks_of_fine_tuning_are_read_below() -> None:
 
 def test_the_columns_of_predictions_are_known() -> None:
     """Rewards are predicted for conversations, or for pairs of answers, which have no single column."""
-    assert INPUT_COLUMNS.keys() == TASKS.keys() - {"pretraining", "reward"}
+    assert set(tasks_with(lambda task: bool(task.input_columns))) == TASKS.keys() - {"pretraining", "reward"}
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -141,6 +140,21 @@ def test_samples_are_what_the_record_says(name: str, flags: dict[str, Any], task
         assert labels.shape in (inputs.shape, inputs.shape[:1])
     else:
         assert facts.compares_answers or labels is None or labels.shape != inputs.shape
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_plans_know_the_shapes_of_batches(name: str, task_of: Callable[..., Task]) -> None:
+    task = task_of(name)
+    _, batch = _read(task)
+    rows, tokens = 4 * TASKS[name].rows_per_sample, batch["input_ids"].shape[-1]
+    planned = task.planned_batch(rows, tokens)
+    assert planned.keys() == batch.keys() - {"token_type_ids", "counted"}
+    for field, tensor in planned.items():
+        if name == "seq2seq_lm" and field == "labels":
+            continue  # the target's length is not known
+        if name == "reward" and field == "labels":
+            continue  # its loss reads no labels
+        assert tensor.shape == batch[field].shape, field
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if TASKS[name].is_streamed])

@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rapidformer_templates.errors import ModelError, did_you_mean
 from rapidformer_templates.models.model_files import OWN_EXPERTS, padded_vocab_size, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.tasks import TASKS, tasks_with
 
 SIZE_FLAGS = {
     "num_layers": "num_hidden_layers",
@@ -51,8 +52,12 @@ PairLabel = Literal["next_sentence_label", "sentence_order_label"]
 """Names of the labels that heads for sentence-pair pretraining take."""
 
 SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
-CLASSIFICATION = (SEQUENCE_CLASSIFICATION, "AutoModelForTokenClassification")
-"""Auto classes whose head has an output for each label."""
+CLASSIFICATION = tuple(
+    f"AutoModel{end}"
+    for name in tasks_with(lambda task: "new_head" in task.own_flags)
+    for end in TASKS[name].model_classes
+)
+"""Auto classes whose heads have one name, ``classifier`` for instance, and different sizes."""
 
 
 def objective_of(model_type: str) -> str:

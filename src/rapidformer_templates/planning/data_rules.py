@@ -166,7 +166,7 @@ def rows_per_sample(config: RunConfig) -> int:
     """Return the number of rows that each sample has in a batch: two if two answers are compared."""
     training = config.training
     is_unpaired = training.task == "preference" and training.preference_loss == "kto"
-    return 2 if training.task in TWO_ROWS and not is_unpaired else 1
+    return 1 if training.task is None or is_unpaired else TASKS[training.task].rows_per_sample
 
 
 def _reasons(request: Request, field: str) -> list[tuple[str, str]]:
@@ -181,16 +181,18 @@ _PRECOMPUTE = add({"precompute_reference": True}, "the model itself, before its 
 @DATA_RULES.add(
     "RF130",
     "Noise on the embeddings is for samples of one row.",
-    "it is drawn by a sample's position, and a chosen and a rejected answer share one",
+    "it is drawn by a sample's position, which a chosen and a rejected answer share, as choices do",
     "[rapidformer_templates]",
     Example("--task preference --neftune-alpha 5"),
-    refusal="Noise on the embeddings in preference training.",
+    refusal="Noise on the embeddings in preference training and with several choices.",
 )
 def _one_row_a_sample(request: Request) -> list[Finding]:
     training = request.config.training
-    if training.task not in TWO_ROWS or not training.neftune_alpha:
+    task = TASKS[training.task] if training.task else None
+    if task is None or task.rows_per_sample == 1 or not training.neftune_alpha:
         return []
-    message = f"--neftune-alpha is for samples of one row, not for the two answers of --task {training.task}"
+    rows = "two answers" if task.compares_answers else "choices"
+    message = f"--neftune-alpha is for samples of one row, not for the {rows} of --task {task.name}"
     return [Finding(message, request.asked("neftune_alpha", "task"), changes=(drop({"neftune_alpha": None}),))]
 
 

@@ -26,13 +26,16 @@ class TaskFacts:
             be computed.
         is_smoothed: whether its loss is a cross-entropy over classes or tokens. With sentence pairs, it is a sum of two
             losses.
-        compares_answers: whether a sample is a pair of answers, with a row for each.
+        compares_answers: whether a sample is a pair of answers.
+        rows_per_sample: number of rows that a sample has in a batch. If only the data know it, a plan assumes this one.
         rows_are_samples: whether each row of its data is one sample.
         is_streamed: whether it makes samples row by row. Other tasks know their labels only after reading all rows.
         has_lengths: whether its samples have one length each, and integer labels that a row of padding can do without.
         continues_text: whether its model continues a text.
         model_classes: ends of the names of transformers classes of models that are for this task.
         hub_pipeline: the hub's name of the task.
+        input_columns: the columns that its predictions read, by flag, with their usual names. A column without names
+            is optional.
     """
 
     name: str
@@ -43,13 +46,39 @@ class TaskFacts:
     predicts_tokens: bool
     is_smoothed: bool
     compares_answers: bool
+    rows_per_sample: int
     rows_are_samples: bool
     is_streamed: bool
     has_lengths: bool
     continues_text: bool
     model_classes: tuple[str, ...]
     hub_pipeline: str | None
+    input_columns: Mapping[str, tuple[str, ...]]
 
+
+TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
+"""Columns that are searched for a text if ``--text-column`` is not given."""
+
+PAIRS = {
+    "sentence1": "sentence2",
+    "premise": "hypothesis",
+    "question1": "question2",
+    "question": "sentence",
+    "text": "text_pair",
+}
+"""Names of first texts, mapped to the names of their second texts."""
+
+WORD_COLUMNS = ("tokens", "words", "text")
+SOURCE_COLUMNS = ("source", "instruction", "input", "article", "question", *TEXT_COLUMNS)
+MESSAGES = "messages"
+"""The usual column of conversations."""
+
+CHAT_COLUMNS = (MESSAGES, "conversations")
+PROMPTS = {"prompt": ("completion",), "instruction": ("output", "response")}
+"""Prompt columns, mapped to the usual names of their answer columns."""
+
+PROMPT_COLUMNS = (*CHAT_COLUMNS, *PROMPTS, *TEXT_COLUMNS)
+"""Columns that are searched for a text to continue, or a conversation to answer."""
 
 _DATA_SET = (
     "data_dir",
@@ -74,12 +103,14 @@ _RECORDS = (
         predicts_tokens=False,
         is_smoothed=True,
         compares_answers=False,
+        rows_per_sample=1,
         rows_are_samples=True,
         is_streamed=False,
         has_lengths=True,
         continues_text=False,
         model_classes=("ForSequenceClassification",),
         hub_pipeline="text-classification",
+        input_columns={"text_column": (*TEXT_COLUMNS, *PAIRS), "pair_column": ()},
     ),
     TaskFacts(
         name="token_classification",
@@ -90,12 +121,14 @@ _RECORDS = (
         predicts_tokens=False,
         is_smoothed=True,
         compares_answers=False,
+        rows_per_sample=1,
         rows_are_samples=True,
         is_streamed=False,
         has_lengths=True,
         continues_text=False,
         model_classes=("ForTokenClassification",),
         hub_pipeline="token-classification",
+        input_columns={"text_column": WORD_COLUMNS},
     ),
     TaskFacts(
         name="question_answering",
@@ -106,12 +139,14 @@ _RECORDS = (
         predicts_tokens=False,
         is_smoothed=False,
         compares_answers=False,
+        rows_per_sample=1,
         rows_are_samples=False,
         is_streamed=False,
         has_lengths=False,
         continues_text=False,
         model_classes=("ForQuestionAnswering",),
         hub_pipeline="question-answering",
+        input_columns={"pair_column": ("question",), "text_column": ("context",)},
     ),
     TaskFacts(
         name="masked_lm",
@@ -122,12 +157,14 @@ _RECORDS = (
         predicts_tokens=True,
         is_smoothed=True,
         compares_answers=False,
+        rows_per_sample=1,
         rows_are_samples=True,
         is_streamed=True,
         has_lengths=True,
         continues_text=False,
         model_classes=("ForMaskedLM",),
         hub_pipeline="fill-mask",
+        input_columns={"text_column": TEXT_COLUMNS},
     ),
     TaskFacts(
         name="causal_lm",
@@ -138,12 +175,14 @@ _RECORDS = (
         predicts_tokens=True,
         is_smoothed=True,
         compares_answers=False,
+        rows_per_sample=1,
         rows_are_samples=True,
         is_streamed=True,
         has_lengths=True,
         continues_text=True,
         model_classes=("ForCausalLM", "LMHeadModel"),
         hub_pipeline="text-generation",
+        input_columns={"text_column": PROMPT_COLUMNS},
     ),
     TaskFacts(
         name="seq2seq_lm",
@@ -154,12 +193,14 @@ _RECORDS = (
         predicts_tokens=True,
         is_smoothed=True,
         compares_answers=False,
+        rows_per_sample=1,
         rows_are_samples=True,
         is_streamed=True,
         has_lengths=False,
         continues_text=False,
         model_classes=("ForConditionalGeneration", "ForSeq2SeqLM"),
         hub_pipeline=None,
+        input_columns={"text_column": SOURCE_COLUMNS},
     ),
     TaskFacts(
         name="preference",
@@ -177,12 +218,14 @@ _RECORDS = (
         predicts_tokens=False,
         is_smoothed=False,
         compares_answers=True,
+        rows_per_sample=2,
         rows_are_samples=False,
         is_streamed=False,
         has_lengths=False,
         continues_text=True,
         model_classes=(),
         hub_pipeline="text-generation",
+        input_columns={"text_column": PROMPT_COLUMNS},
     ),
     TaskFacts(
         name="reward",
@@ -193,12 +236,14 @@ _RECORDS = (
         predicts_tokens=False,
         is_smoothed=False,
         compares_answers=True,
+        rows_per_sample=2,
         rows_are_samples=True,
         is_streamed=False,
         has_lengths=False,
         continues_text=False,
         model_classes=(),
         hub_pipeline="text-classification",
+        input_columns={},  # conversations, or pairs of answers, which have no single column
     ),
     TaskFacts(
         name="pretraining",
@@ -216,12 +261,14 @@ _RECORDS = (
         predicts_tokens=True,
         is_smoothed=True,
         compares_answers=False,
+        rows_per_sample=1,
         rows_are_samples=False,
         is_streamed=True,
         has_lengths=True,
         continues_text=True,
         model_classes=(),
         hub_pipeline=None,
+        input_columns={},
     ),
 )
 

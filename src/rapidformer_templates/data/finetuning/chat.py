@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from rapidformer_templates.data.finetuning.column_names import CHAT_COLUMNS, PROMPT_COLUMNS, PROMPTS, TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.messages import Message, kind_of_value, read_messages
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.flags import DataFlags
+from rapidformer_templates.planning.tasks import CHAT_COLUMNS, PROMPT_COLUMNS, PROMPTS, TEXT_COLUMNS
 
 INSTRUCTION_COLUMNS = (("input", "context"), ("system",))
 """Columns that belong to an instruction: its input, and a system prompt."""

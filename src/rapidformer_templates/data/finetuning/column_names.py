@@ -11,42 +11,7 @@ from rapidformer_templates.data.text.files import ROW_READERS, data_suffix
 from rapidformer_templates.errors import DataError, MistakeCollector, did_you_mean
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import DataFlags
-from rapidformer_templates.planning.tasks import tasks_with
-
-TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
-"""Columns that are searched for a text if ``--text-column`` is not given."""
-
-PAIRS = {
-    "sentence1": "sentence2",
-    "premise": "hypothesis",
-    "question1": "question2",
-    "question": "sentence",
-    "text": "text_pair",
-}
-"""Names of first texts, mapped to the names of their second texts."""
-
-WORD_COLUMNS = ("tokens", "words", "text")
-SOURCE_COLUMNS = ("source", "instruction", "input", "article", "question", *TEXT_COLUMNS)
-MESSAGES = "messages"
-"""The usual column of conversations."""
-
-CHAT_COLUMNS = (MESSAGES, "conversations")
-PROMPTS = {"prompt": ("completion",), "instruction": ("output", "response")}
-"""Prompt columns, mapped to the usual names of their answer columns."""
-
-PROMPT_COLUMNS = (*CHAT_COLUMNS, *PROMPTS, *TEXT_COLUMNS)
-"""Columns that are searched for a text to continue, or a conversation to answer."""
-
-INPUT_COLUMNS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "sequence_classification": {"text_column": (*TEXT_COLUMNS, *PAIRS), "pair_column": ()},
-    "token_classification": {"text_column": WORD_COLUMNS},
-    "question_answering": {"pair_column": ("question",), "text_column": ("context",)},
-    "masked_lm": {"text_column": TEXT_COLUMNS},
-    "seq2seq_lm": {"text_column": SOURCE_COLUMNS},
-    "causal_lm": {"text_column": PROMPT_COLUMNS},
-    "preference": {"text_column": PROMPT_COLUMNS},
-}
-"""Columns that the predictions of each task read, by flag, with their usual names. Without names it is optional."""
+from rapidformer_templates.planning.tasks import TASKS
 
 FIXED = (".csv", ".tsv", ".parquet")
 """Formats in which all rows have the same columns."""
@@ -137,15 +102,15 @@ def check_input_columns(task: str | None, flags: DataFlags, trained: Mapping[str
         DataError: a column is missing.
     """
     columns = columns_of(path)
-    if columns is None or "paragraphs" in columns:
+    if task is None or columns is None or "paragraphs" in columns:
         return
-    # A text of any usual column can be continued, and not only of the one that the model was trained on.
-    any_column = task in tasks_with(lambda facts: facts.continues_text)
+    facts = TASKS[task]
     mistakes = MistakeCollector()
-    for flag, usual in INPUT_COLUMNS.get(task or "", {}).items():
+    for flag, usual in facts.input_columns.items():
         value, trained_name = getattr(flags, flag), trained.get(flag)
         with mistakes.collect():
-            if value is None and trained_name is not None and not any_column:
+            # A text of any usual column can be continued, and not only of the one that the model was trained on.
+            if value is None and trained_name is not None and not facts.continues_text:
                 check_column(columns, str(path), flag, trained_name)
             elif value is not None or (usual and trained_name not in columns):
                 find_column(columns, str(path), flag, value, usual)

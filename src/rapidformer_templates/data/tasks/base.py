@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import Collate, PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.column_names import MESSAGES
 from rapidformer_templates.data.finetuning.labels import in_order_of_head
 from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, flags_of_sets, locate, locate_part
 from rapidformer_templates.data.finetuning.mixtures import mixed
@@ -37,6 +36,7 @@ from rapidformer_templates.models.loading import build_config, build_model, fold
 from rapidformer_templates.models.model_files import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flag_values import TEST, mixture_of
+from rapidformer_templates.planning.tasks import MESSAGES
 from rapidformer_templates.system.workers import Workers
 
 Record = dict[str, Any]
@@ -285,6 +285,12 @@ class Task(ABC):
     def count_targets(self, batch: Tensors, *, shifted: bool) -> float:
         """Return the number of targets in the mean loss. For ``shifted`` see :meth:`use_labels`."""
         return count_targets(batch, shifted=shifted)
+
+    @classmethod
+    def planned_batch(cls, rows: int, tokens: int) -> dict[str, torch.Tensor]:
+        """Return zeros in the shapes that the collate function of :meth:`build_data` makes, for a plan without data."""
+        ids = torch.zeros((rows, tokens), dtype=torch.long)
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
     def begin_step(self, microbatches: Sequence[MicroBatch]) -> None:  # noqa: B027 - most tasks need not
         """Receive this rank's micro batches of a step, on their device. Called if the task ``measures``."""

@@ -19,7 +19,6 @@ from rapidformer_templates.data.finetuning.chat import (
     rows_of,
 )
 from rapidformer_templates.data.finetuning.chat_samples import PLAIN_NOTE, PREDICTION_ADVICE, ChatReader
-from rapidformer_templates.data.finetuning.column_names import TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate, padded_left
 from rapidformer_templates.data.loader import to_device
@@ -43,6 +42,7 @@ from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, 
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.architectures import positions_of
 from rapidformer_templates.models.label_use import LabelUse, check_causal
+from rapidformer_templates.planning.tasks import TEXT_COLUMNS
 
 
 class CausalLM(Task):

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
-from rapidformer_templates.data.finetuning.column_names import TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mask_probability
@@ -31,6 +30,7 @@ from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.tasks import TEXT_COLUMNS
 
 BEST = 5
 """Number of candidate tokens reported for each mask."""

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import find_columns, read_example, rows_of
 from rapidformer_templates.data.finetuning.chat_samples import PREDICTION_ADVICE, ChatReader
-from rapidformer_templates.data.finetuning.column_names import MESSAGES, TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.preferences import (
     PROMPT,
     PreferenceCollate,
@@ -41,6 +40,7 @@ from rapidformer_templates.models.label_use import LabelUse, check_causal
 from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.metrics import preference_metrics
+from rapidformer_templates.planning.tasks import MESSAGES, TEXT_COLUMNS
 from rapidformer_templates.system.workers import Workers
 
 Reference = Callable[[Any], AbstractContextManager[Model]]
@@ -316,6 +316,10 @@ class Reward(_Preferences):
         chosen, rejected = scores.chunk(2)
         self._record_pairs(chosen.detach(), rejected.detach(), batch["counted"])
         return (losses.reward(chosen, rejected) * batch["counted"]).sum(), batch["counted"].sum()
+
+    @classmethod
+    def planned_batch(cls, rows: int, tokens: int) -> dict[str, torch.Tensor]:
+        return {**super().planned_batch(rows, tokens), "labels": torch.zeros(rows, dtype=torch.long)}
 
     def inputs(self, part: DataPart) -> Inputs:
         """Tokenize answers with their prompts. Each row has one answer, or a chosen and a rejected one."""

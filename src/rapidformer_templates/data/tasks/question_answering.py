@@ -156,6 +156,12 @@ class QuestionAnswering(Task):
         )
         return (start + end) / 2
 
+    @classmethod
+    def planned_batch(cls, rows: int, tokens: int) -> dict[str, torch.Tensor]:
+        batch = super().planned_batch(rows, tokens)
+        del batch["labels"]
+        return batch | dict.fromkeys(PLACES, torch.zeros(rows, dtype=torch.long))
+
     def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[Candidates], list[None]]:
         """Return the best starts and ends of each window. The true answers are found by the window's index."""
         padding = batch["attention_mask"].cpu() == 0

@@ -9,7 +9,6 @@ import numpy as np
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import prompt_and_answer_columns
-from rapidformer_templates.data.finetuning.column_names import SOURCE_COLUMNS
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate
 from rapidformer_templates.data.loader import to_device
@@ -29,6 +28,7 @@ from rapidformer_templates.data.tasks.base import (
 from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data, Sample, Tensors
+from rapidformer_templates.planning.tasks import SOURCE_COLUMNS
 
 TARGET_COLUMNS = ("target", "summary", "output", "response", "answer", "highlights", "label")
 

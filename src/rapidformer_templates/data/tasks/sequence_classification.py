@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.column_names import PAIRS, TEXT_COLUMNS
 from rapidformer_templates.data.finetuning.labels import (
     encode_label_sets,
     encode_labels,
@@ -38,6 +38,7 @@ from rapidformer_templates.data.tasks.base import (
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.tasks import PAIRS, TEXT_COLUMNS
 
 LABEL_COLUMNS = ("label", "labels", "sentiment", "class", "category", "target")
 
@@ -132,6 +133,10 @@ class SequenceClassification(Task):
 
     def config_overrides(self) -> dict[str, Any]:
         return {**label_map(self.labels), "problem_type": self.problem}
+
+    @classmethod
+    def planned_batch(cls, rows: int, tokens: int) -> dict[str, torch.Tensor]:
+        return {**super().planned_batch(rows, tokens), "labels": torch.zeros(rows, dtype=torch.long)}
 
     def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[Predictions, Predictions]:
         if self.problem == "regression":

@@ -10,7 +10,6 @@ import numpy as np
 from tokenizers import Encoding
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.column_names import WORD_COLUMNS
 from rapidformer_templates.data.finetuning.labels import (
     declared_names,
     is_missing_label,
@@ -34,6 +33,7 @@ from rapidformer_templates.data.tasks.base import (
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.tasks import WORD_COLUMNS
 
 TAG_COLUMNS = ("ner_tags", "tags", "pos_tags", "labels")
 

@@ -15,9 +15,10 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rapidformer_templates.data.pretraining.spans import span_sizes
+from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.architectures import DECODER_TWINS, SEQUENCE_CLASSIFICATION, objective_of
+from rapidformer_templates.models.architectures import DECODER_TWINS, objective_of
 from rapidformer_templates.models.loading import build_config, model_type_of, seq_length_of
 from rapidformer_templates.models.model_files import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
@@ -93,25 +94,18 @@ class Subject:
 
     def _batch(self, samples: int) -> Mapping[str, torch.Tensor]:
         """Return a micro batch with the shapes of the task's own collate function."""
-        samples *= rows_per_sample(self._config)
+        task, data = self._config.training.task, self._config.data
+        if task not in (None, "pretraining"):
+            kind: type[Task] = load_object(TASKS[task].implementation)
+            return kind.planned_batch(samples * rows_per_sample(self._config), self._tokens)
         rows = torch.zeros((samples, self._tokens), dtype=torch.long)
-        one = torch.zeros(samples, dtype=torch.long)
-        pretrains = self._config.training.task in (None, "pretraining")
-        padded = {} if pretrains else {"attention_mask": torch.ones_like(rows)}
-        if self._auto_class == SEQUENCE_CLASSIFICATION:
-            return {"input_ids": rows, "labels": one, **padded}
-        if self._auto_class == "AutoModelForQuestionAnswering":
-            return {"input_ids": rows, "start_positions": one, "end_positions": one, **padded}
-        if self._auto_class == HEADS["causal"] and pretrains:
+        if self._auto_class == HEADS["causal"]:
             return {"input_ids": rows, "labels": rows, "shift_labels": rows}
-        if self._auto_class == HEADS["masked"] and pretrains and self._config.data.short_seq_prob > 0:
-            padded = {"attention_mask": torch.ones_like(rows)}
-        labels = rows
-        if self._auto_class == HEADS["seq2seq"] and pretrains:
-            data = self._config.data
+        if self._auto_class == HEADS["seq2seq"]:
             sizes = span_sizes(self._tokens, data.mask_prob, data.mean_span_length)
-            labels = torch.zeros((samples, sizes.labels), dtype=torch.long)
-        return {"input_ids": rows, "labels": labels, **padded}
+            return {"input_ids": rows, "labels": torch.zeros((samples, sizes.labels), dtype=torch.long)}
+        padded = {"attention_mask": torch.ones_like(rows)} if data.short_seq_prob > 0 else {}
+        return {"input_ids": rows, "labels": rows, **padded}
 
 
 def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> Assembly:

@@ -105,8 +105,12 @@ class BalanceLosses:
 
         def read_mask(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             arguments = dict(zip(names, args, strict=False)) | kwargs
-            self._mask = arguments.get("attention_mask")
-            inputs = arguments.get("input_ids", arguments.get("inputs_embeds"))
+            self._mask, inputs = arguments.get("attention_mask"), arguments.get("input_ids")
+            if isinstance(inputs, torch.Tensor) and inputs.ndim == 3:  # a row for each choice: the model flattens them
+                inputs = inputs.flatten(0, 1)
+                self._mask = self._mask.flatten(0, 1) if isinstance(self._mask, torch.Tensor) else None
+            elif inputs is None:
+                inputs = arguments.get("inputs_embeds")
             self._shape = tuple(inputs.shape[:2]) if isinstance(inputs, torch.Tensor) else ()
             self._without_backward = {}
 
