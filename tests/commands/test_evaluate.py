@@ -32,6 +32,7 @@ ROWS: Mapping[str, list[dict[str, Any]]] = {
         {"question": "the cat", "context": t, "answers": {"text": [t.split()[1]], "answer_start": [t.index(" ") + 1]}}
         for t in TEXTS
     ],
+    "choices": [{"context": t, "choices": [t[::-1], t[:9], t[3:]], "label": i % 3} for i, t in enumerate(TEXTS)],
     "hidden words": [{"text": text} for text in TEXTS],
     "texts": [{"text": text} for text in TEXTS],
     "chat": [{"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": t[::-1]}]} for t in TEXTS],
@@ -48,6 +49,7 @@ TASKS: Mapping[str, str] = {
     "numbers": "sequence_classification --model-type bert --dropout 0",
     "tags": "token_classification --model-type bert",
     "answers": "question_answering --model-type bert",
+    "choices": "multiple_choice --model-type bert",
     "hidden words": "masked_lm --model-type bert",
     "texts": "causal_lm --model-type gpt2 --pack-sequences",
     "chat": "causal_lm --model-type gpt2",
@@ -56,7 +58,7 @@ TASKS: Mapping[str, str] = {
     "good answers": "preference --preference-loss kto --lora-rank 2",
     "rewards": "reward --model-type gpt2",
 }
-"""The first nine use the tokenizer of bert or gpt, depending on the model."""
+"""The first ten use the tokenizer of bert or gpt, depending on the model."""
 DECOYS = {"class": 3, "system": "not that", "review": "not this", "history": []}
 """Columns that other kinds of rows use."""
 

@@ -30,10 +30,12 @@ QUESTION = {
     "context": "big tree " * 60,
     "answers": {"text": ["tree"], "answer_start": [4]},
 }
+CHOICES = {"context": "the cat", "choices": ["sees a tree", "a", "b", "c"], "label": 2}
 SOURCES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "sequence_classification": ("bert", {"text": "a cat", "label": "x"}),
     "token_classification": ("bert", {"tokens": ["the", "cat"], "ner_tags": ["O", "B-X"]}),
     "question_answering": ("bert", QUESTION),
+    "multiple_choice": ("bert", CHOICES),
     "masked_lm": ("bert", {"text": "the cat sees a tree"}),
     "causal_lm": ("gpt2", {"text": "the cat sees a tree"}),
     "seq2seq_lm": ("t5", {"source": "the cat", "target": "sees a tree under the big house"}),

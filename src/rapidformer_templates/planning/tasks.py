@@ -80,6 +80,10 @@ PROMPTS = {"prompt": ("completion",), "instruction": ("output", "response")}
 PROMPT_COLUMNS = (*CHAT_COLUMNS, *PROMPTS, *TEXT_COLUMNS)
 """Columns that are searched for a text to continue, or a conversation to answer."""
 
+_CONTEXTS = ("context", "ctx", "article", "passage", "sent1", "premise", "question", "question_stem")
+CONTEXT_COLUMNS = (*_CONTEXTS, *TEXT_COLUMNS)
+"""Columns that are searched for the text that comes before choices."""
+
 _DATA_SET = (
     "data_dir",
     "data_name",
@@ -147,6 +151,24 @@ _RECORDS = (
         model_classes=("ForQuestionAnswering",),
         hub_pipeline="question-answering",
         input_columns={"pair_column": ("question",), "text_column": ("context",)},
+    ),
+    TaskFacts(
+        name="multiple_choice",
+        implementation="rapidformer_templates.data.tasks.multiple_choice:MultipleChoice",
+        own_flags=("new_head",),
+        data_flags=(*_DATA_SET, "label_column", "pair_column"),
+        metrics=("accuracy",),
+        predicts_tokens=False,
+        is_smoothed=True,
+        compares_answers=False,
+        rows_per_sample=4,
+        rows_are_samples=True,
+        is_streamed=False,
+        has_lengths=False,
+        continues_text=False,
+        model_classes=("ForMultipleChoice",),
+        hub_pipeline="multiple-choice",
+        input_columns={"text_column": CONTEXT_COLUMNS, "pair_column": ()},
     ),
     TaskFacts(
         name="masked_lm",
