@@ -54,7 +54,7 @@ class Part:
 
 def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
     """Return the parts of the check, the most important ones first."""
-    python, bench = sys.executable, [sys.executable, "-m", "rapidformer_templates.commands.bench"]
+    python, bench = sys.executable, [sys.executable, "-m", "rapidformer_templates", "bench"]
     scales = ["tiny"] if tiny else ["gpt-124m", "bert-base", "paper"]
     found = [
         Part("versions", [python, "-c", VERSIONS, str(output / "versions.json")], 60, _json(output / "versions.json"))

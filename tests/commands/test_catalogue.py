@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.commands import catalogue as document
-from rapidformer_templates.commands.compatibility import CompatibilityTable, compatibility, refused_pairs, rule_origin
+from rapidformer_templates.commands.catalogue import CompatibilityTable, compatibility, refused_pairs, rule_origin
 from rapidformer_templates.commands.explain import explain
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import SECTIONS

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rapidformer_templates.commands.convert.cli import FORMATS, converted, refusal_of
-from rapidformer_templates.commands.convert.result import Options, as_yaml
+from rapidformer_templates.commands.convert.conversion import Options, as_yaml
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from tests.support.other_trainers import ARGUMENTS, AXOLOTL, CASES, MEGATRON, TRL

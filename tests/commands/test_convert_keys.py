@@ -18,8 +18,7 @@ from rapidformer_templates.commands.convert import (
     trl,
 )
 from rapidformer_templates.commands.convert.cli import FORMATS, converted
-from rapidformer_templates.commands.convert.result import Options
-from rapidformer_templates.commands.convert.source import Value
+from rapidformer_templates.commands.convert.conversion import Options, Value
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import switch_options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rapidformer_templates.commands.convert.result import Options
+from rapidformer_templates.commands.convert.conversion import Options
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B

@@ -16,7 +16,6 @@ import pytest
 
 import rapidformer_templates
 from rapidformer_templates.commands import main as cli
-from rapidformer_templates.commands import train as blackbox
 from rapidformer_templates.errors import Interrupted
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.processes import StopRequest
@@ -204,7 +203,7 @@ def test_ctrl_c_while_the_command_imports_is_a_line(
     def interrupted(argv: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(blackbox, "run", interrupted)
+    monkeypatch.setattr(cli, "train", interrupted)
     assert cli.main(["--task", "causal_lm"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

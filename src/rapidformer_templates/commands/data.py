@@ -69,13 +69,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="how much of the text the fast backend is compared with the plain one on (sample: 1 part in 64)",
     )
     _add_output(preprocess)
-    preprocess.set_defaults(run="rapidformer_templates.commands.data_preprocess:main")
+    preprocess.set_defaults(run="rapidformer_templates.commands.data_tools:preprocess_main")
 
     merge = commands.add_parser("merge", help="merge several indexed data sets into one")
     merge.add_argument("--input", nargs="+", required=True, metavar="P", help="prefixes in order, or folders of sets")
     merge.add_argument("--output-prefix", required=True, metavar="P", help="prefix of the new set")
     _add_output(merge)
-    merge.set_defaults(run="rapidformer_templates.commands.data_sets:merge_main")
+    merge.set_defaults(run="rapidformer_templates.commands.data_tools:merge_main")
 
     inspect = commands.add_parser("inspect", help="show the contents of indexed data sets")
     inspect.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
@@ -91,13 +91,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_tokenizer(inspect)
     _add_json(inspect)
-    inspect.set_defaults(run="rapidformer_templates.commands.data_sets:inspect_main")
+    inspect.set_defaults(run="rapidformer_templates.commands.data_tools:inspect_main")
 
     verify = commands.add_parser("verify", help="compare indexed data sets with their checksums")
     verify.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
     verify.add_argument("--write-sums", action="store_true", help="write checksums for sets that have none")
     _add_json(verify)
-    verify.set_defaults(run="rapidformer_templates.commands.data_sets:verify_main")
+    verify.set_defaults(run="rapidformer_templates.commands.data_tools:verify_main")
 
     tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on raw text")
     _add_text(tokenizer)

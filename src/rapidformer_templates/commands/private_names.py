@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 
 @dataclass(frozen=True)
@@ -68,27 +69,24 @@ def has(owner: str, name: str) -> bool:
     if holder is None or (class_name and not hasattr(holder, class_name)):
         return False
     owner_object = getattr(holder, class_name) if class_name else holder
-    return hasattr(owner_object, name) or _is_module(f"{module_name}.{name}") or name in _words(owner_object)
+    return hasattr(owner_object, name) or _module(f"{module_name}.{name}") is not None or name in _words(owner_object)
 
 
 def _holder(module_name: str) -> object | None:
     """Return a module, or an object that acts as one, such as ``torch.ops.aten``. Return None if neither exists."""
     parent, _, last = module_name.rpartition(".")
+    module = _module(module_name)
+    return getattr(_holder(parent), last, None) if module is None and parent else module
+
+
+def _module(name: str) -> ModuleType | None:
+    """Import a module. Return None if it does not exist."""
     try:
-        return importlib.import_module(module_name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if not module_name.startswith(str(error.name)):
+        if not name.startswith(str(error.name)):
             raise  # a package that the module needs is missing
-        return getattr(_holder(parent), last, None) if parent else None
-
-
-def _is_module(module_name: str) -> bool:
-    try:
-        return importlib.import_module(module_name) is not None
-    except ModuleNotFoundError as error:
-        if not module_name.startswith(str(error.name)):
-            raise
-        return False
+        return None
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from rapidformer_templates.commands.bench.output import put_out, spread
 from rapidformer_templates.commands.bench.runs import WARMUP, MeasuredRun, run_together
 from rapidformer_templates.commands.bench.tables import RUN
 from rapidformer_templates.commands.bench.worker import BenchJob
-from rapidformer_templates.commands.train import template_of
+from rapidformer_templates.commands.main import template_of
 from rapidformer_templates.errors import RapidformerError
 
 if TYPE_CHECKING:

@@ -1,20 +1,51 @@
-"""Runs of a table: separate worker processes that make steps only when it is their turn."""
+"""Runs of a table: solutions of this library or of peers, in separate worker processes that take turns.
+
+``python -m rapidformer_templates.commands.bench.runs JSON`` starts the workers of a run. Each worker connects to the
+benchmark and waits for a message before every turn of steps. After a turn it reports the seconds per step. At the end
+it reports the bytes that it held and its peak memory.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates.commands.bench import job as job_module
-from rapidformer_templates.commands.bench.worker import BenchJob, Figures, Message
+from rapidformer_templates.commands.bench.job_peers import PEERS
+from rapidformer_templates.commands.bench.tables import RUN, TABLES
+from rapidformer_templates.commands.bench.worker import (
+    CLIP,
+    LR,
+    SEED,
+    WEIGHT_DECAY,
+    BenchConnection,
+    BenchJob,
+    Figures,
+    Message,
+    PeerUnavailable,
+    RandomTokens,
+    build_model,
+)
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.system import launch
+from rapidformer_templates.system.processes import wait_at_exit
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rapidformer_templates.data.types import Batch
+    from rapidformer_templates.engines.contract import StepResult
+
 
 WARMUP = 2
 """First turns that do not count, because of allocations, receipts and rebuilt buckets."""
@@ -61,9 +92,8 @@ class Contender:
         self._socket.bind(job.address)
         self._socket.listen(job.workers)
         self._socket.settimeout(POLL_SECONDS)
-        self._process = subprocess.Popen(
-            job_module.command(job), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
-        )
+        command = [sys.executable, "-m", __name__, json.dumps(asdict(job))]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)
 
     def step(self) -> float:
         """Make one turn of steps and return the seconds per step of the slowest worker.
@@ -190,3 +220,118 @@ def run_together(
 def name_of(job: BenchJob) -> str:
     """Return the name of a run, which is the peer or else the solution."""
     return job.peer or job.solution
+
+
+def run_this_library(job: BenchJob, line: BenchConnection) -> None:
+    """Run a solution of this library with its flags, as a user would give them. The added hooks only measure."""
+    from rapidformer_templates.data.types import Data
+    from rapidformer_templates.trainer import Trainer
+
+    class MeasuredScript(Trainer):
+        def build_data(self) -> Data:
+            return Data(train=RandomTokens(job))
+
+        def build_model(self) -> nn.Module:
+            line.before_model()
+            return build_model(job.sizes)
+
+        def on_train_start(self) -> None:
+            line.training_starts()
+
+        def on_step_end(self, step: int, result: StepResult) -> None:
+            self.loss = result.loss
+            line.step_ends()
+
+    template = MeasuredScript(flags_of(job))
+    summary = template.fit()
+    line.end(float(template.loss), summary["receipts"].get("held_bytes_by_rank"))
+
+
+def flags_of(job: BenchJob) -> list[str]:
+    """Return the command line for a run of this library."""
+    words = list(TABLES[job.table].solutions[job.solution].flags)
+    if words[-1:] == ["--nvme-path"]:
+        words.append(job.nvme)
+    if job.precision != "fp32":
+        words += ["--mixed-precision", job.precision]
+    flags = [
+        *("--device", job.device, "--micro-batch-size", job.sizes.micro_batch),
+        *("--global-batch-size", job.global_batch, "--train-iters", job.total_steps, "--log-interval", job.total_steps),
+        *("--lr", LR, "--lr-decay-style", "constant", "--weight-decay", WEIGHT_DECAY),
+        *("--clip-grad", CLIP, "--optimizer", "adamw_torch_fused", "--seed", SEED, "--no-save", *words),
+    ]
+    return [str(flag) for flag in flags]
+
+
+def run_user_command(job: BenchJob, line: BenchConnection) -> None:
+    """Run the user's training command with its model and data, for the number of steps that are measured.
+
+    Its model FLOPs are counted for the shapes of the first batch.
+    """
+    from rapidformer_templates.commands.bench.flops import training_flops_of
+    from rapidformer_templates.commands.main import template_of
+    from rapidformer_templates.data.targets import samples_in
+
+    class MeasuredCommand(template_of(job.words)):  # type: ignore[misc]
+        flops: float | None = None
+
+        def build_model(self) -> nn.Module:
+            line.before_model()
+            model: nn.Module = super().build_model()
+            self.kind, self.settings = type(model), getattr(model, "config", None)
+            return model
+
+        def compute_loss(self, model: nn.Module, batch: Batch) -> Any:
+            if self.flops is None:
+                # Counted before the forward of the first warm-up step, for architectures of transformers only.
+                self.flops = training_flops_of(self.kind, self.settings, batch) / max(samples_in(batch), 1)
+            return super().compute_loss(model, batch)
+
+        def on_train_start(self) -> None:
+            line.training_starts()
+
+        def on_step_end(self, step: int, result: StepResult) -> None:
+            self.loss = result.loss
+            line.step_ends()
+
+    flags = ["--train-iters", str(job.total_steps), "--log-interval", str(job.total_steps), "--no-save"]
+    template = MeasuredCommand([*job.words, *flags])
+    summary = template.fit()
+    sizes = template.plan.sizes
+    line.end(
+        float(template.loss),
+        summary["receipts"].get("held_bytes_by_rank"),
+        flops=(template.flops or 0.0) * sizes.global_batch,
+        global_batch=sizes.global_batch,
+        parameters=summary["parameters"],
+        precision=template.plan.precision,
+        switches=list(template.plan.switches),
+    )
+
+
+def run_job(job: BenchJob) -> None:
+    """Run the job in one worker."""
+    line = BenchConnection(job)
+    try:
+        (PEERS[job.peer] if job.peer else run_user_command if job.table == RUN else run_this_library)(job, line)
+    except PeerUnavailable as error:
+        line.absent(error.message)
+
+
+def main() -> int:
+    """Start the workers of a run, or run the job if this process is one of them."""
+    job = BenchJob(**json.loads(sys.argv[1]))
+    if launch.is_worker():
+        wait_at_exit()  # a peer may create the process group itself
+        launch.report_errors(lambda: run_job(job))
+        return 0
+    try:
+        launch.run_workers(launch.program_command(), job.workers)
+    except RapidformerError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rapidformer_templates.commands.convert.result import Options, Result, keys
+from rapidformer_templates.commands.convert.conversion import Options, Result, Source, Value, keys
 from rapidformer_templates.commands.convert.settings import (
     SEVERAL,
     Adapter,
@@ -10,7 +10,6 @@ from rapidformer_templates.commands.convert.settings import (
     set_data_set,
     set_quantized_base,
 )
-from rapidformer_templates.commands.convert.source import Source, Value
 from rapidformer_templates.commands.convert.training import (
     IGNORED,
     REASONS,

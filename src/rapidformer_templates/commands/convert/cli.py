@@ -11,10 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rapidformer_templates.commands.convert.axolotl import convert_axolotl
+from rapidformer_templates.commands.convert.conversion import (
+    Options,
+    Result,
+    Value,
+    as_yaml,
+    mapping_of,
+    read_text,
+    remarks,
+)
 from rapidformer_templates.commands.convert.llama_factory import convert_llama_factory
 from rapidformer_templates.commands.convert.megatron import arguments_of_script, convert_megatron
-from rapidformer_templates.commands.convert.result import Options, Result, as_yaml, remarks
-from rapidformer_templates.commands.convert.source import Value, mapping_of, read_text
 from rapidformer_templates.commands.convert.trl import convert_arguments
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rapidformer_templates.commands.convert.conversion import Options, Result, Source, Value, keys, read_json
 from rapidformer_templates.commands.convert.llama_factory_v1 import convert_version_1
-from rapidformer_templates.commands.convert.result import Options, Result, keys
 from rapidformer_templates.commands.convert.settings import (
     PREFERENCE_LOSSES,
     SEVERAL,
@@ -13,7 +13,6 @@ from rapidformer_templates.commands.convert.settings import (
     set_optimizer,
     set_quantized_base,
 )
-from rapidformer_templates.commands.convert.source import Source, Value, read_json
 from rapidformer_templates.commands.convert.training import DEFAULTS as ARGUMENTS
 from rapidformer_templates.commands.convert.training import IGNORED, REASONS, convert_training
 from rapidformer_templates.errors import ConfigError

@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from rapidformer_templates.commands.convert.result import Options, Result, keys
+from rapidformer_templates.commands.convert.conversion import (
+    Options,
+    Result,
+    Source,
+    Value,
+    keys,
+    mapping_of,
+    read_text,
+)
 from rapidformer_templates.commands.convert.settings import (
     PREFERENCE_LOSSES,
     SEVERAL,
@@ -18,7 +26,6 @@ from rapidformer_templates.commands.convert.settings import (
     set_optimizer,
     set_quantized_base,
 )
-from rapidformer_templates.commands.convert.source import Source, Value, mapping_of, read_text
 from rapidformer_templates.commands.convert.training import IGNORED, REASONS, convert_training, in_epochs
 from rapidformer_templates.errors import ConfigError
 

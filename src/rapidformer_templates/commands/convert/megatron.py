@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from rapidformer_templates.commands.convert.result import Options, Result, keys
+from rapidformer_templates.commands.convert.conversion import Options, Result, Source, Value, keys
 from rapidformer_templates.commands.convert.settings import set_optimizer
 from rapidformer_templates.commands.convert.shell import commands
-from rapidformer_templates.commands.convert.source import Source, Value
 from rapidformer_templates.errors import ConfigError
 
 SAME = (

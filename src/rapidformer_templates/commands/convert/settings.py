@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rapidformer_templates.commands.convert.result import Result
-from rapidformer_templates.commands.convert.source import Source, Value, read_json
+from rapidformer_templates.commands.convert.conversion import Result, Source, Value, read_json
 from rapidformer_templates.planning.flag_values import TRACKERS
 
 OPTIMIZERS = {

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rapidformer_templates.commands.convert.result import Options, Result
+from rapidformer_templates.commands.convert.conversion import Options, Result, Source, Value
 from rapidformer_templates.commands.convert.settings import set_deepspeed, set_fsdp, set_optimizer, set_trackers
-from rapidformer_templates.commands.convert.source import Source, Value
 from rapidformer_templates.planning.schedules import STYLES
 
 DEFAULTS: dict[str, Value] = {

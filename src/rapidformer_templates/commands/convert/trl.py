@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rapidformer_templates.commands.convert.result import Options, Result, keys
+from rapidformer_templates.commands.convert.conversion import Options, Result, Source, Value, keys
 from rapidformer_templates.commands.convert.settings import (
     PREFERENCE_LOSSES,
     SEVERAL,
@@ -13,7 +13,6 @@ from rapidformer_templates.commands.convert.settings import (
     set_data_set,
     set_quantized_base,
 )
-from rapidformer_templates.commands.convert.source import Source, Value
 from rapidformer_templates.commands.convert.training import DEFAULTS, IGNORED, REASONS, convert_training
 from rapidformer_templates.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""``rapidformer data merge``, ``inspect`` and ``verify``, and their output."""
+"""The tools of ``rapidformer data`` for indexed data sets: ``preprocess``, ``merge``, ``inspect`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,31 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from rich.table import Table
 
-from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.indexed.dataset import IndexedDataset, type_for
 from rapidformer_templates.data.indexed.tools import (
     Damage,
     DataSetStatistics,
     add_sums,
     merge,
     prefixes_of,
+    split_sequences,
+    split_shares,
     statistics_of,
+    unigram_loss,
     verify,
 )
+from rapidformer_templates.data.text.encoding import EncodingRecipe
+from rapidformer_templates.data.text.files import text_files
+from rapidformer_templates.data.text.preprocess import TITLES, PreprocessResult, preprocess, usable_cores
 from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.models.model_files import (
+    end_token_id,
+    load_tokenizer,
+    padded_vocab_size,
+    vocabulary_id,
+    vocabulary_size,
+)
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.system.files import to_json
 from rapidformer_templates.system.terminal import console
 
@@ -28,6 +42,116 @@ if TYPE_CHECKING:
 
 SHOWN_TOKENS = 24
 """Number of tokens per document that ``inspect --show`` prints. The printed text covers ten times this number."""
+
+FOLDER = frozenset({"tokenizer_path", "pretrained_model_name_or_path", "trust_remote_code"})
+TOKENIZER_FLAGS = {
+    "HuggingFaceTokenizer": FOLDER,
+    "GPT2BPETokenizer": frozenset({"vocab_file", "merge_file"}),
+    "BertWordPieceCase": frozenset({"vocab_file"}),
+    "BertWordPieceLowerCase": frozenset({"vocab_file"}),
+}
+"""The flags that locate a tokenizer, by tokenizer type."""
+
+
+def is_tokenizer_named(options: argparse.Namespace) -> bool:
+    """Whether any tokenizer option is given."""
+    return any(getattr(options, name) for name in ("tokenizer_type", *set().union(*TOKENIZER_FLAGS.values())))
+
+
+def tokenizer_of(options: argparse.Namespace) -> PreTrainedTokenizerFast:
+    """Load the tokenizer of the options. See :func:`~rapidformer_templates.models.model_files.load_tokenizer`.
+
+    Raises:
+        ConfigError: a flag belongs to another type of tokenizer.
+        ModelError: a file is missing, or the type needs another kind of file.
+    """
+    kind = options.tokenizer_type or "HuggingFaceTokenizer"
+    named = {name: value for name in set().union(*TOKENIZER_FLAGS.values()) if (value := getattr(options, name))}
+    for name in sorted(named.keys() - TOKENIZER_FLAGS[kind]):
+        kinds = [other for other, flags in TOKENIZER_FLAGS.items() if name in flags]
+        hint = f"leave it out, or choose --tokenizer-type {' or '.join(kinds)}"
+        raise ConfigError(f"{spelling(name)} has no effect on a {kind}", where=spelling(name), hint=hint)
+    return load_tokenizer(RunConfig().replace("command line", tokenizer_type=kind, **named))
+
+
+def preprocess_main(options: argparse.Namespace) -> int:
+    """Preprocess, print the summary and return the exit status."""
+    files = text_files(options.input, "--input")
+    keys = tuple(dict.fromkeys(options.json_keys))
+    if any("/" in key for key in keys):
+        raise DataError("a key with '/' cannot be part of a file name", where="--json-keys", hint="rename the key")
+    tokenizer = tokenizer_of(options)
+    vocabulary = vocabulary_size(tokenizer)
+    recipe = EncodingRecipe(
+        tokenizer.backend_tokenizer.to_str(),
+        type_for(vocabulary).name,
+        end_token_id(tokenizer) if options.append_eod else None,
+        keys,
+        sentences=options.split_sentences,
+        skip=options.skip_bad_lines,
+        vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
+        text_unit=options.text_unit,
+    )
+    result = preprocess(
+        files,
+        options.output_prefix,
+        recipe,
+        workers=options.workers or usable_cores(),
+        chunk_size=options.chunk_size,
+        backend=options.tokenizer_backend,
+        check_all=options.tokenizer_check == "all",
+        overwrite=options.overwrite,
+    )
+    if options.json:
+        print(to_json(_preprocess_facts(result, vocabulary)), end="")
+    else:
+        _show_preprocessed(result, vocabulary)
+    return 0
+
+
+def _show_preprocessed(result: PreprocessResult, vocabulary: int) -> None:
+    for key, prefix in result.prefix.items():
+        documents, tokens, empty = result.documents[key], result.tokens[key], result.empty[key]
+        left_out = f"; {empty:,} empty document{'s' if empty > 1 else ''} left out" if empty else ""
+        print(f"{prefix}: {documents:,} documents, {tokens:,} tokens ({result.dtype}){left_out}")
+    print(f"vocabulary: {vocabulary:,} tokens, padded to {padded_vocab_size(vocabulary):,} in the model")
+    equal = (
+        ""
+        if result.way == "whole"
+        else f", same tokens as the plain one on hard texts and on {result.compared:,} of these tokens"
+    )
+    print(f"tokenizer: {TITLES[result.way]}{equal}")
+    for note in result.notes:
+        print(f"note: {note}")
+    if result.skipped_file:
+        print(f"{result.skipped:,} bad lines left out, listed in {result.skipped_file}:")
+        for line in result.examples:
+            print(f"  {line}")
+    tokens, documents = sum(result.tokens.values()), sum(result.documents.values())
+    seconds = result.seconds
+    print(f"{seconds:.1f} s, {tokens / seconds:,.0f} tokens/s, {documents / seconds:,.0f} documents/s")
+
+
+def _preprocess_facts(result: PreprocessResult, vocabulary: int) -> dict[str, object]:
+    return {
+        "sets": [
+            {
+                "prefix": prefix,
+                "documents": result.documents[key],
+                "tokens": result.tokens[key],
+                "empty": result.empty[key],
+            }
+            for key, prefix in result.prefix.items()
+        ],
+        "dtype": result.dtype,
+        "vocabulary": vocabulary,
+        "padded_vocabulary": padded_vocab_size(vocabulary),
+        "skipped": result.skipped,
+        "way": result.way,
+        "compared_tokens": result.compared,
+        "notes": result.notes,
+        "seconds": result.seconds,
+    }
 
 
 class FirstDocument(TypedDict):
@@ -55,8 +179,6 @@ def merge_main(options: argparse.Namespace) -> int:
 
 def inspect_main(options: argparse.Namespace) -> int:
     """Print the contents of data sets and return the exit status."""
-    from rapidformer_templates.commands.data_preprocess import is_tokenizer_named, tokenizer_of
-
     tokenizer = None
     if is_tokenizer_named(options):
         if not options.show:
@@ -100,8 +222,6 @@ def _unigram_loss(prefix: str, split: str) -> float:
     Raises:
         DataError: the training or the validation part has no document.
     """
-    from rapidformer_templates.data.indexed.tools import split_sequences, split_shares, unigram_loss
-
     dataset = IndexedDataset(prefix)
     train, valid, _ = split_sequences(split_shares(split), len(dataset))
     if train[0] == train[1] or valid[0] == valid[1]:
@@ -159,7 +279,12 @@ def _histogram(facts: DataSetStatistics) -> Table:
 
 def verify_main(options: argparse.Namespace) -> int:
     """Check data sets and print the damage. Return 1 if a set is damaged, else 0."""
-    damages = {prefix: _verified(prefix) for prefix in prefixes_of(options.input)}
+    damages: dict[str, list[Damage] | None] = {}
+    for prefix in prefixes_of(options.input):
+        try:
+            damages[prefix] = verify(prefix)
+        except DataError as error:  # its files do not fit together, but the other sets are checked, too
+            damages[prefix] = [Damage(Path(error.where or prefix), error.message)]
     written = []
     if options.write_sums:
         written = [str(add_sums(prefix)) for prefix, damage in damages.items() if damage is None]
@@ -175,21 +300,13 @@ def verify_main(options: argparse.Namespace) -> int:
         print(to_json({"ok": not any(damages.values()), "sets": sets, "written": written}), end="")
     else:
         for prefix, damage in damages.items():
-            _show(prefix, damage)
+            _show_damage(prefix, damage)
         for path in written:
             print(f"{path} written")
     return 1 if any(damages.values()) else 0
 
 
-def _verified(prefix: str) -> list[Damage] | None:
-    """Run :func:`verify` and report files that do not fit together as damage, so that other sets are checked too."""
-    try:
-        return verify(prefix)
-    except DataError as error:
-        return [Damage(Path(error.where or prefix), error.message)]
-
-
-def _show(prefix: str, damage: list[Damage] | None) -> None:
+def _show_damage(prefix: str, damage: list[Damage] | None) -> None:
     if damage is None:
         print(f"{prefix}: the two files fit together; there are no checksums, so the tokens cannot be checked")
     elif not damage:
