@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rapidformer_templates.commands.bench import measure
-from rapidformer_templates.commands.bench.cli import EVIDENCE, _command_first, main
+from rapidformer_templates.commands.bench.cli import EVIDENCE, command_first, main
 from rapidformer_templates.commands.bench.job_peers import PEERS
 from rapidformer_templates.commands.bench.measure import (
     MeasureRequest,
@@ -20,7 +20,7 @@ from rapidformer_templates.commands.bench.measure import (
     precision_of,
 )
 from rapidformer_templates.commands.bench.report import Report
-from rapidformer_templates.commands.bench.run import _without_launch
+from rapidformer_templates.commands.bench.run import without_launch
 from rapidformer_templates.commands.bench.runs import MeasuredRun
 from rapidformer_templates.commands.bench.tables import (
     MIXED_PRECISION,
@@ -108,7 +108,7 @@ def test_a_table_is_a_command() -> None:
         ["--scale", "tiny", "--table=mfu"],
         ["mfu", "--scale", "tiny"],
     ):
-        assert _command_first(words) == ["mfu", "--scale", "tiny"]
+        assert command_first(words) == ["mfu", "--scale", "tiny"]
 
 
 @pytest.mark.parametrize("name", EVIDENCE)
@@ -134,7 +134,7 @@ def test_unknown_scales_tables_and_flags_are_refused(capsys: pytest.CaptureFixtu
 
 def test_the_benchmark_starts_the_workers_itself() -> None:
     words = ["--lr", "1", "--nproc-per-node", "2", "--tf32", "--nproc_per_node=2"]
-    assert _without_launch(words) == ["--lr", "1", "--tf32"]
+    assert without_launch(words) == ["--lr", "1", "--tf32"]
 
 
 @pytest.mark.longer

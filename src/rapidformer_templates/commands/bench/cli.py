@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 for success, 1 if a solution of a table failed, 2 for a mistake in the command. A missed
         speed goal is a result, not an error.
     """
-    words = _command_first(sys.argv[1:] if argv is None else argv)
+    words = command_first(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     try:
         if words and words[0] in EVIDENCE:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _command_first(words: Sequence[str]) -> list[str]:
+def command_first(words: Sequence[str]) -> list[str]:
     """Rewrite ``--table NAME …`` and ``--table=NAME …`` as ``NAME …``, because a table is a command."""
     rest, table = [], None
     remaining = iter(words)

@@ -56,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
             precision=plan.precision,
             address=str(Path(folder) / "0.sock"),
             nvme="",
-            words=tuple(_without_launch(words)),
+            words=tuple(without_launch(words)),
         )
         runs, reasons = run_together([job], 0, product.rate)
     if reasons:
@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _without_launch(words: list[str]) -> list[str]:
+def without_launch(words: list[str]) -> list[str]:
     """Return the flags without ``--nproc-per-node``, because the benchmark starts the workers."""
     rest, skip = [], False
     for word in words:

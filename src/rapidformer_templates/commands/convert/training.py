@@ -135,16 +135,12 @@ def _schedule(source: Source, result: Result, length: Length) -> None:
         result.set("lr_warmup_iters", int(warmup))
     elif warmup or share:
         result.set("lr_warmup_fraction", warmup or share)
-    _schedule_details(source, result, rate or 0, style)
-
-
-def _schedule_details(source: Source, result: Result, rate: float, style: str) -> None:
     details = source.get("lr_scheduler_kwargs")
     flags = STYLES[style].takes if style in STYLES else ()
     for name, value in (details if isinstance(details, dict) else {}).items():
         flag = SCHEDULE_KEYS.get(name)
         if name == "min_lr_rate" and isinstance(value, int | float):
-            result.set("min_lr", rate * value)
+            result.set("min_lr", (rate or 0) * value)
         elif flag in flags:
             result.set(str(flag), value)
         else:
