@@ -7,6 +7,7 @@ a function that does its next piece of work. :mod:`benchmarks.turns` turns a who
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -115,6 +116,13 @@ def median_sd(values: Sequence[float], form: str = ".2f") -> str:
 def verdict(reached: bool) -> str:
     """Say whether a goal was reached."""
     return "reached" if reached else "missed"
+
+
+def why_absent(module: str, package: str) -> str | None:
+    """Return the reason why a peer cannot take part, or None if it can."""
+    if importlib.util.find_spec(module) is None:
+        return f"{package} is not installed (pip install {package})"
+    return None
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from benchmarks.contest import Answer, Contest, Flag, bars, bootstrap, table, verdict
+from benchmarks.contest import Answer, Contest, Flag, bars, bootstrap, table, verdict, why_absent
 from benchmarks.overhead_loops import CONTENDERS, Contender, Fabric, Ours
 from benchmarks.turns import Loop
-from rapidformer_templates.commands.bench.output import Advance, progress, why_absent
+from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.errors import RapidformerError
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, table, verdict
+from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, table, verdict, why_absent
 from benchmarks.texts import write_corpus
-from rapidformer_templates.commands.bench.output import Advance, progress, why_absent
+from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.files import documents

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, median_sd, table, verdict
-from rapidformer_templates.commands.bench.output import Advance, progress, why_absent
+from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, median_sd, table, verdict, why_absent
+from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.data.collate import WindowCollate
 from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.data.indexed.dataset import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path

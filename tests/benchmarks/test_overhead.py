@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from benchmarks.__main__ import main
+from benchmarks.contest import why_absent
 from benchmarks.overhead import measure_overhead
 from benchmarks.overhead_loops import CONTENDERS, Contender, NullControl, tiny_model
 from benchmarks.turns import StepDone
-from rapidformer_templates.commands.bench.output import why_absent
 from rapidformer_templates.errors import RapidformerError
 
 

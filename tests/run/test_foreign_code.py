@@ -14,7 +14,8 @@ from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.run.saved_model import find_saved, open_saved
+from rapidformer_templates.run.saved_model import find_saved
+from tests.support.saved_models import open_saved
 
 CODE = """
 from pathlib import Path

@@ -21,8 +21,8 @@ from rapidformer_templates.data.finetuning.hub_cache import find_or_download
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.hub import model_folder
 from rapidformer_templates.run import push_to_hub
-from rapidformer_templates.run.saved_model import open_saved
 from tests.support.hub_server import DATA, MODEL, TOKEN, Hub, data_files, model_files, running_hub, using_hub
+from tests.support.saved_models import open_saved
 from tests.support.worker_pool import run_in_workers
 
 RUN = f"--task sequence_classification --pretrained-model-name-or-path {MODEL} --data-name {DATA} --lr 1e-3"

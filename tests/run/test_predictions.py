@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, BertConfig, GPT2Config, PreTrainedModel,
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.run.predictions import predict_samples
-from rapidformer_templates.run.saved_model import OpenedModel, open_saved
+from tests.support.saved_models import OpenedModel, open_saved
 from tests.support.texts import WORDS
 
 TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, 2 + i * 3 % 11)) for i in range(7)]

@@ -17,11 +17,8 @@ from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.tasks import tasks_with
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.out_of_memory import explained_without_plan
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
     from rapidformer_templates.data.tasks import Task
 
 OF_THE_SAMPLES = (
@@ -142,25 +139,6 @@ def _task_of(folder: Path) -> str:
     return tasks[0]
 
 
-@dataclass(frozen=True)
-class OpenedModel:
-    """A saved model in memory.
-
-    Attributes:
-        task: the task, with the labels of the model.
-        model: the model in evaluation mode, in float32 on the CPU.
-    """
-
-    config: RunConfig
-    task: Task
-    model: PreTrainedModel
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer of the model."""
-        return self.task.tokenizer
-
-
 def load_saved_task(config: RunConfig, saved: SavedModel) -> Task:
     """Load the task of a saved model with the decisions of its data. This does not read the weights.
 
@@ -172,22 +150,3 @@ def load_saved_task(config: RunConfig, saved: SavedModel) -> Task:
     task = load_task(config)
     task.load_label_state(saved.decisions(config.training.task))
     return task
-
-
-def open_saved(path: str | Path, task: str | None = None, *, base: str | Path | None = None) -> OpenedModel:
-    """Load the model of a run folder or of a transformers folder.
-
-    Args:
-        path: the folder.
-        task: the task, if the run or the folder does not specify it or if you want another one.
-        base: folder of the base of adapters, if it is not where the adapters say.
-
-    Raises:
-        RapidformerError: the folder does not exist or cannot be read.
-    """
-    saved = find_saved(path)
-    config = saved.config(task=task, base=str(base) if base is not None else None)
-    used = load_saved_task(config, saved)
-    with explained_without_plan(str(saved.folder), "a machine with more memory, or a smaller model"):
-        model = used.build_model()
-    return OpenedModel(config, used, model.eval())

@@ -26,9 +26,9 @@ from transformers import (
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
-from rapidformer_templates.run.saved_model import open_saved
 from rapidformer_templates.switches.lora.transform import targets_of
 from tests.support.preference_runs import pretrained, words
+from tests.support.saved_models import open_saved
 from tests.support.texts import write_jsonl
 
 Capture = pytest.CaptureFixture[str]

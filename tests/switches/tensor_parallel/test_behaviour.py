@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines.boxes import local_boxes
-from rapidformer_templates.switches.layout.tensor_plan import shard_dims
 from tests.support.tensor_jobs import HIDDEN, VOCABULARY, Case, batches, build, divided, loss_of
+from tests.support.tensor_plans import shard_dims
 from tests.support.worker_pool import run_in_workers
 
 TEMPERATURE = 0.5

@@ -10,10 +10,11 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.layout.tensor_plan import check_sizes, shard_dims, tensor_plan_of
+from rapidformer_templates.switches.layout.tensor_plan import check_sizes, tensor_plan_of
 from rapidformer_templates.switches.layout.tensor_styles import KNOWN, PLANS, styles_in_transformers
 from tests.support.requests import CPU, GPUS, codes
 from tests.support.tensor_jobs import MODELS
+from tests.support.tensor_plans import shard_dims
 
 
 def _meta(model: str, tied: bool = True) -> nn.Module:

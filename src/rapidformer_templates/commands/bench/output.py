@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -61,13 +60,6 @@ def _processor() -> str:
 def spread(values: Sequence[float]) -> float:
     """Return the standard deviation, or 0 for a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def why_absent(module: str, package: str) -> str | None:
-    """Return the reason why a peer cannot take part, or None if it can."""
-    if importlib.util.find_spec(module) is None:
-        return f"{package} is not installed (pip install {package})"
-    return None
 
 
 def in_short(why: str) -> str:

@@ -80,16 +80,6 @@ class TensorPlan:
         return sorted({layer.rpartition(".")[0] for layer in layers})
 
 
-def shard_dims(model: nn.Module) -> dict[str, int | None]:
-    """Return the dimension along which each parameter of ``named_parameters`` is divided, or None if it is whole.
-
-    Raises:
-        ModelError: see :func:`tensor_plan_of`.
-    """
-    divisions = tensor_plan_of(model).divisions
-    return {name: divisions[name].dim if name in divisions else None for name, _ in model.named_parameters()}
-
-
 def tensor_plan_of(model: nn.Module) -> TensorPlan:
     """Return the plan of a model.
 
