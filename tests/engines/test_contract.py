@@ -10,19 +10,14 @@ import pytest
 
 import rapidformer_templates
 from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.step import Step
 
-CONTRACT = {
-    *(
-        "setup",
-        "train_batch",
-        "raise_pending_errors",
-        "_accumulate_gradients",
-        "_exchange",
-        "_loss_of",
-        "_begin_backward",
-        "_grad_norm",
-    ),
-    *("keep_average", "averaged"),
+CONTRACT: dict[type, set[str]] = {
+    SingleEngine: {"setup", "raise_pending_errors", "_grad_norm", "keep_average", "averaged"},
+    Step: {
+        *("run", "forward", "backward", "update"),
+        *("_begin_forward", "_end_forward", "_begin_backward", "_end_micro_batch", "_complete_gradients", "_exchange"),
+    },
 }
 
 
@@ -47,7 +42,9 @@ def test_no_engine_overrides_the_contract() -> None:
     assert {"DDPEngine", "FSDPEngine", "ParallelEngine", "PipelineEngine", "DeepSpeedEngine"} <= {
         engine.__name__ for engine in engines
     }
-    kept = {name for name, value in vars(SingleEngine).items() if getattr(value, "__final__", False)}
-    assert kept == CONTRACT
-    overridden = [f"{engine.__name__}.{name}" for engine in engines for name in sorted(kept & vars(engine).keys())]
-    assert overridden == []
+    assert [step.__name__ for step in _subclasses(Step)] == ["PipelineStep"]
+    for kind, names in CONTRACT.items():
+        final = {name for name, value in vars(kind).items() if getattr(value, "__final__", False)}
+        assert final == names
+        heirs = list(_subclasses(kind))
+        assert [f"{heir.__name__}.{name}" for heir in heirs for name in sorted(names & vars(heir).keys())] == []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.loss import weighted_loss
+from rapidformer_templates.engines.loss import Recorder, weighted_loss
 from rapidformer_templates.engines.side_effects import preserve_state, restored_buffers
 from rapidformer_templates.engines.unused_parameters import reached_parameters
 from tests.support.jobs import ClassJob
@@ -50,7 +50,8 @@ def test_what_counts_for_nothing_is_an_exact_zero(name: str, microbatch: MicroBa
     nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.layer.parameters()]  # type: ignore[union-attr]
     for node in nodes:
         node.register_hook(lambda *_: come.append(1))
-    loss = weighted_loss(lambda model, batch: model(batch).mean(), model, INPUT, microbatch, weight=0.5)
+    recorder = Recorder(model)
+    loss = weighted_loss(recorder(INPUT).mean(), recorder, microbatch, weight=0.5)
     assert float(loss) == 0
     assert {id(p) for p in reached_parameters(loss)} == {id(p) for p in model.layer.parameters()}
     loss.backward()
@@ -62,11 +63,9 @@ def test_what_counts_for_nothing_is_an_exact_zero(name: str, microbatch: MicroBa
 def test_a_hook_that_sees_that_nothing_counts_still_comes_to_the_model() -> None:
     model = Model(BROKEN["infinite"])
 
-    def compute_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        model(batch)
-        return torch.zeros(())
-
-    loss = weighted_loss(compute_loss, model, INPUT, WITHOUT_TARGETS, weight=0.5)
+    recorder = Recorder(model)
+    recorder(INPUT)
+    loss = weighted_loss(torch.zeros(()), recorder, WITHOUT_TARGETS, weight=0.5)
     assert {id(p) for p in reached_parameters(loss)} == {id(p) for p in model.layer.parameters()}
 
 

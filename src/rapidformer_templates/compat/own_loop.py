@@ -1,21 +1,17 @@
-"""``engine.compose`` and ``engine.backward``: the script's training loop around an engine that makes whole steps.
+"""``engine.compose`` and ``engine.backward``: the script's training loop around the steps of an engine.
 
-An engine runs forward, backward and update itself and asks a hook for the loss. A script with its own loop computes
-the loss itself. So the engine runs in a separate thread, and only one of the two threads runs at a time:
+Each call of the script is a part of a step:
 
-1. The engine asks for the loss of a batch.
-2. The loader yields that batch to the script.
-3. The script calls the model, and the engine runs the forward.
-4. ``backward`` passes the loss to the engine.
-5. ``optimizer.step`` lets the engine make the update.
+1. The loader begins a step and yields the batch of its first micro batch.
+2. The script calls the model and computes the loss.
+3. ``backward`` runs the backward of the micro batch. The loader yields the next batch.
+4. ``optimizer.step`` makes the update after the last micro batch.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
-from queue import SimpleQueue
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -26,29 +22,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from rapidformer_templates.compat.batches import SharedLoader, checked_loader, checked_targets, micro_batch_of
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.types import Batch
+from rapidformer_templates.engines.loss import Recorder
+from rapidformer_templates.engines.step import Step
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.run.session import Session, open_session
-from rapidformer_templates.system import accelerator
 from rapidformer_templates.trainer import template_of_session
 
 if TYPE_CHECKING:
     from rapidformer_templates.compat.rapidformer import RapidformerEngine
-
-STEP, FORWARD, LOSS, UPDATE, LEAVE = "step", "forward", "loss", "update", "leave"
-"""Messages from the script to the engine."""
-BATCH, OUTPUT, FAILED, READY, DONE, ERROR = "batch", "output", "failed", "ready", "done", "error"
-"""Messages from the engine to the script: a batch whose loss it needs, the model's output, the model's error, all
-gradients are ready, the step is done, the step failed."""
 
 UNCOUNTED = "the loop's loss", "engine.compose(…, count_targets=function): from a batch to the number of its targets"
 """Parts of the error message for a batch whose number of targets is unknown."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any], bool]
 """Positional arguments, keyword arguments, and whether gradients are enabled."""
-
-
-class _Ended(BaseException):
-    """The script left its loop in the middle of a step."""
 
 
 class OwnLoop:
@@ -71,7 +58,7 @@ class OwnLoop:
         script_loader = checked_loader(loader)
         size = micro_batch_of(script_loader, engine.template_of_flags.config)
         count = count_targets or (lambda batch: checked_targets(template, batch, *UNCOUNTED))
-        template = template_of_session(model, optimizer, self._ask_for_loss, count, engine.words, size)
+        template = template_of_session(model, optimizer, self._repeat_call, count, engine.words, size)
         engine.template = template
         if template.config.get("pipeline_model_parallel_size") != 1:
             raise ConfigError(
@@ -84,15 +71,12 @@ class OwnLoop:
         self._loader = SharedLoader(
             script_loader, self.session.workers, self.session.plan.sizes, template.config.training.seed
         )
-        self._to_engine: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self._to_script: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self._real = 0  # micro batches of this step that the script has not seen yet
-        self._call: Call | None = None  # the latest call of the model
-        self._heard: tuple[str, Any] = (DONE, None)  # the engine's last message, after which it waits
+        self._step: Step | None = None  # the current step, until its update
+        self._step_context = ExitStack()
+        self._model: nn.Module | Recorder  # computes the loss of the current batch
         self._is_open = False  # the script has a batch whose loss is missing
-        self._precision = ExitStack()  # the precision of the loss, while the batch is open
+        self._call: Call | None = None  # the latest call of the model
         self.is_last = True  # this is the last micro batch of its step
-        threading.Thread(target=self._serve, name="engine", daemon=True).start()
         self.model, self.optimizer = ComposedModel(self), ComposedOptimizer(self)
         by_flags = scheduler_fn is None and optimizer is None
         self.scheduler = ComposedScheduler(self, scheduler_fn, by_flags=by_flags)
@@ -103,63 +87,14 @@ class OwnLoop:
             raise AttributeError(name)
         return getattr(self._script_loader, name)
 
-    # These methods run in the thread of the engine.
-
-    def _serve(self) -> None:
-        """Make one step after another. The script waits for each message of this thread."""
-        accelerator.make_current(self.session.workers.device)
-        while True:
-            _, batches = self._to_engine.get()
-            try:
-                self._to_script.put((DONE, self.session.step(batches, share=self._ask_for_update)))
-            except BaseException as error:
-                self._to_script.put((ERROR, error))
-
-    def _ask_for_loss(self, model: Any, batch: Batch) -> Any:
-        """Return the script's loss of a batch. This is the engine's ``compute_loss`` hook."""
-        if not self._real or not torch.is_grad_enabled():
-            if self._call is None:
-                return model(**batch).loss
-            _answer(model, self._call)  # this batch does not count, and the script does not see it
-            return None
-        self._real -= 1
-        self._to_script.put((BATCH, batch))
-        while True:
-            what, value = self._to_engine.get()
-            if what == LOSS:
-                return value
-            if what != FORWARD:
-                raise _Ended
-            try:
-                self._to_script.put((OUTPUT, _answer(model, value)))
-            except Exception as error:  # raised in the script, which may catch it
-                self._to_script.put((FAILED, error))
-
-    def _ask_for_update(self) -> float:
-        """Wait until the script asks for the update, and return the fraction of the peak learning rate.
-
-        It is the fraction of rank 0, which sees every step.
-        """
-        self._to_script.put((READY, None))
-        what, share = self._to_engine.get()
-        if what != UPDATE:
-            raise _Ended
-        workers = self.session.workers
-        return workers.sum(share if workers.is_main else 0.0)[0]
-
-    # These methods run in the thread of the script.
-
-    def _tell(self, what: str, value: Any = None) -> Any:
-        """Send a message to the engine and return the value of its answer.
-
-        Raises:
-            Exception: the error of the engine or of the model.
-        """
-        self._to_engine.put((what, value))
-        self._heard = self._to_script.get()
-        if self._heard[0] in (FAILED, ERROR):
-            raise self._heard[1]
-        return self._heard[1]
+    def _repeat_call(self, model: Any, batch: Batch) -> Any:
+        """Repeat the script's latest call for a batch that does not count. This is the engine's ``compute_loss``."""
+        if self._call is None:
+            return model(**batch).loss
+        arguments, named, has_gradients = self._call
+        with torch.set_grad_enabled(has_gradients):
+            model(*arguments, **named)
+        return None
 
     def __len__(self) -> int:
         """Return the number of batches that this worker sees in one epoch."""
@@ -167,32 +102,41 @@ class OwnLoop:
 
     def __iter__(self) -> Iterator[Batch]:
         for batches in self._loader.steps():
-            yield from self._stepping(batches)
+            self._end_step()  # an older iterator may still be in a step
+            try:
+                yield from self._batches_of_step(batches)
+            finally:
+                self._end_step()
 
-    def _stepping(self, batches: list[Batch]) -> Iterator[Batch]:
-        """Yield the batches of one step. The engine waits for the loss of each."""
-        self._end_step()  # an older iterator may still be in a step
-        self._real, self.is_last = len(batches), not batches
-        try:
-            self._tell(STEP, batches)
-            for number in range(len(batches)):
-                self._is_open, self.is_last = True, number == len(batches) - 1
-                self._precision.enter_context(self.session.precision())
-                yield self._heard[1]
-                self._check_body()
-            if not batches:  # the other workers need this one for the last step
-                self.optimizer.step()
-        finally:
-            self._end_step()
+    def _batches_of_step(self, batches: list[Batch]) -> Iterator[Batch]:
+        """Begin a step and yield the batches of this worker."""
+        step = self._step = self._step_context.enter_context(self.session.open_step(batches))
+        for number, microbatch in enumerate(step.microbatches[: len(batches)], start=1):
+            self._model, batch = step.forward(microbatch)
+            self._is_open, self.is_last = True, number == len(batches)
+            yield batch
+            self._check_body()
+            if self._step is not step:  # it is over, or has failed and the script continues
+                return
+        if not batches:  # the other workers need this one for the last step
+            with self._part_of_step():
+                step.accumulate()
+            self.update()
+
+    @contextmanager
+    def _part_of_step(self) -> Iterator[Step]:
+        """Context for a part of the current step. The step ends with an update or an error."""
+        assert self._step is not None
+        step, self._step = self._step, None
+        with self._step_context.pop_all() as context:
+            yield step
+            if step.result is None:
+                self._step, self._step_context = step, context.pop_all()
 
     def _end_step(self) -> None:
         """End an unfinished step and drop its gradients."""
-        self._precision.close()
-        if self._heard[0] in (BATCH, OUTPUT, FAILED, READY):
-            self._to_engine.put((LEAVE, None))
-            while self._heard[0] not in (DONE, ERROR):
-                self._heard = self._to_script.get()
-        self._is_open, self.is_last = False, True
+        self._step, self._is_open, self.is_last = None, False, True
+        self._step_context.close()
 
     def _check_body(self) -> None:
         """Check that the script called ``backward`` and, after a step's last micro batch, ``optimizer.step``.
@@ -204,7 +148,7 @@ class OwnLoop:
             raise RapidformerError(
                 "the loop took the next batch without engine.backward(loss)", hint="call it once for each batch"
             )
-        if self._heard[0] == READY:
+        if self._step is not None and self.is_last:
             sizes = self.session.plan.sizes
             raise RapidformerError(
                 f"the loop took the next batch without optimizer.step(), after the {sizes.accumulation} micro batches "
@@ -217,25 +161,30 @@ class OwnLoop:
         if not self._is_open:
             return self.session.forward(*arguments, **named)
         self._call = arguments, named, torch.is_grad_enabled()
-        return self._tell(FORWARD, self._call)
+        return self._model(*arguments, **named)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Pass the loss of the batch to the engine."""
+    def backward(self, loss: object) -> None:
+        """Run the backward of the batch from the script's loss."""
         if not self._is_open:
             raise RapidformerError(
                 "engine.backward(loss) without a batch of the composed loader", hint="call it once for each batch"
             )
         self._is_open = False
-        self._precision.close()
-        self._tell(LOSS, loss)
+        with self._part_of_step() as step:
+            step.backward(loss)
+            if self.is_last:
+                step.accumulate()  # idle micro batches, if other workers have more
 
     def update(self) -> None:
-        """Let the engine make the update once all micro batches of the step are done."""
+        """Make the update once all micro batches of the step are done."""
         if not self.is_last:
             return  # more micro batches belong to this step
-        if self._heard[0] != READY:
+        if self._step is None or self._is_open:
             raise RapidformerError("optimizer.step() without engine.backward(loss)", hint="call backward before it")
-        self._tell(UPDATE, self.scheduler.share)
+        workers = self.session.workers
+        with self._part_of_step() as step:
+            # Rank 0 sees every step, so its rate counts.
+            step.update(workers.sum(self.scheduler.share if workers.is_main else 0.0)[0])
 
     def evaluating(self, loader: Collection[Batch]) -> OnDevice:
         """Return the batches of an evaluation."""
@@ -323,10 +272,3 @@ class ComposedScheduler:
     def get_last_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self._loop.session.param_groups]
-
-
-def _answer(model: Any, call: Call) -> Any:
-    """Run the model for a call that was made in another thread."""
-    arguments, named, has_gradients = call
-    with torch.set_grad_enabled(has_gradients):
-        return model(*arguments, **named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.shards import Shard, ShardKind, StateReader
 from rapidformer_templates.system.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.engines.step import Step
 
 ComputeLoss = Callable[[Any, Batch], Any]
 """The user's hook. It returns the mean loss of the batch, (sum of losses, number of targets) or (mean, output)."""
@@ -71,23 +74,20 @@ class Engine(Protocol):
     def setup(self, assembly: Assembly, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
         """Wrap or shard the model and build the optimizer."""
 
-    def train_batch(
-        self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float | Callable[[], float]
-    ) -> StepResult:
-        """Run one optimizer step.
+    def step(self, microbatches: Sequence[MicroBatch], targets: float) -> Step:
+        """Begin an optimizer step. ``step(…).run(lr_factor)`` makes it.
 
         Args:
             microbatches: the micro batches of this rank.
             targets: number of targets in the global batch, over all ranks and micro batches.
-            lr_factor: fraction of the peak learning rate, or a function that returns it right before the update.
 
         Raises:
-            NonFiniteLoss: loss or gradient is infinite or NaN, in this step or in an earlier one that the host only
-                reads now. The weights are as before that step.
+            NonFiniteLoss: an earlier step, which the host only reads now, was not finite. The weights are as before
+                that step.
         """
 
     def raise_pending_errors(self) -> None:
-        """Check all steps so far, before their results are written or saved. Raises like ``train_batch``."""
+        """Check all steps so far, before their results are written or saved. Raises like :meth:`step`."""
 
     def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
         """Compute (sum of the losses over the targets, model output) without gradients.

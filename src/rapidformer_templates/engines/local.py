@@ -23,10 +23,10 @@ from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses
-from rapidformer_templates.engines.contract import ComputeLoss, StepResult
+from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.embedding_noise import rows_of
 from rapidformer_templates.engines.host_optimizer import HostOptimizer, is_in_host_memory
-from rapidformer_templates.engines.loss import Recorder, loss_and_count, weighted_loss
+from rapidformer_templates.engines.loss import Recorder, loss_and_count
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
 from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
 from rapidformer_templates.engines.optimizer_state import load_optimizer, optimizer_shards, state_tensors
@@ -46,8 +46,9 @@ from rapidformer_templates.engines.shards import (
     shard_of,
 )
 from rapidformer_templates.engines.side_effects import preserve_state, restored_buffers
+from rapidformer_templates.engines.step import Step
 from rapidformer_templates.engines.step_monitor import StepMonitor
-from rapidformer_templates.engines.unused_parameters import reached_parameters, with_unused_parameters
+from rapidformer_templates.engines.unused_parameters import with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.planning.plan import Plan
@@ -63,14 +64,12 @@ COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class SingleEngine:
     """One process on one device. This is the reference that every other engine must match.
 
-    Its final methods implement the guarantees of a step for all engines: auxiliary losses, a host that runs ahead of
-    the device, targets that are counted later, loss scaling, measured values and parameters without a gradient.
-    A subclass overrides these extension points:
+    :class:`Step` implements the guarantees of a step for all engines. A subclass overrides these extension points:
 
     - :meth:`build_context`, :meth:`_build`, :meth:`_shard`, :meth:`_build_optimizer`, :meth:`_distribute`: how the
       model is sharded and which optimizer updates it
-    - :meth:`_schedule`, :meth:`_accumulation_context`, :meth:`_backward`: the order of micro batches, and when
-      gradients are exchanged
+    - :meth:`step`, :meth:`_begin_step`, :meth:`_accumulation_context`, :meth:`_backward`: the order of micro batches,
+      and when gradients are exchanged
     - :attr:`_gradient_divisor`, :meth:`_unused_here`, :meth:`_drop_unused`: how the exchange changes gradients
     - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_iter_update_chunks`, :meth:`_update`, together with
       :meth:`_drop_gradients` and :meth:`_supports_async_step`
@@ -99,7 +98,6 @@ class SingleEngine:
         self._lr_factor = 1.0
         self._monitor: StepMonitor | None = None  # None if the host waits for the device
         self._auxiliary: AuxiliaryLosses | None = None
-        self._measured: Mapping[str, torch.Tensor] = {}
 
     def build_context(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -172,26 +170,11 @@ class SingleEngine:
             return nullcontext()
         return torch.autocast(self.workers.device.type, dtype=self.compute_type)
 
-    @final
-    def train_batch(
-        self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float | Callable[[], float]
-    ) -> StepResult:
-        if self._monitor:
-            self._monitor.begin()
-        try:
-            loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
-        except BaseException:
-            self._drop_gradients()  # otherwise they would leak into the next step if the caller catches this
-            raise
-        self._reduce()
-        for hook in self.before_update:
-            hook()
-        self._set_lr(lr_factor() if callable(lr_factor) else lr_factor)
-        norm, skipped = self._finish_step(loss)
-        if self._weight_average:
-            self._weight_average.end_step(skipped)
-        self._drop_gradients()
-        return StepResult(loss, norm, skipped, self._measured)
+    def step(self, microbatches: Sequence[MicroBatch], targets: float) -> Step:
+        return Step(self, microbatches, targets)
+
+    def _begin_step(self) -> None:
+        """Prepare for the first micro batch of a step."""
 
     @final
     def raise_pending_errors(self) -> None:
@@ -202,7 +185,7 @@ class SingleEngine:
         """Update if loss and gradient are finite. Returns the norm before clipping and whether the update was skipped.
 
         Raises:
-            NonFiniteLoss: see :meth:`train_batch`.
+            NonFiniteLoss: see :meth:`Step.update`.
         """
         norm = self._grad_norm()
         return norm, self._update_without_sync(loss, norm) if self._monitor else self._update_after_sync(loss, norm)
@@ -215,7 +198,6 @@ class SingleEngine:
         length = float(norm)
         finite = math.isfinite(length) and math.isfinite(float(loss))
         if not finite and self.loss_scale is None:
-            self._drop_gradients()
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {length}")
         for _ in self._iter_update_chunks() if finite else ():
             if self.loss_scale is not None:
@@ -270,37 +252,6 @@ class SingleEngine:
         for parameter in self._parameters:
             parameter.grad = None
 
-    @final
-    def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
-        """Accumulate the gradient of the global mean loss (times the loss scale) and return that mean (fp64)."""
-        if self._auxiliary:
-            self._auxiliary.begin_step(microbatches, self.workers)
-        total = self._schedule(microbatches, self._gradient_divisor / targets)
-        if self._auxiliary:
-            self._measured = self._auxiliary.results(self.workers)
-        if not self.workers.is_replica_leader:  # all workers of a replica compute the same loss
-            total = torch.zeros_like(total)
-        return self._exchange(total) / self._gradient_divisor
-
-    @final
-    def _exchange(self, total: torch.Tensor) -> torch.Tensor:
-        """Sum ``total`` over the workers. The same exchange finds parameters that received no gradient."""
-        unused = self._unused_here()
-        if self.workers.world == 1 and not unused:
-            return total
-        if self._monitor:  # an exchange between hosts, so that no host waits for its device
-            any_unused = self.workers.sum(len(unused))[0] > 0
-            total = self.workers.sum_tensor(total)
-        else:
-            both = self.workers.sum_tensor(torch.stack([total, torch.full_like(total, len(unused))]))
-            total, any_unused = both[0], bool(both[1])
-        if any_unused:
-            flags = torch.zeros(len(self._parameters))
-            flags[list(unused)] = 1
-            counts = self.workers.sum(*flags.tolist())
-            self._drop_unused([index for index, count in enumerate(counts) if count == self.workers.world])
-        return total
-
     def _unused_here(self) -> Sequence[int]:
         """Indices of parameters that received no gradient on this worker and were exchanged as zeros."""
         return ()
@@ -318,48 +269,22 @@ class SingleEngine:
         """
         return self.workers.world / self.workers.context
 
-    def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
-        """Run forward and backward of the local micro batches. Returns the sum of their losses * ``weight`` (fp64)."""
-        total = torch.zeros((), dtype=torch.float64, device=self.workers.device)
-        for i, microbatch in enumerate(microbatches):
-            with self._accumulation_context(last=i == len(microbatches) - 1):
-                loss = self._loss_of(microbatch, weight)
-                self._begin_backward(loss, microbatch)
-            total += loss.detach()
-            self.micro_steps += 1
-        return total
-
-    @final
-    def _loss_of(self, microbatch: MicroBatch, weight: float) -> torch.Tensor:
-        """Return the sum of a micro batch's losses times ``weight``, with its graph."""
-        batch, zeros = to_device(microbatch.batch, self.workers.device), self._needs_zero_gradients
-        later = self._monitor.hook_counts if self._monitor else None
+    @contextmanager
+    def _forward_context(self, microbatch: MicroBatch) -> Iterator[Batch]:
+        """Context for the forward of a micro batch. Yields the batch on the device."""
+        batch = to_device(microbatch.batch, self.workers.device)
+        # If the host runs ahead, the model must not wait for the device either.
+        answers = mask_answers(microbatch, batch) if self._monitor else nullcontext()
         # An idle batch repeats samples, so batch norm must not count them a second time.
         buffers = restored_buffers(self.model) if microbatch.idle else nullcontext()
-        with self.precision(), self._async_forward_context(microbatch, batch), buffers:
-            loss = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight, later, zeros=zeros)
-        if microbatch.targets == 0 and not microbatch.idle:
-            self._fill_zero_gradients(reached_parameters(loss))
-        return loss
+        with self.precision(), rows_of(microbatch, batch), answers, buffers:
+            yield batch
 
     def _fill_zero_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Give these parameters a zero gradient if they have none, as in a micro batch that also has targets."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-
-    @final
-    def _begin_backward(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
-        """Start the backward of a micro batch from its loss."""
-        if self._auxiliary:
-            self._auxiliary.follow(loss, microbatch, self._gradient_divisor)
-        self._backward(loss if self.loss_scale is None else loss * self.loss_scale.scale)
-
-    @contextmanager
-    def _async_forward_context(self, microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
-        """Context for a forward. If the host runs ahead, the model must not wait for the device either."""
-        with rows_of(microbatch, batch), mask_answers(microbatch, batch) if self._monitor else nullcontext():
-            yield
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Run the backward of one micro batch. ``loss`` includes the loss scale."""

@@ -10,8 +10,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.data.types import Batch
-from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.errors import RapidformerError
 
 HookCount = tuple[torch.Tensor, MicroBatch]
@@ -19,9 +17,8 @@ HookCount = tuple[torch.Tensor, MicroBatch]
 
 
 def weighted_loss(
-    compute_loss: ComputeLoss,
-    model: Any,
-    batch: Batch,
+    result: object,
+    model: nn.Module | Recorder,
     microbatch: MicroBatch,
     weight: float,
     later: list[HookCount] | None = None,
@@ -34,6 +31,8 @@ def weighted_loss(
     returns a zero. Its backward still reaches every parameter, because other ranks wait for this rank's gradients.
 
     Args:
+        result: what ``compute_loss`` returned for the batch.
+        model: the model that it called, in a :class:`Recorder` for a batch without targets or an idle one.
         later: collects counts that are tensors, if it would be slow to read them now.
         zeros: whether a batch without targets sends zero gradients through the model, for an engine that waits for
             them. Otherwise it sends none, which is exact even where a derivative is infinite.
@@ -41,9 +40,8 @@ def weighted_loss(
     Raises:
         RapidformerError: the hook did not return a scalar, or its count differs from ``count_targets``.
     """
-    if microbatch.idle or microbatch.targets == 0:
-        return _zero_loss(compute_loss, model, batch, zeros)
-    result = compute_loss(model, batch)
+    if isinstance(model, Recorder):
+        return _zero_loss(result, model.output, zeros)
     loss, count = loss_and_count(result)
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(result).__name__
@@ -91,17 +89,16 @@ def wrong_count_error(count: float, microbatch: MicroBatch) -> RapidformerError:
     )
 
 
-def _zero_loss(compute_loss: ComputeLoss, model: Any, batch: Batch, zeros: bool) -> torch.Tensor:
+def _zero_loss(result: object, output: object, zeros: bool) -> torch.Tensor:
     """Return a zero whose backward reaches everything that the loss depends on, without a gradient for any of it.
 
     It depends neither on the loss (0/0 without a target) nor on the model output (which may be infinite).
     """
-    recorder = Recorder(model)
-    loss, _ = loss_and_count(compute_loss(recorder, batch))
+    loss, _ = loss_and_count(result)
     has_graph = (
         isinstance(loss, torch.Tensor) and loss.requires_grad
     )  # false if a hook itself handles a batch without targets
-    sources = [loss] if has_graph and not zeros else _outputs(recorder.output)
+    sources = [loss] if has_graph and not zeros else _outputs(output)
     nothing: torch.Tensor = _Nothing.apply(zeros, *sources) if sources else torch.zeros((), requires_grad=True)
     return nothing
 

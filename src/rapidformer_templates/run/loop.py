@@ -212,7 +212,7 @@ class Loop:
             if task and task.needs_prepass:
                 with evaluating(engine):
                     task.prepass(engine.eval_batch, microbatches, workers)
-            result = engine.train_batch(microbatches, targets, self.schedule(step))
+            result = engine.step(microbatches, targets).run(self.schedule(step))
         if task and task.measures:
             result.measured = {**result.measured, **task.measured(workers)}
         if self._layer_grad_norms:

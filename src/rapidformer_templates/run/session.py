@@ -23,6 +23,7 @@ from rapidformer_templates.data.targets import samples_in
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
+from rapidformer_templates.engines.step import Step
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, OutOfMemory
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import no_device
@@ -204,13 +205,26 @@ class Session:
             NonFiniteLoss: loss or gradient is infinite or NaN. The weights are as before the step.
             SwitchDidNothing: raised after the first step. Names the switches.
         """
+        with self.open_step(batches) as step:
+            return step.run(self.share if share is None else share)
+
+    @contextmanager
+    def open_step(self, batches: Sequence[Batch]) -> Iterator[Step]:
+        """Context for an optimizer step whose parts you call yourself. A step without an update does not count.
+
+        Raises:
+            DataError, NonFiniteLoss, SwitchDidNothing: see :meth:`step`.
+        """
         microbatches, problem = self._as_micro_batches(list(batches), self.plan.sizes.accumulation)
         targets, samples, tokens = self._global_counts(microbatches, problem)
         first = self._meter.steps == 0
         if first:
             self._check_replicas(microbatches)
-        with self._locate_errors(self.steps), self._receipts.watch(microbatches) if first else nullcontext():
-            result = self._run.engine.train_batch(microbatches, targets, self.share if share is None else share)
+        watching = self._receipts.watch(microbatches) if first else nullcontext()
+        with self._locate_errors(self.steps), watching, self._run.engine.step(microbatches, targets) as step:
+            yield step
+        if step.result is None:
+            return
         self._receipts.count(microbatches)
         if first:
             self._receipts.check()
@@ -220,7 +234,6 @@ class Session:
         self._run.position.samples += int(samples)
         self._run.position.tokens += int(tokens)
         self._meter.step(int(samples), int(tokens))
-        return result
 
     def evaluate(self, batch: Batch | None) -> Evaluation:
         """Compute the loss of the workers' batches without gradients. Training is not affected.

@@ -90,23 +90,23 @@ class Held:
                     torch.float32,
                     (SAMPLES, LENGTH, WIDTH),
                 )
-            engine.train_batch(rows, 1e9, 1.0)
+            engine.step(rows, 1e9).run(1.0)
             live.reset_peak()
             engine.before_update.append(lambda: self._keep_gradients(engine))
             with self._watching_forwards(live):
-                engine.train_batch(rows, 1e9, 1.0)
+                engine.step(rows, 1e9).run(1.0)
         self.peak = live.peak
 
     @contextmanager
     def _watching_forwards(self, live: LiveStorages) -> Iterator[None]:
-        do = pipeline_engine._StepRunner.do
+        do = pipeline_engine.PipelineStep.do
 
         def watched(step: Any, action: Any) -> None:
             do(step, action)
             if action.kind is Kind.SEND_FORWARD:
                 self.after_forwards.append(live.live)
 
-        with mock.patch.object(pipeline_engine._StepRunner, "do", watched):
+        with mock.patch.object(pipeline_engine.PipelineStep, "do", watched):
             yield
 
     def _keep_gradients(self, engine: PipelineEngine) -> None:

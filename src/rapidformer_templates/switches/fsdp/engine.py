@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.receipt import bytes_by_kind
 from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, local_part
@@ -186,9 +185,8 @@ class FSDPEngine(SingleEngine):
 
         group.post_backward = reduce_all
 
-    def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
+    def _begin_step(self) -> None:
         self._used: set[int] = set()
-        return super()._schedule(microbatches, weight)
 
     def _unused_here(self) -> Sequence[int]:
         return [index for index, p in enumerate(self._parameters) if id(p) not in self._used]

@@ -15,12 +15,12 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.recomputation import checkpointed_forward
-from rapidformer_templates.engines.side_effects import restored_buffers
+from rapidformer_templates.engines.step import Step
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.switches.layout.schedule import LEAVING, Action, Kind, with_transfers
 from rapidformer_templates.switches.layout.stage_runner import StageRunner
@@ -153,16 +153,10 @@ class PipelineEngine(ParallelEngine):
         # Without recomputation of every block, the graphs of a step keep autocast's copies of weights.
         self._keeps_casts = any(checkpointed_forward(block) is None for block in self.assembly.blocks.values())
 
-    def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
-        step = _StepRunner(self, microbatches, weight)
-        with self._shared_autocast_cache():
-            schedules = with_transfers(self.workers.pipeline, self._parts, len(microbatches))
-            for action in schedules[self.workers.pipeline_rank]:
-                step.do(action)
-        self._links.flush()
-        return step.total
+    def step(self, microbatches: Sequence[MicroBatch], targets: float) -> Step:
+        return PipelineStep(self, microbatches, targets)
 
-    def _shared_autocast_cache(self) -> AbstractContextManager[object]:
+    def shared_autocast_cache(self) -> AbstractContextManager[object]:
         """Share autocast's copies of the weights between all micro batches of a step.
 
         Autocast drops its copies when its outermost context ends, and each graph would keep separate copies. This
@@ -190,9 +184,7 @@ class PipelineEngine(ParallelEngine):
 
     def forward_of_part(self, microbatch: MicroBatch) -> Any:
         """Run the user's hook in a part that does not end with the loss."""
-        batch = to_device(microbatch.batch, self.workers.device)
-        buffers = restored_buffers(self.model) if microbatch.idle else nullcontext()
-        with self.precision(), self._async_forward_context(microbatch, batch), buffers:
+        with self._forward_context(microbatch) as batch:
             return self.compute_loss(self.model, batch)
 
     def stage_of(self, part: int) -> int:
@@ -227,17 +219,12 @@ class PipelineEngine(ParallelEngine):
             yield model
 
 
-class _StepRunner:
-    """Runs the micro batches of one optimizer step through the local parts.
+class PipelineStep(Step):
+    """Runs the micro batches of one optimizer step through the local parts, in the order of the schedule."""
 
-    Attributes:
-        total: the sum of the weighted losses, on the last stage.
-    """
-
-    def __init__(self, engine: PipelineEngine, microbatches: Sequence[MicroBatch], weight: float) -> None:
-        self.engine, self.microbatches, self.weight = engine, microbatches, weight
-        self.links = engine._links
-        self.total = torch.zeros((), dtype=torch.float64, device=engine.workers.device)
+    def __init__(self, engine: PipelineEngine, microbatches: Sequence[MicroBatch], targets: float) -> None:
+        super().__init__(engine, microbatches, targets)
+        self.engine, self.links = engine, engine._links
         self._keys = [_shapes(microbatch.batch) for microbatch in microbatches]
         self._incoming: dict[Action, PendingRecv] = {}
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
@@ -247,13 +234,22 @@ class _StepRunner:
         self._gradients: dict[tuple[int, int], torch.Tensor] = {}
         self._recorded: dict[tuple[int, int], object] = {}  # by the model's own losses
 
+    def accumulate(self) -> None:
+        engine = self.engine
+        with engine.shared_autocast_cache():
+            schedules = with_transfers(engine.workers.pipeline, engine._parts, len(self.microbatches))
+            for action in schedules[engine.workers.pipeline_rank]:
+                self.do(action)
+        self.links.flush()
+        self._complete_gradients()
+
     def do(self, action: Action) -> None:
         kind, stage, number = action
         index = (stage, number)
         if kind is Kind.FORWARD:
-            self._forward(stage, number)
+            self._forward_of_stage(stage, number)
         elif kind is Kind.BACKWARD:
-            self._backward(stage, number)
+            self._backward_of_stage(stage, number)
         elif kind is Kind.RECEIVE_FORWARD:
             self._incoming[action] = self.links.receive_forward(stage, self._keys[number])
         elif kind is Kind.SEND_FORWARD:
@@ -263,7 +259,7 @@ class _StepRunner:
         else:
             self.links.send_backward(stage, self._gradients.pop(index))
 
-    def _forward(self, stage: int, number: int) -> None:
+    def _forward_of_stage(self, stage: int, number: int) -> None:
         engine, microbatch = self.engine, self.microbatches[number]
         hidden = None
         if stage:
@@ -272,26 +268,26 @@ class _StepRunner:
 
         def body() -> torch.Tensor:
             if stage == engine.last_stage:
-                return engine._loss_of(microbatch, self.weight)
+                return self._end_forward(engine.compute_loss(*self._begin_forward(microbatch)))
             return engine.forward_of_part(microbatch)
 
         output = engine._stage_runner.run(stage // engine.workers.pipeline, hidden, body)
         if engine._auxiliary:
             self._recorded[stage, number] = engine._auxiliary.recorded()
         if stage == engine.last_stage:
-            self.total += output.detach()
+            self._total += output.detach()
             self._losses[number] = output
         else:
             # The backward needs only the graph. The next stage has the values, unless the graph itself saves them.
             self._graphs[stage, number] = get_gradient_edge(output) if output.requires_grad else None
             self._outputs[stage, number] = output
 
-    def _backward(self, stage: int, number: int) -> None:
+    def _backward_of_stage(self, stage: int, number: int) -> None:
         engine, part = self.engine, stage // self.engine.workers.pipeline
         engine._last = number == len(self.microbatches) - 1
         self._follow(stage, number)
         if stage == engine.last_stage:
-            engine._begin_backward(self._losses.pop(number), self.microbatches[number])
+            self._begin_backward(self._losses.pop(number), self.microbatches[number])
         else:
             gradient = self._incoming.pop(Action(Kind.RECEIVE_BACKWARD, stage, number)).unpack()
             engine.backward_of_part(part, self._graphs.pop((stage, number)), gradient)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.shards import Shard, ShardKind, StateReader
@@ -137,9 +136,8 @@ class DeepSpeedEngine(SingleEngine):
         self._deepspeed.set_gradient_accumulation_boundary(last)
         return self._sequence_check.checked() if self._sequence_check else contextlib.nullcontext()
 
-    def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
+    def _begin_step(self) -> None:
         self._used: set[int] = set()
-        return super()._schedule(microbatches, weight)
 
     def _backward(self, loss: torch.Tensor) -> None:
         if self._sequence_check and not self._sequence_check.is_known:
