@@ -56,7 +56,7 @@ def build_model() -> nn.Module:
 
 
 def composed(flags: str, loader: Any, **more: Any) -> tuple[Any, ...]:
-    with mock.patch("rapidformer_templates.system.launch.arguments", return_value=flags.split()):
+    with mock.patch("rapidformer_templates.system.launch.program_arguments", return_value=flags.split()):
         engine = rapidformer.RapidformerEngine()
         model = more.pop("model", None) or build_model()
         return engine, *engine.compose(model=model, train_dataloader=loader, **more)
@@ -271,7 +271,7 @@ def _more_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def test_arguments_can_be_copied_and_listed() -> None:
     words = ["--lr", "1e-3", "--words", "7"]
-    with mock.patch("rapidformer_templates.system.launch.arguments", return_value=words):
+    with mock.patch("rapidformer_templates.system.launch.program_arguments", return_value=words):
         rapidformer.RapidformerEngine(_more_flags)
     args = rapidformer.get_args()
     for same in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):

@@ -30,7 +30,7 @@ LOOP = "--device cpu --lr 1e-2 --lr-warmup-iters 2 --clip-grad 0"
 
 def given(words: str) -> Any:
     """Set the arguments of the command line."""
-    return mock.patch("rapidformer_templates.system.launch.arguments", return_value=words.split())
+    return mock.patch("rapidformer_templates.system.launch.program_arguments", return_value=words.split())
 
 
 def recorded(train: Callable[[], object]) -> list[dict[str, Any]]:
