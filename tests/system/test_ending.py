@@ -37,12 +37,12 @@ from pathlib import Path
 from rapidformer_templates.errors import Interrupted
 from rapidformer_templates.system.launch import report_errors
 from rapidformer_templates.system.processes import end_with_launcher
-from rapidformer_templates.system.processes import stop_request
+from rapidformer_templates.system.processes import StopRequest, handle_stop_signals
 
 how, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
 def body():
-    with stop_request(alone=False) as stop, stop.loop(saves=True):
+    with handle_stop_signals(StopRequest(alone=False)) as stop, stop.loop(saves=True):
         end_with_launcher(grace=1 if how == "hangs" else 60)  # one that saves ends at once, on a slow machine later
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
         if how == "hangs":

@@ -53,11 +53,6 @@ TOKENIZER_FLAGS = {
 """The flags that locate a tokenizer, by tokenizer type."""
 
 
-def is_tokenizer_named(options: argparse.Namespace) -> bool:
-    """Whether any tokenizer option is given."""
-    return any(getattr(options, name) for name in ("tokenizer_type", *set().union(*TOKENIZER_FLAGS.values())))
-
-
 def tokenizer_of(options: argparse.Namespace) -> PreTrainedTokenizerFast:
     """Load the tokenizer of the options. See :func:`~rapidformer_templates.models.model_files.load_tokenizer`.
 
@@ -180,7 +175,7 @@ def merge_main(options: argparse.Namespace) -> int:
 def inspect_main(options: argparse.Namespace) -> int:
     """Print the contents of data sets and return the exit status."""
     tokenizer = None
-    if is_tokenizer_named(options):
+    if any(getattr(options, name) for name in ("tokenizer_type", *set().union(*TOKENIZER_FLAGS.values()))):
         if not options.show:
             hint = "add --show N, or leave it out"
             raise ConfigError("a tokenizer has an effect only with --show", where="inspect", hint=hint)

@@ -179,7 +179,8 @@ def _dispatch(words: list[str]) -> int:
         print(all_flags_parser().format_help())
         return 0
     if {"-h", "--help"}.intersection(words or ["--help"]):
-        print(help_text(command))
+        parsers = own_parsers()
+        print(parsers[command].format_help() if command in parsers else all_flags_parser().format_usual_help())
         return 0
     if command == "plan":
         return _plan(rest)
@@ -226,12 +227,6 @@ def _template(name: str) -> type[Trainer]:
 
     kinds: dict[str, type[Trainer]] = {"Trainer": Trainer, "Pretrainer": Pretrainer, "Finetuner": Finetuner}
     return kinds[name]
-
-
-def help_text(command: str) -> str:
-    """Return the help text of ``plan``, ``switches``, ``explain``, ``doctor``, or else of ``rapidformer`` itself."""
-    parsers = own_parsers()
-    return parsers[command].format_help() if command in parsers else all_flags_parser().format_usual_help()
 
 
 def all_flags_parser() -> FlagParser:

@@ -47,7 +47,7 @@ from rapidformer_templates.run.steps import EVALUATE, SAVE, Intervals, build_ord
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.process_state import kept_process_state
-from rapidformer_templates.system.processes import StopRequest, stop_request
+from rapidformer_templates.system.processes import StopRequest, handle_stop_signals
 from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
 from rapidformer_templates.system.workers import Workers, join
 
@@ -118,7 +118,7 @@ def join_and_train(template: Template, then: AfterTraining | None = None) -> Sum
     if launch.is_worker() and launch.CHECKED not in os.environ and template.reads_task_data:
         template.task.check()  # downloads what is missing before the workers connect: they wait only for minutes
     with (
-        stop_request(partial(_can_resume, config.training), alone=not launch.is_worker()) as stop,
+        handle_stop_signals(StopRequest(partial(_can_resume, config.training), alone=not launch.is_worker())) as stop,
         join(plan.device, plan.sizes) as workers,
         out_of_memory.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
         _run_folder(template, workers) as folder,

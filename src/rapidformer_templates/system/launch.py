@@ -18,7 +18,14 @@ from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
-from rapidformer_templates.system.processes import ERROR_FILE, ErrorRecord, Failure, WorkerProcesses, stop_signal
+from rapidformer_templates.system.processes import (
+    ERROR_FILE,
+    ErrorRecord,
+    Failure,
+    StopSignal,
+    WorkerProcesses,
+    handle_stop_signals,
+)
 
 T = TypeVar("T")
 
@@ -71,7 +78,7 @@ def run_workers(
     started = time.time()
     with (
         tempfile.TemporaryDirectory(prefix="rapidformer-") as folder,
-        stop_signal() as stop,
+        handle_stop_signals(StopSignal()) as stop,
         reserved_port() as free_port,
     ):
         environments = [{**_environment(rank, count, port or free_port), **(more or {})} for rank in range(count)]

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 from rapidformer_templates.errors import Interrupted
 
-Handler = Callable[[int, FrameType | None], None]
+HandlerT = TypeVar("HandlerT", bound=Callable[[int, FrameType | None], None])
 
 ASKING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 """Signals from a scheduler, from Ctrl-C, and from a terminal that is closed."""
@@ -130,34 +130,8 @@ class StopRequest:
 
 
 @contextmanager
-def stop_request(resumes: Callable[[], bool] = lambda: False, *, alone: bool = True) -> Iterator[StopRequest]:
-    """Handle requests to end inside the context. Only in the main thread, because Python requires it."""
-    request = StopRequest(resumes, alone=alone)
-    with _handled(request):
-        yield request
-
-
-@contextmanager
-def stop_signal() -> Iterator[StopSignal]:
-    """Record requests to end inside the context (in the main thread)."""
-    stop = StopSignal()
-    with _handled(stop):
-        yield stop
-
-
-@contextmanager
-def interruptible(message: str, hint: str) -> Iterator[None]:
-    """Raise :class:`Interrupted` inside the context on a request to end (in the main thread)."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(message, hint=hint)
-
-    with _handled(interrupt):
-        yield
-
-
-@contextmanager
-def _handled(handler: Handler) -> Iterator[None]:
+def handle_stop_signals(handler: HandlerT) -> Iterator[HandlerT]:
+    """Pass requests to end to ``handler`` inside the context. Only in the main thread, because Python requires it."""
     previous = {}
     try:
         for number in ASKING:
@@ -167,10 +141,21 @@ def _handled(handler: Handler) -> Iterator[None]:
     except ValueError:
         previous = {}  # not the main thread: the owner of the process handles its signals
     try:
-        yield
+        yield handler
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
+
+
+@contextmanager
+def interruptible(message: str, hint: str) -> Iterator[None]:
+    """Raise :class:`Interrupted` inside the context on a request to end (in the main thread)."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(message, hint=hint)
+
+    with handle_stop_signals(interrupt):
+        yield
 
 
 class InterruptedFields(TypedDict):
