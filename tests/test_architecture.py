@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -11,9 +12,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from rapidformer_templates.engines.assembly import Building
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
+from rapidformer_templates.planning.plan import EngineOptions
 from rapidformer_templates.planning.registry import REGISTRY
 
 ROOT = Path(__file__).parents[1]
@@ -275,6 +280,163 @@ def _bound_names(path: Path) -> Iterator[str]:
 def test_names_say_what_a_value_is() -> None:
     uses = {(str(path.relative_to(SOURCE)), name) for path in MODULES for name in _bound_names(path)}
     assert {use for use in uses if use[1] in PARTICIPLES} == PARTICIPLES_OF_INTERFACES
+
+
+ATTRIBUTES_OF_OTHERS = {
+    "transformers": "chat_template config loss_type name_or_path pad_token _is_hf_initialized nf use_cache",
+    "configurations": "architectures base_model_name_or_path inference_mode num_hidden_layers output_router_logits "
+    "target_modules target_parameters fan_in_fan_out tie_word_embeddings",
+    "peft": "base_layer peft_config",
+    "tokenizers": "normalizer pre_tokenizer",
+    "argparse": "choices help usage",
+    "torch": "compiling found_inf global_var grad_scale meta optimize_ddp padding_idx recompile_limit "
+    "skip_fwd_side_effects_in_bwd_under_checkpoint _boxed_call",
+    "torch.autograd.Function": "then zeros",
+    "onnxruntime": "graph_optimization_level inter_op_num_threads intra_op_num_threads optimized_model_filepath",
+    "deepspeed": "cur_hysteresis cur_scale is_fp16_supported last_overflow_iter process_gradients "
+    "raise_error_at_min_scale reduce_ready_partitions_and_remove_grads _optimizer_step",
+    "trackers": "experiment_name main_process_only run_id",
+    "sys": "excepthook",
+    "functions": "acting_flags _rapidformer_replacement",
+}
+"""Attributes that modules set on objects of other libraries, which read them, and on functions."""
+SETATTR = {
+    "compat/arguments.py": "a namespace of arguments",
+    "data/tasks/base.py": "its own fields",
+    "engines/recomputation.py": "buffers of a norm, which are put back",
+    "models/blocks.py": "the shape of a quantized parameter: codes are copied and moved without their module",
+    "models/loading.py": "a configuration",
+    "switches/auto_strategy/model_of_flags.py": "a configuration",
+    "switches/fused_loss/logits.py": "its own methods",
+    "switches/layout/tensor.py": "sizes of transformers' modules",
+    "switches/layout/tracing.py": "it removes a mark",
+    "switches/lora/exported.py": "parameters of a layer",
+    "switches/mixture_of_experts/exported.py": "a configuration, which is exported",
+    "switches/zero/construction.py": "a constructor, which is put back",
+    "system/replaced_functions.py": "the function that it replaces",
+}
+"""Modules that call ``setattr``, and what it sets."""
+
+
+def _declared_in_classes(path: Path) -> Iterator[str]:
+    """Yield the attributes and methods of a module's classes."""
+    for kind in (node for node in _nodes(path) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(kind):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif isinstance(node, ast.FunctionDef):
+                yield node.name
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+                yield node.attr
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_no_fact_is_pinned_on_an_object() -> None:
+    """A fact about a model is an object of a class, which ``Assembly.record`` keeps."""
+    declared = {name for path in MODULES for name in _declared_in_classes(path)}
+    declared |= {*dir(nn.Module()), *dir(nn.Parameter(torch.zeros(1)))}
+    theirs = set(" ".join(ATTRIBUTES_OF_OTHERS.values()).split())
+    assigned = {
+        (str(path.relative_to(SOURCE)), node.attr)
+        for path in MODULES
+        for node in _nodes(path)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not _is_self(node.value)
+    }
+    assert {use for use in assigned if use[1] not in declared | theirs} == set()
+    assert theirs - {name for _, name in assigned} == set()
+    calls = {
+        str(path.relative_to(SOURCE))
+        for path in MODULES
+        for node in _nodes(path)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr"
+    }
+    assert calls == SETATTR.keys()
+
+
+@pytest.mark.parametrize("kind", [Building, EngineOptions])
+def test_options_have_types(kind: type) -> None:
+    """Only the entries of a DeepSpeed file and the result of the user's hook may have any type."""
+    untyped = [field.name for field in dataclasses.fields(kind) if "Any" in str(field.type)]
+    assert [name for name in untyped if name not in ("deepspeed", "try_loss")] == []
+
+
+SIDEWAYS = {
+    ("cpu_offload", "zero"): "a DeepSpeed file, too, decides whether the states are divided",
+    ("flash_attention", "mixed_precision"): "both need the same generation of GPUs",
+    ("layout", "mixture_of_experts"): "it divides the experts",
+    ("lora", "mixture_of_experts"): "adapters of experts are exported with them",
+    ("nvme_offload", "cpu_offload"): "both update the state on the CPU",
+    ("tf32", "mixed_precision"): "both need the same generation of GPUs",
+    ("torch_compile", "layout"): "a graph must contain no divided parameter",
+}
+"""Switches that import from another one's file or folder, and why. The planner traces all of them."""
+
+
+def test_a_switch_imports_another_one_only_for_a_reason() -> None:
+    switches = f"{SOURCE.name}.switches."
+    pairs = set()
+    for path in (path for path in MODULES if _room(path) == "switches"):
+        here = path.relative_to(SOURCE / "switches").with_suffix("").parts[0]
+        others = {name.removeprefix(switches).split(".")[0] for name in _imports(path) if name.startswith(switches)}
+        pairs |= {(here, other) for other in others - {here} if here != "auto_strategy"}
+    assert pairs == SIDEWAYS.keys()
+
+
+CHECKS_NAMING = {
+    "frozen_parameters:_adapters_decide": "which of the two switches decides what is frozen",
+    "fsdp:_reduces_in_range": "the precision, which every engine computes in",
+    "layout:_experts_divide": "experts cannot be divided if there are none",
+    "lora:_codes_whole": "quantized experts, which only divided experts cannot read",
+    "lora:_half_of_what": "the precision, which every engine computes in",
+    "lora:_notes": "adapters of experts are larger",
+    "nvme_offload:_needs_zero_3": "NVMe offload is a part of ZeRO-3",
+    "offload_activations:_notes": "what is recomputed is not offloaded",
+    "onnx_runtime:_sixteen_bits_on_cpu": "the precision, which every engine computes in",
+    "optimizer:_sharding": "which parts of a parameter an optimizer gets",
+    "torch_compile:_checkpointed_experts": "an exclusion of three switches, declared by the newest",
+    "torch_compile:_frozen_in_shards": "an exclusion of three switches, declared by the newest",
+    "torch_compile:_shapes": "the number of graphs",
+    "zero:_deepspeed_is_there": "with a layout, this library divides the states itself",
+    "zero:_pipeline_inside_deepspeed": "a file for DeepSpeed's own pipeline",
+}
+"""Functions of a declaration that name another switch or its flag, and why. A pair is data: ``excludes``."""
+
+
+def test_a_check_names_another_switch_only_for_a_reason() -> None:
+    owners = {
+        name: switch.options.__module__.removeprefix(f"{SOURCE.name}.switches.").split(".")[0]
+        for switch in REGISTRY.switches
+        for name in {switch.name, *switch.fields} - EVERYDAY
+    }
+    naming = set()
+    for path in (path for path in MODULES if _room(path) == "switches"):
+        here = path.relative_to(SOURCE / "switches").with_suffix("").parts[0]
+        for function in (node for node in _nodes(path) if isinstance(node, ast.FunctionDef)):
+            texts = {node.value for node in ast.walk(function) if isinstance(node, ast.Constant)}
+            others = [name for name, owner in owners.items() if owner != here and name in texts]
+            plans = any(argument.arg == "request" for argument in function.args.args)
+            if others and plans and here != "auto_strategy":
+                naming.add(f"{here}:{function.name}")
+    assert naming == CHECKS_NAMING.keys()
+
+
+ONNX = {
+    "commands/convert/megatron.py": "a flag of Megatron-LM",
+    "commands/doctor.py": "how to install packages",
+    "planning/environment.py": "names and versions of packages",
+    "planning/general_rules.py": "the only other switch that captures the graph, in the example of their rule",
+    "run/console.py": "packages whose versions a run prints",
+}
+"""Modules outside of its folder that mention ONNX Runtime, and why."""
+
+
+def test_onnx_runtime_is_mentioned_only_in_its_folder() -> None:
+    texts = {str(path.relative_to(SOURCE)): path.read_text(encoding="utf-8").lower() for path in MODULES}
+    outside = {name for name, text in texts.items() if "onnx" in text and "switches/onnx_runtime" not in name}
+    assert outside == ONNX.keys()
 
 
 NAMED_TWICE = {"Finetuner"}

@@ -87,6 +87,36 @@ def test_flags_exist() -> None:
     assert {page: flags - known for page, flags in named.items() if flags - known} == {}
 
 
+IN_CODE = {  # flags of other programs that only code and examples name, and beginnings of flags
+    "deepspeed": ["--master", "--port", "--worker"],
+    "git": ["--name-only"],
+    "nvidia-smi": ["--format", "--query-gpu"],
+    "pip": ["--no-build-isolation"],
+    "slurm": [
+        "--cpus-per-task", "--gpus-per-node", "--job-name", "--kill-on-bad-exit", "--nodes", "--ntasks-per-node",
+        "--open-mode", "--requeue", "--signal", "--time",
+    ],
+    "trackers": ["--project", "--name"],
+    "examples": ["--words"],
+    "beginnings": ["--adam-", "--no-", "--oss", "--zero", "--zero-", "--zero-1-", "--zero-3-"],
+    "other spellings": ["--micro_batch_size"],
+}  # fmt: skip
+
+
+def test_flags_in_code_and_examples_exist() -> None:
+    known = {flag for parser in (whole_parser(), evidence_parser()) for flag in _flags(parser)}
+    known |= {flag for flags in (*OTHERS.values(), *IN_CODE.values()) for flag in flags}
+    folders = [ROOT / "src", ROOT / "examples", ROOT / "docs", ROOT / "benchmarks"]
+    kinds = (".py", ".toml", ".sh", ".yaml", ".sbatch", ".ipynb", ".md")
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in kinds and file.is_file()]
+    files += [ROOT / "CONTRIBUTING.md", ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    named = {
+        str(file.relative_to(ROOT)): set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", file.read_text(encoding="utf-8")))
+        for file in files
+    }
+    assert {file: flags - known for file, flags in named.items() if flags - known} == {}
+
+
 PLANS = [
     pytest.param(page, command, marks=pytest.mark.longer if "--auto-strategy" in command else ())
     for page in PAGES

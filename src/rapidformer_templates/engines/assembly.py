@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.workers import Workers
 
 F = TypeVar("F")
+O_co = TypeVar("O_co", covariant=True)
 
 
 @dataclass
@@ -58,23 +59,23 @@ class Assembly:
 
 
 @dataclass(frozen=True)
-class Building:
+class Building(Generic[O_co]):
     """The run that a model is assembled for, as its transforms see it.
 
     Attributes:
-        options: the flags of the switch that the transform belongs to.
+        options: the flags of the switch that the transform belongs to. The type of a building names their class.
         plan: the plan of the run.
         workers: this process and its peers.
         try_loss: computes the user's loss of one sample with a given model, so that a transform can observe the model.
         has_values: False if only shapes are planned and the tensors of the model have no data.
     """
 
-    options: Any
+    options: O_co
     plan: Plan
     workers: Workers
     try_loss: Callable[[nn.Module], Any]
     has_values: bool = True
 
 
-Transform = Callable[[Assembly, Building], None]
+Transform = Callable[[Assembly, Building[O_co]], None]
 """Applies a switch to a model, in place."""

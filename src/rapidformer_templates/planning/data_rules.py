@@ -201,7 +201,7 @@ def _one_row_a_sample(request: Request) -> list[Finding]:
     "Preferences and rewards can be combined only with switches that keep the logits and add no loss.",
     "a forward of the reference would be counted or captured as one of the trained model",
     "[rapidformer_templates]",
-    Example("--task preference --onnx-runtime-training"),
+    Example("--task preference --num-experts 4"),
     refusal="Preferences or rewards together with a switch that replaces the logits or adds to the loss.",
 )
 def _one_loss(request: Request) -> list[Finding]:

@@ -26,7 +26,7 @@ class Precedence(enum.IntEnum):
     TENSOR = 5  # tensor and sequence parallel: shard parameters inside each stage
     KERNEL = 6  # attention kernels and tf32: choose what the final modules call
     CONTEXT = 7  # context parallel: each block sees a part of the sequence, its attention the whole
-    GRAPH = 8  # ONNX Runtime: captures the modules in this state
+    GRAPH = 8  # captures the modules in this state as graphs
     CHECKPOINT = 9  # activation checkpointing: around the blocks, inside the compiled region
     COMPILE = 10  # torch.compile: sees the checkpointed blocks
     KEEP = 11  # activation offload: around the blocks, which may be compiled or checkpointed

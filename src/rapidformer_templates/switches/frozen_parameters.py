@@ -70,7 +70,7 @@ def _adapters_decide(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for("lora"), switches=("frozen-parameters", "lora"))]
 
 
-def freeze(assembly: Assembly, building: Building) -> None:
+def freeze(assembly: Assembly, building: Building[FrozenFlags]) -> None:
     """Freeze parameters by name.
 
     Raises:

@@ -39,7 +39,7 @@ def _needs_ampere(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for("tf32"), switches=("tf32",))]
 
 
-def allow_tf32(assembly: Assembly, building: Building) -> None:
+def allow_tf32(assembly: Assembly, building: Building[object]) -> None:
     """Let fp32 matrix products round their inputs to TF32, with a 10-bit mantissa. cuDNN does so by default."""
     import torch
 

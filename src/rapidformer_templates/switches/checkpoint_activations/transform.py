@@ -17,12 +17,13 @@ from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.engines.recomputation import PRODUCTS, Checkpointed, checkpointed_forward
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers with running statistics, which must see each batch only once."""
 
 
-def checkpoint_activations(assembly: Assembly, building: Building) -> None:
+def checkpoint_activations(assembly: Assembly, building: Building[CheckpointActivationsFlags]) -> None:
     """Keep only the inputs of each block, selectively also its products, and recompute the rest in the backward.
 
     The block's ``forward`` is replaced on the instance: its parameters keep their names, and hooks

@@ -35,7 +35,7 @@ NAMES = {"flash": "rapidformer_torch", "efficient": "rapidformer_efficient", "fl
 ANY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def use_flash_attention(assembly: Assembly, building: Building) -> None:
+def use_flash_attention(assembly: Assembly, building: Building[object]) -> None:
     """Make the model call the kernel that the plan names.
 
     Raises:

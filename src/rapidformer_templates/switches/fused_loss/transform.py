@@ -21,7 +21,7 @@ from rapidformer_templates.switches.fused_loss.linear_cross_entropy import Cast,
 from rapidformer_templates.switches.fused_loss.logits import SWITCH_FLAG, Logits
 
 
-def fuse_loss(assembly: Assembly, building: Building) -> None:
+def fuse_loss(assembly: Assembly, building: Building[object]) -> None:
     """Make the layer that scores the words compute the loss. Its parameters keep their names.
 
     In a pipeline, only the last stage changes.

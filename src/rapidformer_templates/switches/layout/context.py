@@ -29,7 +29,7 @@ from rapidformer_templates.switches.layout.tensor import TensorParallel, block_l
 from rapidformer_templates.system.workers import Workers
 
 
-def divide_context(assembly: Assembly, building: Building) -> None:
+def divide_context(assembly: Assembly, building: Building[object]) -> None:
     """Divide each sequence over the workers of a context group, starting at the first block of the model.
 
     Every worker keeps all weights. A backward from this worker's share of the loss leaves the part of the gradient that

@@ -38,7 +38,7 @@ from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures imp
 _numbers = itertools.count()
 
 
-def divide_experts(assembly: Assembly, building: Building) -> None:
+def divide_experts(assembly: Assembly, building: Building[object]) -> None:
     """Keep this worker's share of the experts in every sparse layer."""
     model, workers, over = assembly.model, building.workers, building.plan.engine_options.experts_over
     if over == 1:

@@ -22,10 +22,11 @@ from rapidformer_templates.models.blocks import (
     shape_of,
 )
 from rapidformer_templates.planning.balance import balanced_cut
+from rapidformer_templates.switches.layout.pipeline_switch import PipelineParallelFlags
 from rapidformer_templates.switches.layout.tracing import AFTER, BEFORE, WITHIN, holders, trace
 
 
-def cut_into_stages(assembly: Assembly, building: Building) -> None:
+def cut_into_stages(assembly: Assembly, building: Building[PipelineParallelFlags]) -> None:
     """Keep the blocks of this worker and the modules around them. Other workers have the rest.
 
     The model keeps its own forward, and remaining modules keep their names. Removed modules are replaced with modules

@@ -32,6 +32,7 @@ from rapidformer_templates.models.adapters import (
 )
 from rapidformer_templates.models.blocks import AbsentModule, SkippedBlock, canonical_name, shape_of, whole
 from rapidformer_templates.switches.lora import matrices
+from rapidformer_templates.switches.lora.declaration import LoraFlags
 from rapidformer_templates.switches.lora.exported import ADAPTER, AdapterSettings
 from rapidformer_templates.switches.lora.quantized import QuantizedLinear, quantize_stack
 from rapidformer_templates.system.replaced_functions import patch_function
@@ -43,7 +44,7 @@ NEW_HEADS = ("classifier", "score", "qa_outputs")
 """transformers' names for heads that a pretrained language model does not have. They are trained in full."""
 
 
-def add_adapters(assembly: Assembly, building: Building) -> None:
+def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
     """Freeze the model and add adapters to its layers.
 
     Raises:
@@ -81,10 +82,12 @@ def add_adapters(assembly: Assembly, building: Building) -> None:
     assembly.record(AdapterSettings(peft_loadable_config(described, model, of_all)))
 
 
-def _peft_config(targets: Targets, options: Any) -> LoraConfig:
+def _peft_config(targets: Targets, options: LoraFlags) -> LoraConfig:
+    assert options.lora_rank is not None  # the switch is active
     return LoraConfig(
         r=options.lora_rank,
-        lora_alpha=options.lora_alpha if options.lora_alpha is not None else 2 * options.lora_rank,
+        # peft declares an integer, and computes with any number.
+        lora_alpha=options.lora_alpha if options.lora_alpha is not None else 2 * options.lora_rank,  # type: ignore[arg-type]
         lora_dropout=options.lora_dropout,
         target_modules=targets.layers if targets.layers or targets.matrices else DUMMY_TARGET_MODULES,
         target_parameters=targets.matrices or None,
@@ -228,7 +231,7 @@ def _matrices_ending_with(model: nn.Module, end: str) -> list[str]:
     return [n for n in _matrices(model) if any(f".{name}".endswith(f".{end}") for name in (n, n.rpartition(".")[0]))]
 
 
-def _check_matrices(model: nn.Module, targets: Targets, options: Any) -> None:
+def _check_matrices(model: nn.Module, targets: Targets, options: LoraFlags) -> None:
     """Raise a :class:`ModelError` for options that peft does not support on matrices.
 
     Rules refuse these options earlier if the names alone show the conflict.

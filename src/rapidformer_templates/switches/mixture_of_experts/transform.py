@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse, sparse_layers
+from rapidformer_templates.switches.mixture_of_experts.declaration import MixtureOfExpertsFlags
 from rapidformer_templates.switches.mixture_of_experts.exported import describe
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import (
     has_own_experts,
@@ -17,7 +16,7 @@ BALANCE, Z = 0.01, 0.001
 """Coefficients of Fedus et al. (2021) and of Zoph et al. (2022)."""
 
 
-def mixture_of_experts(assembly: Assembly, building: Building) -> None:
+def mixture_of_experts(assembly: Assembly, building: Building[MixtureOfExpertsFlags]) -> None:
     """Replace feed-forwards with mixtures, or add the losses to a model that already has experts.
 
     Raises:
@@ -45,7 +44,7 @@ def mixture_of_experts(assembly: Assembly, building: Building) -> None:
         describe(model, sizes)
 
 
-def _sizes(options: Any, balance: float, z: float) -> MixtureSizes:
+def _sizes(options: MixtureOfExpertsFlags, balance: float, z: float) -> MixtureSizes:
     if options.num_experts is None:
         raise ModelError("this model has no experts", where="--moe-loss-coeff", hint="give --num-experts")
     return MixtureSizes(

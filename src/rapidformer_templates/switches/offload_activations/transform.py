@@ -20,7 +20,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.offload_activations.offloader import Offloader, PinnedMemory, SavedTensor
 
 
-def offload_activations(assembly: Assembly, building: Building) -> None:
+def offload_activations(assembly: Assembly, building: Building[object]) -> None:
     """Keep the activations that blocks save for their backward in host memory. See ``offloader``.
 
     Raises:

@@ -59,7 +59,7 @@ class Captured:
         return ModelError(f"{self.backend.name} cannot run in ONNX Runtime: {why}", hint=ADVICE)
 
 
-def run_in_onnx_runtime(assembly: Assembly, building: Building) -> None:
+def run_in_onnx_runtime(assembly: Assembly, building: Building[object]) -> None:
     """Capture the blocks, and all other modules that multiply matrices. Embeddings are not captured.
 
     Raises:

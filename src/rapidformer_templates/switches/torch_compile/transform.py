@@ -28,6 +28,7 @@ from rapidformer_templates.switches.layout.tensor_layers import (
     local_parameter_layers,
     with_local_parameters,
 )
+from rapidformer_templates.switches.torch_compile.declaration import TorchCompileFlags
 
 EVALUATION = 4
 """Graphs per kind of block without gradients: one shape, any shape, and both of these with a single row."""
@@ -35,7 +36,7 @@ AUTOMATIC = 4 + EVALUATION
 """Graphs per kind of block if shapes are not known in advance: as many again for training."""
 
 
-def compile_blocks(assembly: Assembly, building: Building) -> None:
+def compile_blocks(assembly: Assembly, building: Building[TorchCompileFlags]) -> None:
     """Compile the ``forward`` of each block with the backend of ``--torch-compile``.
 
     It is replaced on the instance: parameters keep their names, and the hooks of a sharding engine
@@ -60,6 +61,7 @@ def compile_blocks(assembly: Assembly, building: Building) -> None:
     # Checkpointed blocks of all kinds run one piece of code and share its limit.
     torch._dynamo.config.recompile_limit = limit = kinds * (shapes + EVALUATION if shapes else AUTOMATIC)
     backend = building.options.torch_compile
+    assert backend is not None  # the switch is active
     if "zero-3" in plan.switches:
         _gather_whole(parts, model)
     for part in parts:
