@@ -24,7 +24,7 @@ from rapidformer_templates.planning.optimizers import (
     OptimizerFacts,
 )
 from rapidformer_templates.planning.plan import Sizes
-from rapidformer_templates.planning.switch import ModelFacts, Request, Resource, Switch, acting_together
+from rapidformer_templates.planning.switch import ModelFacts, Request, Resource, Switch
 
 # Names of the same size in the configurations of different architectures in transformers.
 CONFIG_KEYS = {
@@ -49,8 +49,11 @@ def build_request(
     """Gather the facts. With ``model``, the model's ``config.json`` is not read again."""
     sizes = sizes_of(config, environment, switches)
     model = model or model_facts(config)
-    active = (s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model))
-    return Request(config, environment, acting_together(active, sizes), sizes, model, training)
+    active = [s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model)]
+    are_separate = any(switch.copies_differ for switch in active) and any(switch.divides_copies for switch in active)
+    if sizes.divides > 1 or are_separate:
+        active = [switch.in_layout(switch) for switch in active]
+    return Request(config, environment, {switch.name: switch for switch in active}, sizes, model, training)
 
 
 def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Switch]) -> Sizes:

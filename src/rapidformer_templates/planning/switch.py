@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -349,7 +349,7 @@ class Switch:
         off: field values that turn it off, for suggestions. By default, the default of the first flag.
         changes_result: whether it changes the result, and not only the cost. Then a one-process run for comparison
             needs it, too.
-        under_3d: attributes with other values if the engine of 3D layouts trains. It does if tensor, context or
+        in_layout: returns the switch as it acts if the engine of 3D layouts trains. It does if tensor, context or
             pipeline parallelism divide a replica, or if one switch makes copies differ and another divides them.
         copies_differ: whether some parameters have copies on fewer workers than others.
         divides_copies: whether it shards or moves the states of a parameter among the workers that have copies of it.
@@ -395,7 +395,7 @@ class Switch:
     receipt: tuple[str, ...] = ()
     receipt_hooks: str | None = None
     changes_result: bool = False
-    under_3d: Mapping[str, Any] = field(default_factory=dict)
+    in_layout: Callable[[Switch], Switch] = lambda switch: switch
     copies_differ: bool = False
     divides_copies: bool = False
     implied: Callable[[ModelFacts], bool] = lambda model: False
@@ -415,12 +415,3 @@ class Switch:
     def fields(self) -> tuple[str, ...]:
         """The field names of its flags."""
         return tuple(f.name for f in dataclasses.fields(self.options))
-
-
-def acting_together(switches: Iterable[Switch], sizes: Sizes) -> dict[str, Switch]:
-    """Return switches by name, each as it acts together with the others and with these sizes."""
-    chosen = list(switches)
-    are_separate = any(switch.copies_differ for switch in chosen) and any(switch.divides_copies for switch in chosen)
-    if sizes.divides > 1 or are_separate:
-        chosen = [dataclasses.replace(s, **s.under_3d) if s.under_3d else s for s in chosen]
-    return {switch.name: switch for switch in chosen}

@@ -22,7 +22,7 @@ from rapidformer_templates.errors import SwitchDidNothing
 from rapidformer_templates.models.blocks import bytes_of, is_quantized, shape_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
-from rapidformer_templates.planning.switch import Measured, acting_together
+from rapidformer_templates.planning.switch import Measured
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.system.process_state import freed_memory
@@ -63,7 +63,7 @@ class Receipts:
         self.run = run
         self.engine = run.engine
         plan = run.plan
-        self.switches = acting_together((REGISTRY[name] for name in plan.switches), plan.sizes).values()
+        self.switches = [REGISTRY[name] for name in plan.switches]
         self.requested = frozenset(name for switch in self.switches for name in switch.receipt)
         hooks = dict.fromkeys(switch.receipt_hooks for switch in self.switches if switch.receipt_hooks)
         self._switch_receipts: list[Receipt] = [load_object(path)() for path in hooks]

@@ -124,7 +124,7 @@ EXPERT_PARALLEL = Switch(
     transform="rapidformer_templates.switches.layout.experts:divide_experts",
     engine="rapidformer_templates.switches.layout.experts:ExpertParallelEngine",
     copies_differ=True,
-    under_3d={"engine": PARALLEL_ENGINE, "master_weights": True},
+    in_layout=lambda switch: dataclasses.replace(switch, engine=PARALLEL_ENGINE, master_weights=True),
     receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
     acted=_experts_divided,
     rules=(

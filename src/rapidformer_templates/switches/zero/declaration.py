@@ -123,21 +123,23 @@ def _notes(request: Request) -> Sequence[str]:
     return _IDLE_ALONE(request) or (buckets,)
 
 
-def _notes_under_3d(request: Request) -> Sequence[str]:
+def _notes_in_layout(request: Request) -> Sequence[str]:
     where = "under 3D parallelism" if request.sizes.divides > 1 else "with divided experts"
     what = f"the library's own sharding over the data-parallel workers replaces DeepSpeed {where}"
     idle = "; there is only one of them, so there is nothing to shard" if request.sizes.copies == 1 else ""
     return (f"ZeRO: {what}{idle}",)
 
 
-def _under_3d(shards: Literal["optimizer", "gradients"]) -> Mapping[str, Any]:
-    return {
-        "needs_package": None,
-        "engine": None,
-        "engine_options": lambda request, options: replace(options, shard_over_data=shards),
-        "notes": _notes_under_3d,
-        "rules": (ONLY_IN_TRAINER,),
-    }
+def _without_deepspeed(switch: Switch, shards: Literal["optimizer", "gradients"]) -> Switch:
+    """Return ZeRO-1 or ZeRO-2 by the engine of 3D layouts."""
+    return replace(
+        switch,
+        needs_package=None,
+        engine=None,
+        engine_options=lambda request, options: replace(options, shard_over_data=shards),
+        notes=_notes_in_layout,
+        rules=(ONLY_IN_TRAINER,),
+    )
 
 
 PREDICTION = Prediction(
@@ -177,9 +179,8 @@ _ACTED = {1: _STATES, 2: first_finding(_STATES, _gradients), 3: first_finding(_S
 
 
 def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -> Switch:
-    under_3d = {1: _under_3d("optimizer"), 2: _under_3d("gradients")}  # ZeRO-3 is refused under 3D
     package: Mapping[str, Any] = DEEPSPEED
-    return Switch(
+    switch = Switch(
         name=f"zero-{level}",
         summary=f"Shard {states} (DeepSpeed).",
         source="[R, D]",
@@ -205,10 +206,12 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         # With freed memory "kept", ZeRO-2 took 2,049 MB instead of 1,661 MB. ZeRO-3 took 1,368 MB with it "given back"
         # and 1,846 MB "as usual", where DDP took 1,400 MB.
         freed_memory="given back" if level == 3 else "as usual",
-        under_3d=under_3d.get(level, {}),
-        divides_copies=level in under_3d,
         **package,
     )
+    if level == 3:  # refused under 3D
+        return switch
+    shards: Literal["optimizer", "gradients"] = "optimizer" if level == 1 else "gradients"
+    return replace(switch, divides_copies=True, in_layout=lambda switch: _without_deepspeed(switch, shards))
 
 
 _STATE = frozenset({Resource.OPTIMIZER_STATE})
