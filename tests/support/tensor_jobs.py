@@ -37,7 +37,7 @@ from rapidformer_templates.switches.checkpoint_activations.declaration import Ch
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
 from rapidformer_templates.switches.fused_loss.transform import fuse_loss
-from rapidformer_templates.switches.layout import tensor as tensor_parallel
+from rapidformer_templates.switches.layout.tensor import divide_matrices
 from rapidformer_templates.system.workers import Workers
 from tests.support.worker_pool import alone
 
@@ -185,7 +185,7 @@ def build(case: Case, workers: Workers | None = None) -> nn.Module:
         fuse_loss(assembly, _building(workers or alone()))
     if workers is not None:
         switches = ("tensor-parallel", *(("sequence-parallel",) if case.sequence else ()))
-        tensor_parallel.apply(assembly, _building(workers, *switches))
+        divide_matrices(assembly, _building(workers, *switches))
     if case.checkpointed:
         checkpoint_activations(assembly, _building(workers or alone()))
     return model

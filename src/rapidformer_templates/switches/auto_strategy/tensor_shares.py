@@ -17,9 +17,9 @@ from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.planning.optimizer_states import ParameterShape, part_of
 from rapidformer_templates.planning.plan import ContextKind, EngineOptions, Plan, Sizes
-from rapidformer_templates.switches.layout import tensor as tensor_parallel
 from rapidformer_templates.switches.layout.context import divide_context
 from rapidformer_templates.switches.layout.pipeline import PipelineCut
+from rapidformer_templates.switches.layout.tensor import divide_matrices
 from rapidformer_templates.switches.layout.tensor_plan import check_sizes, tensor_plan_of
 from rapidformer_templates.system.workers import Workers
 
@@ -53,7 +53,7 @@ def divide(assembly: Assembly, workers: Workers, *, sequence_parallel: bool) -> 
         return
     switches = ("tensor-parallel", "sequence-parallel") if sequence_parallel else ("tensor-parallel",)
     plan = Plan("Trainer", switches=switches, sizes=Sizes(world=workers.world, tensor=workers.tensor))
-    tensor_parallel.apply(assembly, Building(None, plan, workers, no_loss))
+    divide_matrices(assembly, Building(None, plan, workers, no_loss))
 
 
 def divide_sequences(assembly: Assembly, workers: Workers, kind: ContextKind | None) -> None:

@@ -85,10 +85,8 @@ def group_of(workers: Workers) -> dist.ProcessGroup:
     return group
 
 
-def _refusal(model: nn.Module, why: str) -> ModelError:
-    return ModelError(
-        f"{type(model).__name__} {why}", where="--context-parallel-size", hint="leave it out for this model"
-    )
+def _refusal(model: nn.Module, why: str, hint: str = "leave it out for this model") -> ModelError:
+    return ModelError(f"{type(model).__name__} {why}", where="--context-parallel-size", hint=hint)
 
 
 ALIKE = 1e-4
@@ -132,11 +130,14 @@ class DivisionTrial:
         shards.attended, shards.shard_sizes = False, None  # the receipts must come from the first step
         reasons, differences = zip(*self.workers.gather((why, difference)), strict=True)
         if any(reasons):
-            raise self._refusal(f"cannot compute on a part of a sequence ({next(filter(None, reasons))})")
+            why = f"cannot compute on a part of a sequence ({next(filter(None, reasons))})"
+            raise _refusal(self.model, why, OTHER_WAYS)
         if not all(difference < ALIKE for difference in differences):
-            raise self._refusal(
+            raise _refusal(
+                self.model,
                 "mixes the positions of a sequence without attention, or counts them in its layers "
-                f"(divided, its hidden states differ by {max(differences):.1e})"
+                f"(divided, its hidden states differ by {max(differences):.1e})",
+                OTHER_WAYS,
             )
 
     @torch.no_grad()
@@ -156,9 +157,6 @@ class DivisionTrial:
             hook.remove()
         return hidden_states[0]
 
-    def _refusal(self, why: str) -> ModelError:
-        return ModelError(f"{type(self.model).__name__} {why}", where="--context-parallel-size", hint=OTHER_WAYS)
-
 
 class ContextDivision(Receipt):
     """Reports ``context_tokens``, ``context_attention`` and ``context_kind``.
@@ -169,12 +167,10 @@ class ContextDivision(Receipt):
 
     def after_step(self, engine: Engine) -> dict[str, object]:
         shards = engine.assembly.find(ContextSequenceShards)
-        return (
-            {}
-            if shards is None
-            else {
-                "context_tokens": shards.shard_sizes,
-                "context_attention": shards.attended,
-                "context_kind": shards.kind,
-            }
-        )
+        if shards is None:
+            return {}
+        return {
+            "context_tokens": shards.shard_sizes,
+            "context_attention": shards.attended,
+            "context_kind": shards.kind,
+        }

@@ -196,19 +196,16 @@ class ExpertParallelEngine(DDPEngine):
 
     def _reduce(self) -> None:
         if self._replica_group.size > 1:
-            self._sum_over_copies()
+            has_gradient = torch.tensor(
+                [float(p.grad is not None) for p in self._divided_parameters], device=self.workers.device
+            )
+            dist.all_reduce(has_gradient, group=self._replica_group.group)
+            for parameter, is_used in zip(self._divided_parameters, has_gradient.tolist(), strict=True):
+                if is_used:
+                    if parameter.grad is None:  # it has a gradient in another copy
+                        parameter.grad = torch.zeros_like(parameter)
+                    dist.all_reduce(local_part(parameter.grad), group=self._replica_group.group)
         for parameter in self._divided_parameters:
             if parameter.grad is not None:
                 # The losses are weighted for an average over the workers, and these gradients are sums.
                 local_part(parameter.grad).div_(self.workers.world)
-
-    def _sum_over_copies(self) -> None:
-        has_gradient = torch.tensor(
-            [float(p.grad is not None) for p in self._divided_parameters], device=self.workers.device
-        )
-        dist.all_reduce(has_gradient, group=self._replica_group.group)
-        for parameter, is_used in zip(self._divided_parameters, has_gradient.tolist(), strict=True):
-            if is_used:
-                if parameter.grad is None:  # it has a gradient in another copy
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(local_part(parameter.grad), group=self._replica_group.group)

@@ -187,10 +187,6 @@ class PipelineEngine(ParallelEngine):
         with self._forward_context(microbatch) as batch:
             return self.compute_loss(self.model, batch)
 
-    def stage_of(self, part: int) -> int:
-        """Return the index of a local part among all stages of the model."""
-        return part * self.workers.pipeline + self.workers.pipeline_rank
-
     @property
     def last_stage(self) -> int:
         """Index of the last stage of the whole model."""
@@ -203,7 +199,7 @@ class PipelineEngine(ParallelEngine):
         evaluated: tuple[float, Any] = (0.0, None)
         evaluate = partial(super().eval_batch, microbatch, compute_loss)
         for part in range(self._parts):
-            stage = self.stage_of(part)
+            stage = part * self.workers.pipeline + self.workers.pipeline_rank
             hidden = self._links.receive_forward(stage, key).unpack() if stage else None
             output = self._stage_runner.run(part, hidden, evaluate)
             if isinstance(output, torch.Tensor):

@@ -68,7 +68,7 @@ class TensorParallel:
     shards: SequenceShards | None
 
 
-def apply(assembly: Assembly, building: Building[object]) -> None:
+def divide_matrices(assembly: Assembly, building: Building[object]) -> None:
     """Divide a model over the workers of its tensor-parallel group, with sequence parallelism if the plan has it.
 
     Afterwards, each parameter is a DTensor on ``mesh["tensor"]`` under its old name, and the model computes the same as
