@@ -34,8 +34,7 @@ from transformers import (
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError, RapidformerError
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.layout.pipeline import cut_into_stages
-from rapidformer_templates.switches.layout.stage_runner import StageRunner
+from rapidformer_templates.switches.layout.pipeline import StageRunner, cut_into_stages
 from rapidformer_templates.system.workers import Workers
 
 V = 67

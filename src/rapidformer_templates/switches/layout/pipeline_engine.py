@@ -22,8 +22,8 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.recomputation import checkpointed_forward
 from rapidformer_templates.engines.step import Step
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.switches.layout.pipeline import StageRunner
 from rapidformer_templates.switches.layout.schedule import LEAVING, Action, Kind, with_transfers
-from rapidformer_templates.switches.layout.stage_runner import StageRunner
 from rapidformer_templates.system.workers import Workers
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
