@@ -123,7 +123,7 @@ def _notes(request: Request) -> Sequence[str]:
     return _IDLE_ALONE(request) or (buckets,)
 
 
-def _notes_in_layout(request: Request) -> Sequence[str]:
+def _notes_without_deepspeed(request: Request) -> Sequence[str]:
     where = "under 3D parallelism" if request.sizes.divides > 1 else "with divided experts"
     what = f"the library's own sharding over the data-parallel workers replaces DeepSpeed {where}"
     idle = "; there is only one of them, so there is nothing to shard" if request.sizes.copies == 1 else ""
@@ -137,7 +137,7 @@ def _without_deepspeed(switch: Switch, shards: Literal["optimizer", "gradients"]
         needs_package=None,
         engine=None,
         engine_options=lambda request, options: replace(options, shard_over_data=shards),
-        notes=_notes_in_layout,
+        notes=_notes_without_deepspeed,
         rules=(ONLY_IN_TRAINER,),
     )
 
