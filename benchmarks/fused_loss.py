@@ -21,7 +21,7 @@ from benchmarks.models import gpt2
 from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.commands.bench.worker import peak_mb, resident_mb
 from rapidformer_templates.engines.assembly import Assembly
-from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import saved_bytes
 from rapidformer_templates.switches.fused_loss.transform import fuse_loss
 from rapidformer_templates.system.process_state import give_freed_memory_back

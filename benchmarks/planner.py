@@ -31,11 +31,10 @@ from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy.layouts import Layout, layout_of
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions, layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE
-from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions, memory_options_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from rapidformer_templates.system import launch
 

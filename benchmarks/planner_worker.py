@@ -30,9 +30,9 @@ from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.system.workers import join
 from rapidformer_templates.trainer import Trainer
 

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from rapidformer_templates import Data
 from rapidformer_templates.engines import local
 from rapidformer_templates.engines.local import DDPEngine
-from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from tests.support.jobs import OTHERS
 from tests.support.parity import train
 from tests.support.worker_pool import run_in_workers

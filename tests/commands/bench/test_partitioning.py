@@ -16,8 +16,8 @@ from rapidformer_templates.commands.bench.measure import facts_of
 from rapidformer_templates.commands.bench.report import Report, deviation
 from rapidformer_templates.commands.bench.runs import MeasuredRun
 from rapidformer_templates.commands.bench.tables import PARTITIONING
+from rapidformer_templates.planning.optimizer_states import ParameterShape
 from rapidformer_templates.switches.auto_strategy.state_bytes import (
-    ParameterShape,
     StateBytes,
     divided_groups,
     divided_groups_on_host,

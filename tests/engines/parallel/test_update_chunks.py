@@ -20,11 +20,10 @@ from rapidformer_templates.engines.parallel import engine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy import stage_memory
-from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import predict
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.setting import memory_options_of
+from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from tests.support.jobs import VOCABULARY, CausalJob
 from tests.support.parallel_jobs import JOBS
 from tests.support.parity import Trained, trained

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
 from rapidformer_templates.switches.auto_strategy.model_shapes import TRACED_SAMPLES, Variant
+from rapidformer_templates.switches.auto_strategy.tracing import in_forks
 from tests.support.model_shapes import shapes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks safely")

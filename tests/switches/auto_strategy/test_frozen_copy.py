@@ -14,11 +14,10 @@ from rapidformer_templates import Trainer
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.deepspeed_file.settings import bucket_sizes
-from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.setting import MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateOptions
 from tests.support.preference_runs import make, pairs
 from tests.support.worker_pool import run_in_workers

@@ -20,11 +20,10 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import nearest, resolve
 from rapidformer_templates.planning.switch import FORECAST, Switch
-from rapidformer_templates.switches.auto_strategy.layouts import layout_of
+from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.setting import memory_options_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from tests.support.machine import why_no_nvme
 from tests.support.worker_pool import run_in_workers

@@ -12,9 +12,8 @@ from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, ModelError
 from rapidformer_templates.run.configure import chosen_layout
-from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.memory import predict
-from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions
 from rapidformer_templates.switches.auto_strategy.stage_balance import ALIKE, balance_memory
 from rapidformer_templates.system.launch import CHOSEN
 from tests.support.jobs import CausalJob

@@ -24,10 +24,10 @@ from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
-from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
-from rapidformer_templates.switches.auto_strategy.tensor_shares import divide, no_loss, silent_group
+from rapidformer_templates.switches.auto_strategy.stand_ins import divide, no_loss, silent_group
+from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.switches.offload_activations.offloader import Offloader
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 from rapidformer_templates.system.workers import Workers

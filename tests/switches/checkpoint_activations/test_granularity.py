@@ -15,7 +15,7 @@ from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.environment import installed_packages
-from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
 from tests.support.compiled_jobs import OneLength
 from tests.support.jobs import VOCABULARY, DeepJob

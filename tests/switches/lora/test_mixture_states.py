@@ -9,11 +9,10 @@ import torch
 
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy.layouts import layout_of
+from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.setting import memory_options_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from tests.support import mixtures, parity
 from tests.support.worker_pool import run_in_workers

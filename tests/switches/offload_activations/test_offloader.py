@@ -15,7 +15,7 @@ from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.switches.offload_activations import offloader as room
 from rapidformer_templates.switches.offload_activations.offloader import Offloader
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks

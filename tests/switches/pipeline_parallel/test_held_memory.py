@@ -21,11 +21,10 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan, Sizes
-from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.memory import of_stage, variant_of
-from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions
 from rapidformer_templates.switches.auto_strategy.stage_memory import Stage
+from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.switches.layout import pipeline_engine
 from rapidformer_templates.switches.layout.pipeline import cut_into_stages
 from rapidformer_templates.switches.layout.pipeline_engine import PipelineEngine

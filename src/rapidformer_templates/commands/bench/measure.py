@@ -24,7 +24,8 @@ from rapidformer_templates.commands.bench.worker import BenchJob, RandomTokens, 
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.deepspeed_file.settings import bucket_sizes
 from rapidformer_templates.planning.environment import detect_gpu, kind_of
-from rapidformer_templates.switches.auto_strategy.state_bytes import ON_HOST, PLAIN, ParameterShape
+from rapidformer_templates.planning.optimizer_states import ParameterShape
+from rapidformer_templates.switches.auto_strategy.state_bytes import ON_HOST, PLAIN
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 

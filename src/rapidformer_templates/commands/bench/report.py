@@ -12,7 +12,8 @@ from rapidformer_templates.commands.bench.output import in_short, spread
 from rapidformer_templates.commands.bench.runs import MeasuredRun
 from rapidformer_templates.commands.bench.tables import Table
 from rapidformer_templates.commands.bench.worker import StateReceipt
-from rapidformer_templates.switches.auto_strategy.state_bytes import ParameterShape, StateBytes
+from rapidformer_templates.planning.optimizer_states import ParameterShape
+from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

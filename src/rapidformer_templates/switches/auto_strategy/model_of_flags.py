@@ -26,9 +26,8 @@ from rapidformer_templates.planning.data_rules import has_frozen_copy, rows_per_
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import TASKS
-from rapidformer_templates.switches.auto_strategy.fake_tensors import FakeDataReads
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
+from rapidformer_templates.switches.auto_strategy.stand_ins import FakeDataReads, no_loss
 from rapidformer_templates.switches.auto_strategy.timing import CommunicationSizes
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts

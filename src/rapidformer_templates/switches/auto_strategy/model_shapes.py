@@ -18,21 +18,21 @@ from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_qua
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.planning.plan import ContextKind
-from rapidformer_templates.switches.auto_strategy.fake_tensors import FakeDataReads, fake_tensors
-from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
-from rapidformer_templates.switches.auto_strategy.tensor_shares import (
+from rapidformer_templates.switches.auto_strategy.stand_ins import (
+    FakeDataReads,
     divide,
     divide_sequences,
     ends_of,
+    fake_tensors,
     local_parameters,
     silent_group,
 )
-from rapidformer_templates.switches.auto_strategy.trace import (
-    TRACED_BLOCKS,
+from rapidformer_templates.switches.auto_strategy.trace import TRACED_BLOCKS, Trace
+from rapidformer_templates.switches.auto_strategy.tracing import (
     Batch,
-    Trace,
     gradient_bytes,
+    in_forks,
     stacks_of,
     trace,
     without_warnings,

@@ -22,10 +22,15 @@ from rapidformer_templates.planning.request import build_request, model_facts
 from rapidformer_templates.planning.resolve import plan_of
 from rapidformer_templates.planning.switch import FORECAST, ModelFacts, Request
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
-from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, RECOMPUTED, Layout
+from rapidformer_templates.switches.auto_strategy.layouts import (
+    PARTITIONINGS,
+    RECOMPUTED,
+    Layout,
+    MemoryOptions,
+    memory_options_of,
+)
 from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_alone, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions, memory_options_of
 from rapidformer_templates.switches.auto_strategy.stage_balance import balance_memory
 from rapidformer_templates.switches.auto_strategy.timing import Timing, predict_seconds
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY

@@ -12,11 +12,10 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.hardware import GB
-from rapidformer_templates.switches.auto_strategy.layouts import Layout, layout_of
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions, layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import of_stage, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions, memory_options_of
 from rapidformer_templates.switches.auto_strategy.stage_memory import Stage
 
 ALIKE = 0.02

@@ -10,11 +10,9 @@ from itertools import accumulate
 
 from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, update_chunks
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
-from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, GradientBucket, ModelShapes, Variant
-from rapidformer_templates.switches.auto_strategy.passes import Pass, passes
-from rapidformer_templates.switches.auto_strategy.setting import MasterWeights, MemoryOptions
-from rapidformer_templates.switches.auto_strategy.stage_parts import StagePart
+from rapidformer_templates.switches.auto_strategy.stage_parts import Pass, StagePart, passes
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from rapidformer_templates.switches.auto_strategy.trace import Phase
 

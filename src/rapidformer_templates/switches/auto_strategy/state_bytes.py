@@ -19,8 +19,6 @@ from rapidformer_templates.planning.optimizer_states import (
 )
 from rapidformer_templates.switches.fsdp.expert_shards import widthwise
 
-__all__ = ["FP32", "ParameterShape", "StateBytes", "StateOptions"]
-
 
 @dataclass(frozen=True)
 class StateBytes:

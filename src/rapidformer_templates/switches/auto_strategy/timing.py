@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
-from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.setting import MemoryOptions
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.trace import Trace
 
 ADAM_TRAFFIC = 28

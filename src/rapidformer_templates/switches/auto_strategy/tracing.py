@@ -1,0 +1,424 @@
+"""Trace one micro batch of a model on fake tensors: which bytes are alive when, and how much is computed.
+
+The forward and backward of the real model run under torch's ``FakeTensorMode``. Every tensor has its
+shape and the size of its storage, but no data. So dropout masks, attention kernels, autocast copies,
+recomputation and the gradient of the logits are recorded where they arise. None of them is an assumption.
+
+Equal blocks cost the same, so a model with three blocks in each stack is traced, and :meth:`Trace.with_depths`
+repeats the middle one. This is exact, because the blocks differ only in their position.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import multiprocessing
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from rapidformer_templates.engines.recomputation import Checkpointed
+from rapidformer_templates.engines.shards import local_part
+from rapidformer_templates.models.blocks import find_blocks
+from rapidformer_templates.switches.auto_strategy.stand_ins import DATA_DEPENDENT_OPS, answer
+from rapidformer_templates.switches.auto_strategy.trace import Phase, Trace
+from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
+from rapidformer_templates.switches.offload_activations.offloader import Counts, Offloader, Wait
+from rapidformer_templates.switches.offload_activations.transform import offload_blocks
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of live storages that are created inside it, with real or fake tensors.
+
+    Views share a storage, which counts once. Memory that a kernel allocates for itself and frees before it
+    returns is not in a tensor and does not count.
+
+    Attributes:
+        live: current bytes.
+        peak: highest value of ``live`` since the last :meth:`reset_peak`.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        """``known``: tensors that existed before and do not count."""
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in known:
+            self._watch(local_part(tensor).untyped_storage(), 0)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.track(leaf)
+        return result
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Count the storage of a tensor if it is new."""
+        storage = local_part(tensor).untyped_storage()
+        if id(storage) not in self._sizes:
+            self._watch(storage, storage.nbytes())
+            self.peak = max(self.peak, self.live)
+
+    def reset_peak(self) -> None:
+        """Reset the peak to the bytes that are live now."""
+        self.peak = self.live
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Update the size of a resized storage. FSDP frees and allocates memory in this way."""
+        key = id(storage)
+        if key in self._sizes:
+            self.live += storage.nbytes() - self._sizes[key]
+            self._sizes[key] = storage.nbytes()
+            self.peak = max(self.peak, self.live)
+
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = id(storage)
+        self._sizes[key] = size
+        self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self.live += size
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+        del self._references[key]
+
+
+def _bytes_of(values: object) -> int:
+    """Bytes of a tensor, or of all tensors in a tuple or list."""
+    if isinstance(values, torch.Tensor):
+        return values.nbytes
+    return sum(_bytes_of(value) for value in values) if isinstance(values, (tuple, list)) else 0
+
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+class _TraceWatch(LiveStorages):
+    """Records live storages, operations and finished gradients of each phase."""
+
+    def __init__(self, model: nn.Module, *, dense: bool, sum_type: torch.dtype | None) -> None:
+        self.phases: list[Phase] = []
+        self._made_in: dict[int, int] = {}
+        self._casts: set[int] = set()
+        super().__init__([*model.parameters(), *model.buffers()])
+        self._known = frozenset(self._sizes)
+        self.finished = self._finished_before = 0
+        self.hidden = self.kept_output = 0
+        self._output: int | None = None
+        self.counts = Counts()
+        self._sent = 0
+        self._dense = dense
+        self._sum_type = sum_type
+        self._sums: list[torch.Tensor] = []
+        self._phase: tuple[str, tuple[str, int] | None] = ("begin", None)
+        self._without = 0
+        self._flops = self._traffic = 0
+        self._has_gradient = False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        result: object
+        if func in DATA_DEPENDENT_OPS:
+            result = answer(func, args, dense=self._dense)
+            if not isinstance(result, torch.Tensor):
+                return result
+        else:
+            result = func(*args, **kwargs)
+        if type(result) is FakeTensor:
+            self.track(result)
+        else:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self.track(leaf)
+        if func is _CAST and id(args[0].untyped_storage()) in self._known:
+            assert isinstance(result, torch.Tensor)
+            self._casts.add(id(result.untyped_storage()))
+        without = self.live - self.finished
+        if without > self._without:
+            self._without = without
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self._flops += count(*args, **kwargs, out_val=result)
+        elif not func.is_view:
+            self._traffic += _bytes_of(args) + _bytes_of(result)
+        return result
+
+    def enter(self, name: str, stack: tuple[str, int] | None = None) -> None:
+        """End the current phase and begin another."""
+        now = self.live - self.finished
+        without = max(self._without, now)
+        amounts = (self.peak, without, self.peak - self._finished_before, now, self._flops, self._traffic)
+        begun, sent = self._has_gradient, self.counts.sent - self._sent
+        self._sent = self.counts.sent
+        self.phases.append(Phase(*self._phase, *amounts, after_first_gradient=begun, finished=self.finished, sent=sent))
+        self._has_gradient = self.finished > 0 or name == "reduce"
+        self._phase = (name, stack)
+        self._finished_before = self.finished
+        self.reset_peak()
+        self._without = now
+        self._flops = self._traffic = 0
+
+    def turn(self) -> None:
+        """End the forward. Everything alive now is kept for the backward."""
+        saved, casts = Counter[int](), Counter[int]()
+        for key, phase in self._made_in.items():
+            saved[phase] += self._sizes[key]
+            casts[phase] += self._sizes[key] if key in self._casts else 0
+        self.enter("turn")
+        self.phases = [replace(phase, saved=saved[i], casts=casts[i]) for i, phase in enumerate(self.phases)]
+        self.kept_output = self._sizes.get(self._output, 0) if self._output is not None else 0
+
+    def passes_on(self, hidden: torch.Tensor) -> None:
+        """Record the output of a block."""
+        hidden = local_part(hidden)
+        self.hidden, self._output = hidden.nbytes, id(hidden.untyped_storage())
+
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        super()._watch(storage, size)
+        self._made_in[id(storage)] = len(self.phases)
+
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
+        del self._made_in[key]
+        if key == self._output:  # another storage may get its id
+            self._output = None
+        self._casts.discard(key)
+
+    def finish(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        if not self.finished:
+            self.enter("reduce")
+        gradient = local_part(parameter.grad)
+        if self._sum_type is None or gradient.dtype == torch.float32:
+            self.finished += gradient.untyped_storage().nbytes()
+            return
+        self.finished += gradient.numel() * self._sum_type.itemsize
+        self._sums.append(gradient.to(self._sum_type))
+        parameter.grad = None
+
+
+class _NoMemory:
+    """An offloading host that stores nothing, so that its memory does not count."""
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[torch.Size, torch.dtype]], Wait]:
+        return [(tensor.shape, tensor.dtype) for tensor in tensors], lambda: None
+
+    def fetch(self, copies: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[list[torch.Tensor], Wait]:
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in copies], lambda: None
+
+
+class OnGpu(TorchFunctionMode):
+    """Makes a trace on a CPU behave like a GPU, even if this torch build does not support GPUs.
+
+    Attention always uses one of the fused kernels, also with dropout and with masks. Autocast
+    computes more functions in fp32.
+    """
+
+    IN_FP32 = frozenset(
+        {"layer_norm", "softmax", "log_softmax", "pow", "exp", "rsqrt", "cumsum", "sum", "prod", "norm"}
+    )
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = dict(kwargs or {})
+        if func is nn.functional.scaled_dot_product_attention:
+            kwargs["dropout_p"] = 0.0  # the mask is drawn again in the backward and never stored
+        elif torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "").strip("_") in self.IN_FP32:
+            narrow = (torch.bfloat16, torch.float16)
+            args = [arg.float() if isinstance(arg, torch.Tensor) and arg.dtype in narrow else arg for arg in args]
+        return func(*args, **kwargs)
+
+
+def _on_gpu(forward: Callable[..., object]) -> Callable[..., object]:
+    """Run a forward under :class:`OnGpu`. Its recomputation in the backward has no function modes."""
+
+    def on_gpu(*args: object, **kwargs: object) -> object:
+        with OnGpu():
+            return forward(*args, **kwargs)
+
+    return on_gpu
+
+
+def trace(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    compute_type: torch.dtype | None = None,
+    sum_type: torch.dtype | None = None,
+    recompute: str = "none",
+    offload: bool = False,
+    gpu: bool = False,
+    compute_loss: Callable[[nn.Module, Batch], torch.Tensor] | None = None,
+) -> Trace:
+    """Trace one micro batch through a model of fake tensors, from its inputs to its gradients.
+
+    Args:
+        model: a model of fake tensors, as :func:`fake_tensors.fake_tensors` makes them.
+        batch: fake tensors with the shapes of training.
+        compute_type: type of autocast. None computes in the type of the parameters.
+        sum_type: type in which 16-bit gradients are accumulated as they arrive. None leaves them unchanged.
+        recompute: one of ``layouts.RECOMPUTED``, applied to each block.
+        offload: whether activations that the blocks keep go to the host.
+        gpu: whether the run is for a GPU.
+        compute_loss: computes the loss. The default is the loss that the model returns.
+    """
+    padded = "attention_mask" in batch
+    with contextlib.ExitStack() as stack:
+        watch = _TraceWatch(model, dense=not padded, sum_type=sum_type)
+        _watch_blocks(model, watch, stack, recompute=recompute, gpu=gpu)
+        if offload:
+            offloader = Offloader(_NoMemory(), torch.device("cpu"))
+            watch.counts = offloader.counts
+            offload_blocks([model.get_submodule(name) for name in stacks_of(model)], offloader)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(watch.finish).remove)
+        stack.enter_context(without_warnings())
+        if gpu:
+            stack.enter_context(OnGpu())
+            stack.enter_context(patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES["accelerator"]))
+        stack.enter_context(watch)
+        with torch.autocast("cpu", dtype=compute_type or torch.bfloat16, enabled=compute_type is not None):
+            loss = compute_loss(model, batch) if compute_loss else model(**batch).loss
+            weighted = loss * 2.0  # engines weight the loss, too
+        del loss
+        watch.turn()
+        weighted.backward()
+        watch.enter("done")
+    for parameter in model.parameters():
+        parameter.grad = None
+    return Trace(tuple(watch.phases), watch.hidden, watch.kept_output)
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence a warning of transformers, which cannot see that fake tokens are not padding."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _watch_blocks(
+    model: nn.Module, watch: _TraceWatch, stack: contextlib.ExitStack, *, recompute: str, gpu: bool
+) -> None:
+    """Register hooks that begin phases, and wrap blocks for recomputation. ``stack`` restores the blocks at its end."""
+
+    def end_at_input(block: nn.Module, args: object, kwargs: object) -> None:
+        """Begin the last phase when the gradient of the first block's input is finished."""
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if inputs:
+            inputs[0].register_hook(lambda gradient: watch.enter("end"))
+
+    positions = stacks_of(model)
+    final = {name: number for name, number in positions.values()}  # noqa: C416 - the last place of each stack
+    for name, position in positions.items():
+        block = model.get_submodule(name)
+        if "forward" in vars(block):  # tensor parallelism has set one
+            stack.callback(setattr, block, "forward", block.forward)
+        else:
+            stack.callback(vars(block).pop, "forward", None)
+        if recompute != "none":
+            forward = _on_gpu(block.forward) if gpu else block.forward
+            block.forward = Checkpointed(forward, selective=recompute == "selective", flag="--checkpoint-activations")
+
+        def enter(module: nn.Module, args: object, *, position: tuple[str, int] = position) -> None:
+            watch.enter("forward", position)
+
+        def after(module: nn.Module, args: object, output: object, *, position: tuple[str, int] = position) -> None:
+            if position[1] == final[position[0]]:
+                watch.enter("head")
+            hidden = next(t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad)
+            watch.passes_on(hidden)
+            hidden.register_hook(lambda gradient: watch.enter("backward", position))
+
+        stack.callback(block.register_forward_pre_hook(enter).remove)
+        stack.callback(block.register_forward_hook(after).remove)
+        if position[1] == 0:
+            stack.callback(block.register_forward_pre_hook(end_at_input, with_kwargs=True).remove)
+
+
+def stacks_of(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """Return for each block its stack (the list that contains it) and its index there, from 0."""
+    positions: dict[str, tuple[str, int]] = {}
+    counts: dict[str, int] = {}
+    for name in find_blocks(model):
+        stack = name.rpartition(".")[0]
+        positions[name] = (stack, counts.get(stack, 0))
+        counts[stack] = counts.get(stack, 0) + 1
+    return positions
+
+
+def gradient_bytes(model: nn.Module, sum_type: torch.dtype | None = None) -> dict[str, int]:
+    """Return the bytes of the gradients of a block, by stack. ``sum_type`` means the same as in :func:`trace`."""
+    sizes: dict[str, int] = {}
+    for name, (stack, _) in stacks_of(model).items():
+        trained = [p for p in model.get_submodule(name).parameters() if p.requires_grad]
+        types = [p.dtype if sum_type is None or p.dtype == torch.float32 else sum_type for p in trained]
+        sizes[stack] = sum(local_part(p).numel() * dtype.itemsize for p, dtype in zip(trained, types, strict=True))
+    return sizes
+
+
+T = TypeVar("T")
+
+
+def in_forks(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """Run tasks in parallel in forked processes and return their results.
+
+    A task sees everything in this process's memory, and its changes are lost. The result of a task that fails is left
+    out, and its error is not raised here: code that needs the result meets the error again. The list is empty if there
+    is only one task, or if forking is unsafe (macOS) or impossible.
+    """
+    if len(tasks) < 2 or sys.platform != "linux":
+        return []
+    context = multiprocessing.get_context("fork")
+    gc.freeze()  # otherwise, garbage collection would write to all shared memory and so copy it
+    under_way = []
+    for task in tasks:
+        own_end, child_end = context.Pipe(duplex=False)
+        process = context.Process(target=_tell, args=(task, child_end), daemon=True)
+        process.start()
+        child_end.close()
+        under_way.append((process, own_end))
+    returned = []
+    for process, pipe in under_way:
+        with contextlib.suppress(EOFError):
+            returned.append(pipe.recv())
+        process.join()
+    return returned
+
+
+def _tell(task: Callable[[], object], pipe: Connection) -> None:
+    with contextlib.suppress(Exception), pipe:
+        pipe.send(task())
