@@ -54,7 +54,7 @@ def test_tables_print_brackets(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_search_shows_why_a_package_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     result = SearchResult((), (Rejected(Layout(), f"a package is missing: {BRACKETS}"),))
-    command._show_rejected(result, console(piped_width=140))
+    command.show_rejected(result, console(piped_width=140))
     assert BRACKETS in capsys.readouterr().out
 
 

@@ -15,7 +15,7 @@ from rapidformer_templates.switches.auto_strategy.hardware import GB
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.memory import predict, variant_of
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.timing import _exposed_copies
+from rapidformer_templates.switches.auto_strategy.timing import exposed_copies
 from tests.support.model_shapes import shapes
 
 HERE, AWAY = MemoryOptions(gpu=True), MemoryOptions(gpu=True, offloads_activations=True)
@@ -51,9 +51,9 @@ def test_micro_batches_in_flight_are_on_the_host(model: ModelShapes) -> None:
 
 def test_a_step_waits_for_what_the_computation_does_not_hide() -> None:
     """The forward is a third of the computation and hides the outgoing copies. The rest hides the returning copies."""
-    assert _exposed_copies(1.0, 3.0) == 0
-    assert _exposed_copies(1.5, 3.0) == pytest.approx(0.5)
-    assert _exposed_copies(3.0, 3.0) == pytest.approx(2 + 1)
+    assert exposed_copies(1.0, 3.0) == 0
+    assert exposed_copies(1.5, 3.0) == pytest.approx(0.5)
+    assert exposed_copies(3.0, 3.0) == pytest.approx(2 + 1)
 
 
 def _planned(more: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

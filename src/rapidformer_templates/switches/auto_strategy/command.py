@@ -19,7 +19,7 @@ from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware, find_hardware
 from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, Search, SearchResult
+from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Search, SearchResult
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 from rapidformer_templates.system.terminal import console
 
@@ -42,7 +42,7 @@ def search(config: RunConfig, environment: Environment, registry: Registry = REG
         ModelError: the model cannot be built.
         ConfigError: the memory of the devices is unknown.
     """
-    by_memory = _balances_memory(config)
+    by_memory = config.get("pipeline_stages") == AUTO_MEMORY
     if by_memory:  # every layout with a pipeline requests it, and no other layout may
         config = config.replace("default", pipeline_stages=None)
     # The flags without a layout: invalid ones are refused with the usual message.
@@ -51,10 +51,6 @@ def search(config: RunConfig, environment: Environment, registry: Registry = REG
     hardware = find_hardware(environment, precision(registry.complete(config), environment))
     subject = Subject(config, plan, gpu=environment.device != "cpu")
     return Search(config, environment, subject, hardware, registry, by_memory=by_memory).run(), hardware
-
-
-def _balances_memory(config: RunConfig) -> bool:
-    return bool(config.get("pipeline_stages") == AUTO_MEMORY)
 
 
 def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagValue]:
@@ -73,7 +69,8 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
         )
     if os.environ.get("RANK", "0") == "0":
         print("\n".join([*reasons(result, hardware), *not_predicted(result)]), file=sys.stderr, flush=True)
-    user_fields = config.origins.keys() - ({"pipeline_stages"} if _balances_memory(config) else set())
+    by_memory = config.get("pipeline_stages") == AUTO_MEMORY
+    user_fields = config.origins.keys() - ({"pipeline_stages"} if by_memory else set())
     values = result.layouts[0].layout.values_that_act(user_fields)
     return values if "pipeline_stages" in user_fields else {"pipeline_stages": None, **values}
 
@@ -90,9 +87,24 @@ def plan_command(config: RunConfig, environment: Environment, *, as_json: bool) 
 
 def to_json(result: SearchResult, hardware: Hardware) -> dict[str, object]:
     """Return the public JSON form. See docs/planner.md."""
+    layouts: list[dict[str, object]] = []
+    for candidate in result.layouts:
+        timing, sizes = candidate.timing, {**vars(candidate.memory), "total": candidate.memory.total}
+        gigabytes = {name: round(size / GB, 6) for name, size in sizes.items()}
+        layouts.append(
+            {
+                **_sizes(candidate.layout),
+                "memory_gb": {**gigabytes, "needed": round(candidate.needed_gb, 3)},
+                "bubble": round(candidate.layout.bubble, 6),
+                "communication": round(timing.communication / timing.total, 6),
+                "step_seconds": timing.total,
+                "samples_per_second": candidate.samples_per_second,
+                "flags": " ".join(candidate.layout.flags()),
+            }
+        )
     return {
-        "ok": bool(result.layouts),
-        "layouts": [_layout_json(candidate) for candidate in result.layouts],
+        "ok": bool(layouts),
+        "layouts": layouts,
         "rejected": [{**_sizes(rejected.layout), "constraint": rejected.constraint} for rejected in result.rejected],
         "assumed": hardware.lines(offloads=_offloads(result)),
         "not_predicted": [vars(unknown) for unknown in result.not_predicted],
@@ -118,20 +130,6 @@ def _sizes(layout: Layout) -> dict[str, object]:
     }
 
 
-def _layout_json(candidate: Candidate) -> dict[str, object]:
-    timing, needed = candidate.timing, round(candidate.needed_gb, 3)
-    sizes = {**vars(candidate.memory), "total": candidate.memory.total}
-    return {
-        **_sizes(candidate.layout),
-        "memory_gb": {**{name: round(size / GB, 6) for name, size in sizes.items()}, "needed": needed},
-        "bubble": round(candidate.layout.bubble, 6),
-        "communication": round(timing.communication / timing.total, 6),
-        "step_seconds": timing.total,
-        "samples_per_second": candidate.samples_per_second,
-        "flags": " ".join(candidate.layout.flags()),
-    }
-
-
 def show(result: SearchResult, hardware: Hardware) -> None:
     """Print the best layouts, their assumptions, and why the others were rejected."""
     terminal = console(piped_width=140)
@@ -144,7 +142,7 @@ def show(result: SearchResult, hardware: Hardware) -> None:
     for line in not_predicted(result):
         print(line)
     print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free in addition")
-    _show_rejected(result, terminal)
+    show_rejected(result, terminal)
 
 
 def _offloads(result: SearchResult) -> bool:
@@ -240,11 +238,12 @@ def _comparisons(result: SearchResult) -> list[str]:
     return lines
 
 
-def _show_rejected(result: SearchResult, terminal: Console) -> None:
+def show_rejected(result: SearchResult, terminal: Console) -> None:
+    """Print a table of the rejected layouts, one line per constraint."""
     if not result.rejected:
         return
-    kinds = Counter(rejected.constraint.partition(":")[0] for rejected in result.rejected)
     table = Table("layouts", "constraint", "such as", title=f"Rejected: {len(result.rejected)}", title_justify="left")
+    kinds = Counter(rejected.constraint.partition(":")[0] for rejected in result.rejected)
     for kind, count in kinds.most_common():
         example = next(r for r in result.rejected if r.constraint.partition(":")[0] == kind)
         sizes = example.layout

@@ -14,6 +14,7 @@ from rapidformer_templates.planning.switch import (
     Prediction,
     Request,
     Rule,
+    RuleList,
     Switch,
     add,
 )
@@ -29,6 +30,17 @@ class AutoStrategyFlags:
     )
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF061",
+    "--max-global-batch-size bounds a search: it needs --auto-strategy and excludes --global-batch-size.",
+    "without a search there is nothing to bound, and an exact size leaves nothing to bound",
+    "[M]",
+    Example("--max-global-batch-size 32"),
+    refusal="--max-global-batch-size without a search, or next to --global-batch-size.",
+)
 def _bounds_the_search(request: Request) -> list[Finding]:
     bound, exact = request.config.get("max_global_batch_size"), request.config.data.global_batch_size
     if bound is None:
@@ -76,15 +88,7 @@ SWITCHES = (
                 Example("--template Pretrainer --auto-strategy --world-size 2"),
                 refusal="The automatic strategy in a Finetuner or a Pretrainer.",
             ),
-            Rule(
-                "RF061",
-                "--max-global-batch-size bounds a search: it needs --auto-strategy and excludes --global-batch-size.",
-                "without a search there is nothing to bound, and an exact size leaves nothing to bound",
-                "[M]",
-                _bounds_the_search,
-                Example("--max-global-batch-size 32"),
-                refusal="--max-global-batch-size without a search, or next to --global-batch-size.",
-            ),
+            *RULES,
         ),
     ),
 )

@@ -102,6 +102,10 @@ class Hardware:
         ]
 
 
+TENSOR_SHARE, FP32_SHARE, MEMORY_SHARE, LINK_SHARE = 0.45, 0.8, 0.8, 2 / 3
+"""Share of a data sheet's peak that training reaches: 16-bit products, fp32 products, memory, links in a node."""
+
+
 def find_hardware(environment: Environment, precision: str) -> Hardware:
     """Return the devices of this machine, or those that ``--device-kind`` or the variables in ``GIVEN`` describe.
 
@@ -120,32 +124,23 @@ def find_hardware(environment: Environment, precision: str) -> Hardware:
     if environment.device_origin:
         sources["device"] = environment.device_origin
     if environment.device_kind:
-        known = _sustained(environment.device_kind, precision)
-        values |= known
-        sources |= dict.fromkeys(known, DEVICE_KINDS[environment.device_kind].source)
+        kind = DEVICE_KINDS[environment.device_kind]
+        peak: float = getattr(kind, f"{precision}_tflops")
+        sustained = {
+            "memory_gb": kind.memory_gb,
+            "tflops": round(peak * (FP32_SHARE if peak == kind.fp32_tflops else TENSOR_SHARE), 1),
+            "memory_bandwidth": round(kind.memory_bandwidth * MEMORY_SHARE, 1),
+            "intra_node": round(kind.link * LINK_SHARE, 1),
+            "host_link": round(kind.host_link * LINK_SHARE, 1),
+        }
+        values |= sustained
+        sources |= dict.fromkeys(sustained, kind.source)
     for name, variable in GIVEN.items():
         if variable in os.environ:
             values[name], sources[name] = _positive(variable), variable
     if "memory_gb" not in values:
         values["memory_gb"], sources["memory_gb"] = _measured_gb(environment), "measured"
     return Hardware(environment.device, precision, **values, context_gb=assumed.context_gb, sources=sources)
-
-
-TENSOR_SHARE, FP32_SHARE, MEMORY_SHARE, LINK_SHARE = 0.45, 0.8, 0.8, 2 / 3
-"""Share of a data sheet's peak that training reaches: 16-bit products, fp32 products, memory, links in a node."""
-
-
-def _sustained(name: str, precision: str) -> dict[str, float]:
-    """Return the values to expect from a kind of GPU."""
-    kind = DEVICE_KINDS[name]
-    peak: float = getattr(kind, f"{precision}_tflops")
-    return {
-        "memory_gb": kind.memory_gb,
-        "tflops": round(peak * (FP32_SHARE if peak == kind.fp32_tflops else TENSOR_SHARE), 1),
-        "memory_bandwidth": round(kind.memory_bandwidth * MEMORY_SHARE, 1),
-        "intra_node": round(kind.link * LINK_SHARE, 1),
-        "host_link": round(kind.host_link * LINK_SHARE, 1),
-    }
 
 
 def _positive(variable: str) -> float:
@@ -167,22 +162,15 @@ def _measured_gb(environment: Environment) -> float:
         text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
         memory = memory if text == "max" else min(memory, int(text))
         return round(memory / GB / environment.local_world_size, 1)
-    gigabytes = _gpu_gb()
-    if gigabytes is None:
+    sizes: list[float] = []
+    if query := shutil.which("nvidia-smi"):
+        command = [query, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # in MiB
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        sizes = [float(line) for line in answer.stdout.split() if line.replace(".", "").isdecimal()]
+    if not sizes:
         raise ConfigError(
             "no GPU is visible here, so its memory is not known",
             where="--auto-strategy",
             hint="rapidformer plan --auto-strategy --device-kind a100-80gb …, or DEVICE_MEMORY_GB=80, says how much",
         )
-    return round(gigabytes, 1)
-
-
-def _gpu_gb() -> float | None:
-    """Memory of the smallest visible GPU in GB."""
-    query = shutil.which("nvidia-smi")
-    if query is None:
-        return None
-    command = [query, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    sizes = [float(line) for line in answer.stdout.split() if line.replace(".", "").isdecimal()]
-    return min(sizes) * 2**20 / GB if sizes else None
+    return round(min(sizes) * 2**20 / GB, 1)

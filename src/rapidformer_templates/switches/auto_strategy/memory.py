@@ -87,15 +87,17 @@ def predict(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN, 
     if setting.by_parallel_engine(layout):
         stages = peak_stage_candidates(model, layout, setting)
         return max((of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
-    states = max(states_by_worker(model, layout, setting), key=_sum_of_states)
+    states = max(states_by_worker(model, layout, setting), key=lambda states: states.total)
     trace = model.trace(variant, exact=exact)
     on_device = states.on_gpu if setting.gpu else states
     if layout.partitioning == "fsdp":
         moments = [*Sharded(model, layout, setting, _width(layout, setting), trace.phases).moments()]
     else:
         moments = [moment for phase in trace.phases for moment in _beside(model, layout, setting, on_device, phase)]
-    memory = _memory(model, states, [*moments, _update(layout, on_device)], gpu=setting.gpu)
-    return _with_host(memory, trace.sent)
+    # ZeRO-1 and -2 flatten the gradients of their share once more for the update, in fp32.
+    flat = on_device.optimizer // 3 if layout.partitioning in ("zero-1", "zero-2") else 0
+    moments.append(MemorySnapshot(0, on_device.gradients, flat))
+    return _memory(model, states, moments, trace.sent, gpu=setting.gpu)
 
 
 def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN) -> list[StateBytes]:
@@ -133,25 +135,16 @@ def states_alone(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> 
         states = [stage.states() for stage in peak_stage_candidates(model, layout, setting)]
     else:
         states = states_by_worker(model, layout, setting)
-    most = max(states, key=_sum_of_states)
+    most = max(states, key=lambda states: states.total)
     on_device = most.on_gpu if setting.gpu else most
     return Memory(on_device.parameters, on_device.gradients, on_device.optimizer, 0, 0)
-
-
-def _sum_of_states(states: StateBytes) -> int:
-    return states.parameters + states.gradients + states.optimizer
 
 
 def of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
     """Return the memory of a stage's worker."""
     states = stage.states()
-    memory = _memory(model, states, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
-    return _with_host(memory, stage.sent(variant, exact=exact))
-
-
-def _with_host(memory: Memory, activations: int) -> Memory:
-    """Add the activations that the blocks keep in host memory."""
-    return replace(memory, host=memory.host + activations)
+    moments, sent = stage.moments(variant, exact=exact), stage.sent(variant, exact=exact)
+    return _memory(model, states, moments, sent, gpu=stage.setting.gpu)
 
 
 NARROWING = ("zero-1", "zero-2", "zero-3", "fsdp")
@@ -178,13 +171,21 @@ def variant_of(layout: Layout, setting: MemoryOptions) -> Variant:
     return variant
 
 
-def _memory(model: ModelShapes, states: StateBytes, moments: Sequence[MemorySnapshot], *, gpu: bool) -> Memory:
-    """Report the moment with the highest total, in the parts that people know."""
+def _memory(
+    model: ModelShapes, states: StateBytes, moments: Sequence[MemorySnapshot], sent: int, *, gpu: bool
+) -> Memory:
+    """Report the moment with the highest total, in the parts that people know.
+
+    Args:
+        sent: bytes of the activations that the blocks keep in host memory.
+    """
     on_device, on_host = (states.on_gpu, states.beside_gpu) if gpu else (states, 0)
     worst = max(moments, key=lambda moment: moment.total)
     activations = worst.total - worst.buffers - on_device.gradients
     buffers = worst.buffers + model.buffer_bytes + min(activations, 0)
-    return Memory(on_device.parameters, on_device.gradients, on_device.optimizer, buffers, max(activations, 0), on_host)
+    return Memory(
+        on_device.parameters, on_device.gradients, on_device.optimizer, buffers, max(activations, 0), on_host + sent
+    )
 
 
 def _width(layout: Layout, setting: MemoryOptions) -> int:
@@ -226,12 +227,6 @@ def _beside(
     raise KeyError(layout.partitioning)
 
 
-def _update(layout: Layout, states: StateBytes) -> MemorySnapshot:
-    """Memory during the update. ZeRO-1 and -2 flatten the gradients of their share once more, in fp32."""
-    flat = states.optimizer // 3 if layout.partitioning in ("zero-1", "zero-2") else 0
-    return MemorySnapshot(0, states.gradients, flat)
-
-
 @dataclass(frozen=True)
 class Sharded:
     """A micro batch of a model whose states FSDP shards.
@@ -258,14 +253,14 @@ class Sharded:
             before = phase.finished
         # While the root's gradients are sent, FSDP's loop over the gradients still holds the last one.
         outside = [facts.count for name, facts in self.model.parameters.items() if not self.model.block_of(name)]
-        width = FP32 if self._adds_up else self.width
+        width = FP32 if self.layout.accumulation > 1 else self.width
         leaving = 2 * FP32 * sum(outside) + width * sum(outside[-1:])
         yield MemorySnapshot(self.phases[-1].end, self._to_fp32(before) // self.layout.shares, leaving)
 
     def _of(self, phase: Phase, before: int, gathered: int) -> Iterator[MemorySnapshot]:
         """``before``: bytes of gradients finished when the phase began. ``gathered``: bytes of whole parameters."""
         # The gradients of the root that are finished before those of the last block belong to the head.
-        outside = min(before, self.phases[self._begins - 1].finished if self._backwards else 0)
+        outside = min(before, self.phases[self._backwards[0] - 1].finished if self._backwards else 0)
         of_blocks = before - outside
         run = self._run  # sent while the next block computes
         leaving = run if of_blocks else 0
@@ -287,7 +282,7 @@ class Sharded:
         if not self.setting.reshards:
             return self.width * sum(p.among(self.layout.experts).count for p in self.model.all_parameters.values())
         blocks = {"forward": 2, "end": 0}.get(self.phases[number].name, 1)
-        if self._begins <= number < self._ends:  # after the last one, none arrives
+        if self._backwards and self._backwards[0] <= number < self._backwards[-1]:  # after the last one, none arrives
             blocks = 2
         return self.width * self.model.outside_blocks + blocks * self._block
 
@@ -295,39 +290,28 @@ class Sharded:
         """Bytes of gradients, from the finished ones of root and blocks: whole gradients, and shards of the others."""
         of_blocks = self._to_fp32(of_blocks)
         shards = of_blocks // self.layout.shares
-        if not self._adds_up:
+        if self.layout.accumulation == 1:
             return outside + shards
+        # Gradients of earlier micro batches are kept whole in the type of the sum.
         whole = FP32 * sum(p.among(self.layout.experts).count for p in self.model.parameters.values())
         return max(whole - of_blocks, 0) + shards
 
     def _to_fp32(self, gradients: int) -> int:
         return gradients * FP32 // self.width
 
-    @property
-    def _adds_up(self) -> bool:
-        """Whether gradients of earlier micro batches are kept whole in the type of the sum."""
-        return self.layout.accumulation > 1
-
     @cached_property
     def _block(self) -> int:
         """Bytes of a block's whole parameters."""
-        return self.width * self.model.largest_block(self.layout.experts) if self.setting.reshards else 0
+        if not self.setting.reshards:
+            return 0
+        return self.width * self.model.most_in_a_block(self.model.all_parameters, self.layout.experts)
 
     @cached_property
     def _run(self) -> int:
         """Bytes of a block's gradients, in the type of the sum."""
-        return FP32 * self.model.most_trained_in_a_block(self.layout.experts)
+        return FP32 * self.model.most_in_a_block(self.model.parameters, self.layout.experts)
 
     @cached_property
     def _backwards(self) -> list[int]:
+        """Indices of the backwards of blocks."""
         return [number for number, phase in enumerate(self.phases) if phase.name == "backward"]
-
-    @property
-    def _begins(self) -> int:
-        """Index of the first backward of a block."""
-        return self._backwards[0] if self._backwards else 0
-
-    @property
-    def _ends(self) -> int:
-        """Index of the last backward of a block."""
-        return self._backwards[-1] if self._backwards else 0

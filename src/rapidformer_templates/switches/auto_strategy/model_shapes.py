@@ -255,15 +255,12 @@ class ModelShapes:
             names.setdefault(id(parameter), []).append(canonical_name(name))
         return {same[0]: same for same in names.values()}
 
-    def largest_block(self, experts: int = 1) -> int:
-        """Return the elements of the largest block, whose experts are divided over this number of workers."""
-        return self._most_in_a_block(self.all_parameters, experts)
+    def most_in_a_block(self, parameters: Mapping[str, ParameterShape], experts: int) -> int:
+        """Return the highest number of elements of these parameters in a block.
 
-    def most_trained_in_a_block(self, experts: int = 1) -> int:
-        """Return the highest number of trained elements in a block."""
-        return self._most_in_a_block(self.parameters, experts)
-
-    def _most_in_a_block(self, parameters: Mapping[str, ParameterShape], experts: int) -> int:
+        Args:
+            experts: number of workers that the experts are divided over.
+        """
         local = {name: facts.among(experts) for name, facts in parameters.items()}
         return max(self._by_block(local).values(), default=0)
 
@@ -306,14 +303,15 @@ class ModelShapes:
     def prepare(self, variants: Iterable[Variant]) -> None:
         """Trace in parallel what inexact predictions for these variants need. Other variants are traced on demand."""
         together = {replace(variant, micro_batch=TRACED_SAMPLES[0], recompute="none") for variant in variants}
-        tasks = [partial(self._trace_apart, variant) for variant in together if variant not in self._traces]
+
+        def traced_apart(variant: Variant) -> tuple[dict[Variant, Trace], dict[Variant, dict[str, int]]]:
+            self._traced(variant)
+            return self._traces, self._gradients
+
+        tasks = [partial(traced_apart, variant) for variant in together if variant not in self._traces]
         for traces, gradients in in_forks(tasks):
             self._traces.update(traces)
             self._gradients.update(gradients)
-
-    def _trace_apart(self, variant: Variant) -> tuple[dict[Variant, Trace], dict[Variant, dict[str, int]]]:
-        self._traced(variant)
-        return self._traces, self._gradients
 
     def _between(self, variant: Variant) -> Trace:
         one, other = (self._traced(replace(variant, micro_batch=samples)) for samples in TRACED_SAMPLES)
@@ -333,8 +331,12 @@ class ModelShapes:
         with silent_group(of_all.tensor, of_all.context) as workers, fake_tensors():
             assembly = self.build(TRACED_BLOCKS if self.repeats else None)
             model = assembly.model.train()
-            if compute_type is not None:
-                _cast_to_compute_dtype(model, of_all.weights, compute_type)
+            if compute_type is not None and of_all.weights != "fp32":
+                with_masters = parameters_with_masters(model)
+                for parameter in model.parameters():
+                    is_narrow = of_all.weights == "narrow" and parameter.is_floating_point()
+                    if is_narrow or (of_all.weights == "masters" and id(parameter) in with_masters):
+                        cast_to_compute_dtype(parameter, compute_type)
             divide(assembly, workers, sequence_parallel=of_all.sequence_parallel)
             divide_sequences(assembly, workers, of_all.context_kind)
             sum_type = SUM_TYPES[of_all.sums] if of_all.weights == "masters" else None
@@ -511,17 +513,6 @@ class ModelShapes:
             model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).model.train()
             with FakeDataReads(dense=True):
                 return ends_of(model, lambda model: model(**self.batch(1)).loss)
-
-
-def _cast_to_compute_dtype(model: nn.Module, weights: str, dtype: torch.dtype) -> None:
-    """Convert parameters to 16 bits, as ``Variant.weights`` specifies."""
-    if weights == "narrow":
-        for parameter in (p for p in model.parameters() if p.is_floating_point()):
-            cast_to_compute_dtype(parameter, dtype)
-    if weights == "masters":
-        with_masters = parameters_with_masters(model)
-        for parameter in (p for p in model.parameters() if id(p) in with_masters):
-            cast_to_compute_dtype(parameter, dtype)
 
 
 def _of_model(variant: Variant) -> Variant:

@@ -8,7 +8,7 @@ the bubble. It also decides between layouts whose predicted speeds differ by les
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -142,7 +142,15 @@ class Search:
             best_first = self._verified(self._fitting(contexts, offload, rejected), rejected)
             if best_first:
                 break
-        return SearchResult(tuple(best_first), tuple(rejected), self._not_predicted())
+        # The switches that are on in every layout may have effects that are not predicted.
+        request = self._request(self.config)
+        unknown = tuple(
+            Unknown(name, tuple(kind for kind in FORECAST if reasons.get(kind) == why), why)
+            for name, switch in request.active.items()
+            for reasons in [switch.predicts.unknown(request)]
+            for why in dict.fromkeys(reasons.values())
+        )
+        return SearchResult(tuple(best_first), tuple(rejected), unknown)
 
     def _fitting(self, contexts: Sequence[int], offload: bool, rejected: list[Rejected]) -> list[Candidate]:
         """Return the layouts with these context sizes and this offloading that fit.
@@ -151,7 +159,14 @@ class Search:
         """
         fitting: list[Candidate] = []
         families = {family: self._setting(family) for family in self._families(contexts, offload)}
-        self._prepare({family: setting for family, setting in families.items() if isinstance(setting, MemoryOptions)})
+        shapes, variants = self.subject.shapes, set()
+        for family, setting in families.items():
+            with suppress(ModelError):  # reported when the family is tried
+                if isinstance(setting, MemoryOptions):
+                    states = states_alone(shapes, family, setting)
+                    if self._needed_gb(states) <= self.hardware.memory_gb:
+                        variants.add(variant_of(family, setting))
+        shapes.prepare(variants)
         for family, setting in families.items():
             if isinstance(setting, str):
                 rejected.append(Rejected(family, setting))
@@ -173,25 +188,6 @@ class Search:
                     too_large = f"{tried.constraint} with micro batch {layout.micro_batch}"
                     rejected.append(tried)
         return fitting
-
-    def _not_predicted(self) -> tuple[Unknown, ...]:
-        """Quantities not predicted, by switch and reason, for the switches that are on in every layout."""
-        request = self._request(self.config)
-        return tuple(
-            Unknown(name, tuple(kind for kind in FORECAST if reasons.get(kind) == why), why)
-            for name, switch in request.active.items()
-            for reasons in [switch.predicts.unknown(request)]
-            for why in dict.fromkeys(reasons.values())
-        )
-
-    def _prepare(self, families: Mapping[Layout, MemoryOptions]) -> None:
-        """Trace in advance what the families need, if at least their states fit."""
-        shapes, variants = self.subject.shapes, set()
-        for family, setting in families.items():
-            with suppress(ModelError):  # reported when the family is tried
-                if self._needed_gb(states_alone(shapes, family, setting)) <= self.hardware.memory_gb:
-                    variants.add(variant_of(family, setting))
-        shapes.prepare(variants)
 
     def _families(self, contexts: Sequence[int], offload: bool) -> Iterator[Layout]:
         """Yield layouts without their batch sizes."""
@@ -320,30 +316,22 @@ class Search:
         return memory.total * (1 + ALLOWANCE) / GB + self.hardware.context_gb
 
     def _too_large(self, memory: Memory) -> str:
+        parts = {name: value for name, value in vars(memory).items() if value and name != "host"}
+        largest = max(parts, key=lambda name: parts[name])
         what = f"memory: {self._needed_gb(memory):.1f} GB per worker of {self.hardware.memory_gb:g} GB"
-        return f"{what} ({_largest(memory)})"
+        return f"{what} ({largest} alone {parts[largest] / GB:.1f} GB)"
 
     def _verified(self, fitting: list[Candidate], rejected: list[Rejected]) -> list[Candidate]:
         """Sort the candidates, best first.
 
         Trace the first one exactly and reject it if it does not fit, until one fits.
         """
-        best_first = sorted(fitting, key=self._sort_key(fitting))
-        while best_first:
-            tried = self._try(best_first[0].layout, best_first[0].setting, exact=True)
-            if isinstance(tried, Candidate):
-                return [tried, *best_first[1:]]
-            rejected.append(tried)
-            best_first = best_first[1:]
-        return best_first
-
-    def _sort_key(self, fitting: list[Candidate]) -> Callable[[Candidate], tuple[float, ...]]:
-        """Return the sort key: fastest first, then the simplest layout, then the guidance of [M]."""
         best = max((c.samples_per_second for c in fitting), default=1.0)
         local = self.environment.local_world_size
         in_a_node = any(c.layout.tensor * c.layout.pipeline <= local for c in fitting)
 
         def key(candidate: Candidate) -> tuple[float, ...]:
+            """Sort the fastest first, then the simplest layout, then by the guidance of [M]."""
             layout = candidate.layout
             slower = math.floor(math.log(best / candidate.samples_per_second) / math.log(1 + TOLD_APART))
             return (
@@ -358,13 +346,14 @@ class Search:
                 candidate.needed_gb,
             )
 
-        return key
-
-
-def _largest(memory: Memory) -> str:
-    parts = {name: value for name, value in vars(memory).items() if value and name != "host"}
-    largest = max(parts, key=lambda name: parts[name])
-    return f"{largest} alone {parts[largest] / GB:.1f} GB"
+        best_first = sorted(fitting, key=key)
+        while best_first:
+            tried = self._try(best_first[0].layout, best_first[0].setting, exact=True)
+            if isinstance(tried, Candidate):
+                return [tried, *best_first[1:]]
+            rejected.append(tried)
+            best_first = best_first[1:]
+        return best_first
 
 
 def _divisors(number: int) -> list[int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, update_chunks
+from rapidformer_templates.engines.parallel.buckets import bucket_size_for, update_chunks
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, GradientBucket, ModelShapes, Variant
@@ -78,18 +78,15 @@ class Stage:
     ) -> None:
         """``blocks`` are the first block and the end. By default, the layout determines them."""
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
-        parts = (blocks,) if blocks else tuple(self._own_blocks())
-        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, parts, peer, layout.experts)
-
-    def _own_blocks(self) -> Iterator[tuple[int, int]]:
-        layout = self.layout
-        if layout.pipeline == 1:
-            yield 0, sum(self.model.depths.values())
-            return
-        sizes = layout.stages or self.model.stage_sizes(layout.pipeline * layout.virtual)
-        ends = list(accumulate(sizes))
-        for stage in range(self.rank, len(sizes), layout.pipeline):
-            yield ends[stage] - sizes[stage], ends[stage]
+        if blocks:
+            parts = [blocks]
+        elif layout.pipeline == 1:
+            parts = [(0, sum(model.depths.values()))]
+        else:
+            sizes = layout.stages or model.stage_sizes(layout.pipeline * layout.virtual)
+            ends = list(accumulate(sizes))
+            parts = [(ends[i] - sizes[i], ends[i]) for i in range(rank, len(sizes), layout.pipeline)]
+        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, tuple(parts), peer, layout.experts)
 
     @property
     def is_first(self) -> bool:
@@ -304,7 +301,10 @@ class Stage:
             return [self._beside_states(0, sums, max(waiting + copies_elsewhere, copied))]
         shares, late = self._share(self.largest_replica), sum(self._sum_of(each) for each in tied)
         sent = self._beside_states(others if self._sums_early else 0, shares + late, waiting)
-        gathered = max(self._width(each.has_masters, BF16) * self._gathered(each.bucket) for each in self._buckets)
+        gathered = 0  # in addition to the weights while the updated ones of a bucket are sent
+        for each in self._buckets:
+            elements = each.bucket.packed + (each.bucket.share if each.bucket.owner is None else 0)
+            gathered = max(gathered, self._width(each.has_masters, BF16) * elements)
         return [sent, self._beside_states(0, shares, max(copied, gathered))]
 
     def _copied_for_update(self) -> int:
@@ -338,19 +338,17 @@ class Stage:
     @cached_property
     def _leaving(self) -> list[GradientTraffic]:
         """Per part, the buckets that it sends to its replicas."""
-        return [self._leaves([each for each in self._buckets if each.part == part]) for part in range(len(self.blocks))]
-
-    def _leaves(self, buckets: Sequence[GradientBucket]) -> GradientTraffic:
-        finished = accumulate(self._sum_of(each) * each.over for each in buckets if not each.is_tied)
-        largest: list[tuple[int, ...]] = [()]
-        for each in buckets:
-            largest.append(tuple(sorted((*largest[-1], self._packed(each)))[-2:]))
-        return GradientTraffic(
-            tuple(finished),
-            tuple(accumulate(map(self._sum_of, buckets), initial=0)),
-            tuple(accumulate((self._share_of(each, self.largest_replica) for each in buckets), initial=0)),
-            tuple(largest),
-        )
+        traffic = []
+        for part in range(len(self.blocks)):
+            buckets = [each for each in self._buckets if each.part == part]
+            largest: list[tuple[int, ...]] = [()]
+            for each in buckets:
+                largest.append(tuple(sorted((*largest[-1], self._packed(each)))[-2:]))
+            finished = accumulate(self._sum_of(each) * each.over for each in buckets if not each.is_tied)
+            sums = accumulate(map(self._sum_of, buckets), initial=0)
+            shares = accumulate((self._share_of(each, self.largest_replica) for each in buckets), initial=0)
+            traffic.append(GradientTraffic(tuple(finished), tuple(sums), tuple(shares), tuple(largest)))
+        return traffic
 
     def _packed(self, each: GradientBucket) -> int:
         """Bytes of a bucket's gradients in flight."""
@@ -382,11 +380,6 @@ class Stage:
             return traced
         everything = self.model.stage_parameters(replace(self.coordinates, experts=1)).values()
         return traced * sum(facts.count for facts in self.parameters.values()) // sum(f.count for f in everything)
-
-    @staticmethod
-    def _gathered(bucket: Bucket) -> int:
-        """Elements in addition to the weights while a bucket's updated ones are sent."""
-        return bucket.packed if bucket.owner is not None else bucket.share + bucket.packed
 
     def _on_their_way(self, begun: Iterable[int], count: int) -> int:
         """Bytes of the ``count`` largest buckets in flight, and of the shares that they produce."""

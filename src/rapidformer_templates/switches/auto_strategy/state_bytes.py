@@ -36,6 +36,10 @@ class StateBytes:
     on_host: tuple[int, int, int] = field(default=(0, 0, 0), compare=False, kw_only=True)
     host_copies: int = field(default=0, compare=False, kw_only=True)
 
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
     def per_parameter(self, count: int) -> tuple[float, float, float]:
         return self.parameters / count, self.gradients / count, self.optimizer / count
 

@@ -138,12 +138,14 @@ def predict_seconds(
         data=max(0.0, sums - hidden) + gathered,
         experts=layout.accumulation * experts,
         update=update,
-        offload=layout.accumulation * _exposed_copies(copied, computed),
+        offload=layout.accumulation * exposed_copies(copied, computed),
     )
 
 
-def _exposed_copies(copied: float, computed: float) -> float:
-    """Seconds that a micro batch waits for its activations: to the host in the forward, and back in the backward.
+def exposed_copies(copied: float, computed: float) -> float:
+    """Return the seconds that a micro batch waits for its activations.
+
+    They go to the host during the forward, and back during the backward.
 
     Args:
         copied: seconds of the copies in one direction.
