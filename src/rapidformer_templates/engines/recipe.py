@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.deepspeed_file.schedules import FileSchedule, rates
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.optimizers import RULES
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.schedules import STYLES, warmup_steps
+from rapidformer_templates.planning.schedules import STYLES, FileSchedule, deepspeed_rates, warmup_steps
 
 Schedule = Callable[[int], float]
 """Returns the learning rate of a step (from 0) as a fraction of the peak."""
@@ -116,7 +115,7 @@ def schedule(
     assert warmup is not None
     if parameters is not None:
         peak = training.lr or 0.0
-        rate = rates(parameters, lr=peak, warmup=warmup, total=decay_steps)
+        rate = deepspeed_rates(parameters, lr=peak, warmup=warmup, total=decay_steps)
         return lambda step: rate(step) / peak if peak else 0.0
     for steps, what in ((decay_steps, "decay"), (total_steps, "run")):
         if warmup > steps:

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -358,7 +358,15 @@ def parse_words(parser: argparse.ArgumentParser, words: Sequence[str], mistakes:
             names = (error.argument_name or "").split("/")
             mistakes.errors.append(ConfigError(str(error), hint=_list_of_flags(parser)))
             words = _without(words, names)
-    mistakes.errors += _unknown_words(unknown, parser)
+    # The words after an unknown flag are taken for its values.
+    positional = list(itertools.takewhile(lambda word: not _FLAG.match(word), unknown))
+    if positional:
+        more = f", and {len(positional) - 1} more" if len(positional) > 1 else ""
+        mistakes.errors.append(UnknownName(f"unexpected argument '{positional[0]}'{more}", hint=_list_of_flags(parser)))
+    known = [name for action in parser._actions for name in action.option_strings]
+    for name in dict.fromkeys(word.split("=")[0] for word in unknown if _FLAG.match(word)):
+        hint = flag_hint(name, known) or _list_of_flags(parser)
+        mistakes.errors.append(UnknownName(f"unknown flag {name}", where="command line", hint=hint))
     return vars(namespace)
 
 
@@ -380,18 +388,6 @@ def check_values(values: Mapping[str, object], options: Iterable[type], mistakes
             if f.name in values:
                 with mistakes.collect():
                     checked_value(f, field_types(kind)[f.name], values[f.name], "command line")
-
-
-def _unknown_words(words: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[ConfigError]:
-    """Yield an error for each unknown flag. The words after an unknown flag are taken for its values."""
-    positional = list(itertools.takewhile(lambda word: not _FLAG.match(word), words))
-    if positional:
-        more = f", and {len(positional) - 1} more" if len(positional) > 1 else ""
-        yield UnknownName(f"unexpected argument '{positional[0]}'{more}", hint=_list_of_flags(parser))
-    known = [name for action in parser._actions for name in action.option_strings]
-    for name in dict.fromkeys(word.split("=")[0] for word in words if _FLAG.match(word)):
-        hint = flag_hint(name, known) or _list_of_flags(parser)
-        yield UnknownName(f"unknown flag {name}", where="command line", hint=hint)
 
 
 def _list_of_flags(parser: argparse.ArgumentParser) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rapidformer_templates.planning.deepspeed_file.schedules import FileSchedule
+from rapidformer_templates.planning.schedules import FileSchedule
 
 PARALLEL_ENGINE = "rapidformer_templates.engines.parallel.engine:ParallelEngine"
 """The engine of 3D layouts."""

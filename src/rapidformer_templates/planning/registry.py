@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from importlib.metadata import EntryPoint, entry_points
@@ -162,16 +162,14 @@ def _discover() -> tuple[Switch, ...]:
     for point in entry_points(group=SWITCHES):
         switches += _declared_by(point)
     _check_unique(switches)
-    return tuple(sorted(_with_their_rules(switches), key=lambda switch: (switch.precedence, switch.name)))
-
-
-def _with_their_rules(switches: Sequence[Switch]) -> Iterator[Switch]:
-    """Yield the switches with their rules. A rule that concerns another switch moves to that one, if it exists."""
+    # A rule that concerns another switch moves to that one, if it exists.
     moved = [rule for switch in switches for rule in switch.rules if rule.concerns]
-    for switch in switches:
+    in_order = []
+    for switch in sorted(switches, key=lambda switch: (switch.precedence, switch.name)):
         own = tuple(rule for rule in switch.rules if not rule.concerns)
         others = tuple(rule for rule in moved if rule.concerns == switch.name)
-        yield dataclasses.replace(switch, rules=own + others)
+        in_order.append(dataclasses.replace(switch, rules=own + others))
+    return tuple(in_order)
 
 
 def _declared_by(point: EntryPoint) -> tuple[Switch, ...]:

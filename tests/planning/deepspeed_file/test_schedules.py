@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer_templates.planning.deepspeed_file.schedules import PARAMETERS, rates
+from rapidformer_templates.planning.schedules import DEEPSPEED_PARAMETERS, deepspeed_rates
 
 lr_schedules = pytest.importorskip(
     "deepspeed.runtime.lr_schedules", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'"
@@ -43,16 +43,16 @@ CASES = [
 def test_each_update_runs_at_deepspeeds_rate(kind: str, given: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
     theirs = getattr(lr_schedules, kind)(optimizer, **given)
-    ours = rates({"type": kind, "params": given}, lr=LR, warmup=0, total=0)
+    ours = deepspeed_rates({"type": kind, "params": given}, lr=LR, warmup=0, total=0)
     for update in range(40):
         assert ours(update) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=0), update
         theirs.step()
 
 
-@pytest.mark.parametrize("kind", PARAMETERS)
+@pytest.mark.parametrize("kind", DEEPSPEED_PARAMETERS)
 def test_parameters_and_defaults_are_deepspeeds(kind: str) -> None:
     theirs = inspect.signature(getattr(lr_schedules, kind)).parameters.values()
-    ours = PARAMETERS[kind]
+    ours = DEEPSPEED_PARAMETERS[kind]
     # We decide which update comes first: a resumed run continues from its last update.
     assert set(ours) == {p.name for p in theirs} - {"optimizer", "last_batch_iteration"}
     for parameter in theirs:
@@ -63,9 +63,9 @@ def test_parameters_and_defaults_are_deepspeeds(kind: str) -> None:
 
 def test_auto_is_filled_as_the_guide_says() -> None:
     given = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
-    ours = rates({"type": "WarmupDecayLR", "params": given}, lr=LR, warmup=4, total=12)
+    ours = deepspeed_rates({"type": "WarmupDecayLR", "params": given}, lr=LR, warmup=4, total=12)
     told = {"warmup_min_lr": 0.0, "warmup_max_lr": LR, "warmup_num_steps": 4, "total_num_steps": 12}
-    theirs = rates({"type": "WarmupDecayLR", "params": told}, lr=0.0, warmup=0, total=0)
+    theirs = deepspeed_rates({"type": "WarmupDecayLR", "params": told}, lr=0.0, warmup=0, total=0)
     assert [ours(update) for update in range(14)] == [theirs(update) for update in range(14)]
     assert max(ours(update) for update in range(14)) == LR
     assert ours(13) == 0.0

@@ -25,8 +25,7 @@ from rapidformer_templates.planning.deepspeed_file.file import (
     section_at,
 )
 from rapidformer_templates.planning.deepspeed_file.keys import OPTIMIZERS, are_betas, is_nonnegative, key_table, type_of
-from rapidformer_templates.planning.deepspeed_file.schedules import FLAGS, PARAMETERS, FileSchedule
-from rapidformer_templates.planning.schedules import OF_SCHEDULES
+from rapidformer_templates.planning.schedules import DEEPSPEED_FLAGS, DEEPSPEED_PARAMETERS, OF_SCHEDULES, FileSchedule
 
 if TYPE_CHECKING:
     from rapidformer_templates.planning.switch import Request
@@ -73,11 +72,14 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[FlagValue]:
     for field, path, value in (*_flag_values(file.content), *_optimizer_flags(file.content)):
         checked = config.checked(field, _whole(value), f"{file.where(path)}, {path}")
         values.append(FlagValue(field, path, checked, str(look_up(file.content, path))))
-    for name, value, is_default in _schedule_flags(file.content):
-        path = f"scheduler.params.{name}"
-        checked = config.checked(FLAGS[name], _whole(value), f"{file.where(path)}, {path}")
-        note = " (DeepSpeed's default)" if is_default else ""
-        values.append(FlagValue(FLAGS[name], path, checked, f"{value}{note}"))
+    parameters = section_at(file.content, "scheduler.params")
+    for name, default in DEEPSPEED_PARAMETERS.get(type_of(file.content, "scheduler"), {}).items():
+        value = parameters.get(name, default)
+        if name in DEEPSPEED_FLAGS and value is not None and value != AUTO:
+            path = f"scheduler.params.{name}"
+            checked = config.checked(DEEPSPEED_FLAGS[name], _whole(value), f"{file.where(path)}, {path}")
+            note = "" if name in parameters else " (DeepSpeed's default)"
+            values.append(FlagValue(DEEPSPEED_FLAGS[name], path, checked, f"{value}{note}"))
     return values
 
 
@@ -118,15 +120,6 @@ def _optimizer_flags(content: Section) -> Iterator[tuple[str, str, Json]]:
     optimizer = OPTIMIZERS.get(type_of(content, "optimizer").lower())
     if optimizer is not None:
         yield "optimizer", "optimizer.type", optimizer
-
-
-def _schedule_flags(content: Section) -> Iterator[tuple[str, Json, bool]]:
-    """Yield (parameter, value, whether it is DeepSpeed's default) of the schedule's parameters that are flags."""
-    parameters = section_at(content, "scheduler.params")
-    for name, default in PARAMETERS.get(type_of(content, "scheduler"), {}).items():
-        value = parameters.get(name, default)
-        if name in FLAGS and value is not None and value != AUTO:
-            yield name, value, name not in parameters
 
 
 def merge_file(config: RunConfig) -> RunConfig:
@@ -178,7 +171,11 @@ def file_schedule(request: Request) -> FileSchedule | None:
     """Return the schedule of a file."""
     content = file_of(request).content
     kind = type_of(content, "scheduler")
-    return {"type": kind, "params": dict(section_at(content, "scheduler.params"))} if kind in PARAMETERS else None
+    return (
+        {"type": kind, "params": dict(section_at(content, "scheduler.params"))}
+        if kind in DEEPSPEED_PARAMETERS
+        else None
+    )
 
 
 def decays_in_the_gradient(request: Request) -> bool:
@@ -191,7 +188,7 @@ def idle_schedule_flags(request: Request) -> Iterator[tuple[str, str]]:
     file, scheduler = file_of(request), file_schedule(request)
     if scheduler is None:
         return
-    used = {FLAGS[name] for name in PARAMETERS[scheduler["type"]] if name in FLAGS}
+    used = {DEEPSPEED_FLAGS[name] for name in DEEPSPEED_PARAMETERS[scheduler["type"]] if name in DEEPSPEED_FLAGS}
     if scheduler["params"].get("warmup_num_steps") == AUTO:
         used |= {"lr_warmup_fraction", "lr_warmup_samples"}
     for field in OF_SCHEDULES:

@@ -1,11 +1,18 @@
-"""Checks of the keys of a DeepSpeed file, with the table ``keys.toml``. Does not import torch."""
+"""The keys of a DeepSpeed file: what DeepSpeed reads, what the table ``keys.toml`` says, and which are mistakes.
+
+DeepSpeed's sections are pydantic models. Their fields are parsed from the source code of the installed DeepSpeed.
+Importing them would take seconds and choose a device, which making a plan must not do. Does not import torch.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TypeGuard
@@ -21,9 +28,85 @@ from rapidformer_templates.planning.deepspeed_file.file import (
     section_at,
     shown,
 )
-from rapidformer_templates.planning.deepspeed_file.schedules import NEEDED, PARAMETERS
-from rapidformer_templates.planning.deepspeed_file.schema import SectionKeys, known_keys
 from rapidformer_templates.planning.optimizers import DEEPSPEED_TYPES
+from rapidformer_templates.planning.schedules import DEEPSPEED_NEEDED, DEEPSPEED_PARAMETERS
+
+DEEPSPEED_SECTIONS = {
+    "zero_optimization": "DeepSpeedZeroConfig",
+    "fp16": "DeepSpeedFP16Config",
+    "bf16": "DeepSpeedBF16Config",
+}
+"""Sections, with the class that reads them."""
+
+DEEPSPEED_SOURCES = (
+    "runtime/zero/config.py",
+    "runtime/zero/offload_config.py",
+    "runtime/zero/leaf_module_config.py",
+    "runtime/precision_config.py",
+)
+AIO_SOURCE = "runtime/swap_tensor/constants.py"
+
+
+@dataclass(frozen=True)
+class SectionKeys:
+    """The keys of a section.
+
+    Attributes:
+        names: the keys. A key that is a section itself maps to its keys.
+        replaced: deprecated keys of DeepSpeed, with their replacements.
+    """
+
+    names: Mapping[str, SectionKeys | None]
+    replaced: Mapping[str, str] = field(default_factory=dict)
+
+
+@cache
+def known_keys() -> Mapping[str, SectionKeys]:
+    """Return the keys of the sections that are passed to DeepSpeed.
+
+    Empty without DeepSpeed, or with unknown sources.
+    """
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    root = Path(spec.submodule_search_locations[0])
+    try:
+        trees = [ast.parse((root / source).read_text(encoding="utf-8")) for source in DEEPSPEED_SOURCES]
+        aio = re.findall(r'^AIO_\w+ = "(\w+)"', (root / AIO_SOURCE).read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, SyntaxError):
+        return {}
+    models = {
+        entry.name: entry
+        for tree in trees
+        for entry in tree.body
+        if isinstance(entry, ast.ClassDef) and "DeepSpeedConfigModel" in map(ast.unparse, entry.bases)
+    }
+    sections = {name: _fields_of(models[kind], models) for name, kind in DEEPSPEED_SECTIONS.items() if kind in models}
+    return {**sections, "aio": SectionKeys(dict.fromkeys(aio))}
+
+
+def _fields_of(model: ast.ClassDef, models: Mapping[str, ast.ClassDef]) -> SectionKeys:
+    """Return the keys of a model: the names of its fields, and the aliases in ``Field(…, alias="…")``."""
+    names: dict[str, SectionKeys | None] = {}
+    replaced = {}
+    for entry in model.body:
+        if not isinstance(entry, ast.AnnAssign) or not isinstance(entry.target, ast.Name):
+            continue
+        name = entry.target.id
+        types = [node.id for node in ast.walk(entry.annotation) if isinstance(node, ast.Name)]
+        names[name] = next((_fields_of(models[kind], models) for kind in types if kind in models), None)
+        options = {word.arg: word.value for word in entry.value.keywords} if isinstance(entry.value, ast.Call) else {}
+        match options.get("alias"):
+            case ast.Constant(value=str(alias)):
+                names[alias] = names[name]
+        match options.get("json_schema_extra"):
+            case ast.Dict(keys=keys, values=values):
+                pairs = zip(keys, values, strict=True)
+                extra = {key.value: value for key, value in pairs if isinstance(key, ast.Constant)}
+                if "deprecated" in extra:
+                    replacement = extra.get("new_param")
+                    replaced[name] = str(replacement.value) if isinstance(replacement, ast.Constant) else ""
+    return SectionKeys(names, replaced)
 
 
 @dataclass(frozen=True)
@@ -83,7 +166,7 @@ def unknown_keys(file: DeepSpeedFile) -> Iterator[Problem]:
         elif key in schema:
             yield from _unknown_in(value, key, schema[key])
     schedule = None  # another type is refused as idle
-    if parameters := PARAMETERS.get(type_of(file.content, "scheduler")):
+    if parameters := DEEPSPEED_PARAMETERS.get(type_of(file.content, "scheduler")):
         schedule = SectionKeys(dict.fromkeys([*parameters, "last_batch_iteration"]))
     options = SectionKeys(dict.fromkeys(OPTIMIZER_OPTIONS))
     for key, keys in (
@@ -161,16 +244,16 @@ def _idle_scheduler(content: Section) -> Iterator[Problem]:
     if not isinstance(content.get("scheduler"), Mapping):
         return
     kind, path = type_of(content, "scheduler"), "scheduler.params"
-    if kind not in PARAMETERS:
-        means = did_you_mean(kind, PARAMETERS) or f"choose from {', '.join(PARAMETERS)}"
+    if kind not in DEEPSPEED_PARAMETERS:
+        means = did_you_mean(kind, DEEPSPEED_PARAMETERS) or f"choose from {', '.join(DEEPSPEED_PARAMETERS)}"
         yield "scheduler.type", f"scheduler.type = {kind or 'none'} is not a schedule of DeepSpeed; {means}"
         return
     parameters = section_at(content, path)
     for name, value in parameters.items():
         problem = _problem_with(name, value)
-        if name in (*PARAMETERS[kind], "last_batch_iteration") and value not in (None, AUTO) and problem:
+        if name in (*DEEPSPEED_PARAMETERS[kind], "last_batch_iteration") and value not in (None, AUTO) and problem:
             yield f"{path}.{name}", f"{path}.{name} = {shown(value)}: {problem}"
-    for name in NEEDED.get(kind, ()):
+    for name in DEEPSPEED_NEEDED.get(kind, ()):
         if name not in parameters:
             yield "scheduler", f"{path}.{name} is missing, which {kind} needs"
     if kind == "OneCycle" and parameters.get("cycle_momentum", True) is not False:

@@ -136,8 +136,14 @@ def _offloads(request: Request, stage: int) -> dict[str, Json]:
     section: dict[str, Json] = {}
     if "nvme-offload" in request.active:
         device = {"device": "nvme", "nvme_path": request.config.get("nvme_path"), "pin_memory": pinned}
+        # A buffer holds a worker's share of any parameter on its way to a disk, plus padding for alignment. The largest
+        # parameter is the embedding or a feed-forward. If the sizes are unknown, it is DeepSpeed's default.
+        model, buffer = request.model, 100_000_000
+        if not request.environment.white_box and model.hidden_size is not None and model.vocab_size is not None:
+            largest = model.hidden_size * max(-(-model.vocab_size // 128) * 128, 8 * model.hidden_size)
+            buffer = -(-largest // request.sizes.data) + 2**20
+        buffers = {"buffer_size": buffer}
         # The optimizer state passes through memory one sub-group at a time, in four buffers of that size.
-        buffers = {"buffer_size": _largest_share(request)}
         section = {"offload_optimizer": device, "offload_param": {**device, **buffers}, "sub_group_size": 25_000_000}
     elif "cpu-offload" in request.active:
         device = {"device": "cpu", "pin_memory": pinned}
@@ -146,18 +152,6 @@ def _offloads(request: Request, stage: int) -> dict[str, Json]:
     named = {name for name in OFFLOADS if isinstance(zero.get(name), Mapping)}
     # A file that names one of the two offloads only that one.
     return {name: value for name, value in section.items() if not named or name not in OFFLOADS or name in named}
-
-
-def _largest_share(request: Request) -> int:
-    """Return the elements of a buffer that holds a worker's share of any parameter on its way to a disk.
-
-    The largest parameter is the embedding or a feed-forward. If the sizes are unknown, it is DeepSpeed's default.
-    """
-    model, workers = request.model, request.sizes.data
-    if request.environment.white_box or model.hidden_size is None or model.vocab_size is None:
-        return 100_000_000
-    largest = model.hidden_size * max(-(-model.vocab_size // 128) * 128, 8 * model.hidden_size)
-    return -(-largest // workers) + 2**20  # plus padding for alignment
 
 
 def file_notes(request: Request) -> Iterator[str]:

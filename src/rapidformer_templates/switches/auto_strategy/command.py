@@ -199,7 +199,20 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
     }
     spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in shares.items() if share > 0)
     lines.append(f"  where the step goes: {spent}")
-    lines += [f"  {why}" for why in _comparisons(result)]
+    for name, words in (
+        ("tensor", "tensor size"),
+        ("pipeline", "pipeline size"),
+        ("virtual", "number of stages per worker"),
+        ("experts", "number of workers to a copy of the experts"),
+        ("micro_batch", "micro batch"),
+        ("recompute", "recomputation"),
+        ("partitioned", "partitioning"),
+    ):
+        chosen = getattr(layout, name)
+        if other := next((c for c in result.layouts if getattr(c.layout, name) != chosen), None):
+            faster = other.samples_per_second / best.samples_per_second - 1
+            value = getattr(other.layout, name)
+            lines.append(f"  best with another {words} ({value}): {faster:+.0%} samples/s, {other.needed_gb:.1f} GB")
     if layout.offload and any(not rejected.layout.offload for rejected in result.rejected):
         lines.append("  what blocks keep goes to host memory: no layout fits without that")
     if best.memory.host:
@@ -215,27 +228,6 @@ def not_predicted(result: SearchResult) -> list[str]:
         f"not predicted: {unknown.switch}: {', '.join(unknown.kinds)}: {unknown.why}"
         for unknown in result.not_predicted
     ]
-
-
-def _comparisons(result: SearchResult) -> list[str]:
-    """Compare the best layout with the nearest alternatives."""
-    best, lines = result.layouts[0], []
-    for name, words in (
-        ("tensor", "tensor size"),
-        ("pipeline", "pipeline size"),
-        ("virtual", "number of stages per worker"),
-        ("experts", "number of workers to a copy of the experts"),
-        ("micro_batch", "micro batch"),
-        ("recompute", "recomputation"),
-        ("partitioned", "partitioning"),
-    ):
-        chosen = getattr(best.layout, name)
-        other = next((c for c in result.layouts if getattr(c.layout, name) != chosen), None)
-        if other:
-            share = other.samples_per_second / best.samples_per_second - 1
-            value = getattr(other.layout, name)
-            lines.append(f"best with another {words} ({value}): {share:+.0%} samples/s, {other.needed_gb:.1f} GB")
-    return lines
 
 
 def show_rejected(result: SearchResult, terminal: Console) -> None:

@@ -247,35 +247,31 @@ class Sharded:
         yield MemorySnapshot(
             0, self._gradients(0, 0), (2 if self.setting.gpu else 3) * self.width * self.model.outside_blocks
         )
+        # Bytes of a block's gradients in the type of the sum. They are sent while the next block computes.
+        run = FP32 * self.model.most_in_a_block(self.model.parameters, self.layout.experts)
         before = 0
         for number, phase in enumerate(self.phases):
-            yield from self._of(phase, before, self._gathered(number))
+            gathered = self._gathered(number)
+            # The gradients of the root that are finished before those of the last block belong to the head.
+            outside = min(before, self.phases[self._backwards[0] - 1].finished if self._backwards else 0)
+            of_blocks = before - outside
+            leaving = run if of_blocks else 0
+            yield MemorySnapshot(phase.peak_beside_earlier, self._gradients(outside, of_blocks), gathered + leaving)
+            if phase.name == "backward" and phase.blocks > 1:  # the last of the blocks that the phase represents
+                others = phase.blocks - 1
+                alive = phase.peak_beside_earlier - others * phase.kept_by_each
+                earlier = of_blocks + (phase.finished - before) * others // phase.blocks
+                yield MemorySnapshot(alive, self._gradients(outside, earlier), gathered + run)
+            if phase.name == "backward":
+                # Its gradients are in their buffer, which gloo copies once more. Its parameters have been freed.
+                finished = self._gradients(outside, phase.finished - outside)
+                yield MemorySnapshot(phase.end, finished, gathered - self._block + 2 * run)
             before = phase.finished
         # While the root's gradients are sent, FSDP's loop over the gradients still holds the last one.
-        outside = [facts.count for name, facts in self.model.parameters.items() if not self.model.block_of(name)]
+        of_root = [facts.count for name, facts in self.model.parameters.items() if not self.model.block_of(name)]
         width = FP32 if self.layout.accumulation > 1 else self.width
-        leaving = 2 * FP32 * sum(outside) + width * sum(outside[-1:])
+        leaving = 2 * FP32 * sum(of_root) + width * sum(of_root[-1:])
         yield MemorySnapshot(self.phases[-1].end, self._to_fp32(before) // self.layout.shares, leaving)
-
-    def _of(self, phase: Phase, before: int, gathered: int) -> Iterator[MemorySnapshot]:
-        """``before``: bytes of gradients finished when the phase began. ``gathered``: bytes of whole parameters."""
-        # The gradients of the root that are finished before those of the last block belong to the head.
-        outside = min(before, self.phases[self._backwards[0] - 1].finished if self._backwards else 0)
-        of_blocks = before - outside
-        run = self._run  # sent while the next block computes
-        leaving = run if of_blocks else 0
-        yield MemorySnapshot(phase.peak_beside_earlier, self._gradients(outside, of_blocks), gathered + leaving)
-        if phase.name != "backward":
-            return
-        if phase.blocks > 1:  # the last of the blocks that the phase represents
-            others = phase.blocks - 1
-            alive = phase.peak_beside_earlier - others * phase.kept_by_each
-            earlier = of_blocks + (phase.finished - before) * others // phase.blocks
-            yield MemorySnapshot(alive, self._gradients(outside, earlier), gathered + run)
-        # Its gradients are in their buffer, which gloo copies once more. Its parameters have been freed.
-        yield MemorySnapshot(
-            phase.end, self._gradients(outside, phase.finished - outside), gathered - self._block + 2 * run
-        )
 
     def _gathered(self, number: int) -> int:
         """Bytes of whole parameters in a phase: of the root, of the active block, and of the block that arrives."""
@@ -305,11 +301,6 @@ class Sharded:
         if not self.setting.reshards:
             return 0
         return self.width * self.model.most_in_a_block(self.model.all_parameters, self.layout.experts)
-
-    @cached_property
-    def _run(self) -> int:
-        """Bytes of a block's gradients, in the type of the sum."""
-        return FP32 * self.model.most_in_a_block(self.model.parameters, self.layout.experts)
 
     @cached_property
     def _backwards(self) -> list[int]:

@@ -261,7 +261,12 @@ class Stage:
             left, leaving: number of the part's buckets that are complete at the start and at the end of the phase.
         """
         others = sum(self._added_up(part, each) for part in each.added - {each.part})
-        adds, unfinished = each.part in each.added, self._of_own_experts(phase)
+        adds = each.part in each.added
+        unfinished = phase.peak - phase.peak_without_gradients
+        if self.coordinates.experts > 1:  # a trace has all experts
+            everything = self.model.stage_parameters(replace(self.coordinates, experts=1)).values()
+            own = sum(facts.count for facts in self.parameters.values())
+            unfinished = unfinished * own // sum(facts.count for facts in everything)
         if each.is_forward or not self._exchanges(each):
             gradients = self._added_up(each.part, each) if adds else unfinished
             return self._beside_states(activations, others + gradients, 0)
@@ -372,14 +377,6 @@ class Stage:
         width, data = self._types.accumulate, self.layout.replicas
         alone = (self.model.unshared(trained, self.coordinates, data) for trained in self._parameters_of_parts)
         return [self._bytes_of(experts, width) for experts in alone]
-
-    def _of_own_experts(self, phase: Phase) -> int:
-        """Bytes of unfinished gradients with this worker's share of the experts. A trace has all experts."""
-        traced = phase.peak - phase.peak_without_gradients
-        if self.coordinates.experts == 1:
-            return traced
-        everything = self.model.stage_parameters(replace(self.coordinates, experts=1)).values()
-        return traced * sum(facts.count for facts in self.parameters.values()) // sum(f.count for f in everything)
 
     def _on_their_way(self, begun: Iterable[int], count: int) -> int:
         """Bytes of the ``count`` largest buckets in flight, and of the shares that they produce."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Protocol
 
 from rapidformer_templates.planning.optimizer_states import (
@@ -213,7 +214,11 @@ def divided_groups(
     optimizer = FP32 * sum(shares) + how.optimizer.bytes_of(runs(shares))
     states = []
     for rank in range(workers):
-        gradients = sum(_overlapping(group, rank * n, (rank + 1) * n) for group, n in zip(groups, shares, strict=True))
+        gradients = 0
+        for sizes, share in zip(groups, shares, strict=True):
+            begin, end = rank * share, (rank + 1) * share
+            ends = zip(sizes, accumulate(sizes), strict=True)
+            gradients += sum(size for size, last in ends if last > begin and last - size < end)
         states.append(StateBytes(whole, width * gradients, optimizer))
     return states
 
@@ -232,15 +237,6 @@ def _groups(parameters: Sequence[ParameterShape], workers: int, how: StateOption
     """Return (sizes of the parameters, elements of a worker's part) for each group. The parts are equal and even."""
     groups = [[p.count for p in group] for group in how.optimizer.groups_of(parameters)]
     return groups, [2 * math.ceil(sum(group) / (2 * workers)) for group in groups]
-
-
-def _overlapping(sizes: Sequence[int], start: int, end: int) -> int:
-    """Total elements of the parameters of a flattened group that overlap the range from ``start`` to ``end``."""
-    total = first = 0
-    for size in sizes:
-        total += size if first < end and first + size > start else 0
-        first += size
-    return total
 
 
 def each_divided(
