@@ -80,14 +80,14 @@ class RunConfig:
         origins = {**self.origins, **dict.fromkeys(values, origin)}
         return dataclasses.replace(self, **sections, switches=switches, origins=origins)
 
-    def checked(self, name: str, value: object, origin: str) -> Any:
+    def checked(self, name: str, value: object, origin: str) -> object:
         """Convert ``value`` to the type of the field ``name``.
 
         Raises:
             ConfigError: the value has the wrong type, is not one of the choices, or is out of range.
         """
         section = self.section_of(name)
-        options: Any = self.switches[section] if section in self.switches else getattr(self, section)
+        options: object = self.switches[section] if section in self.switches else getattr(self, section)
         kind: type = type(options)
         declared = next(f for f in dataclasses.fields(kind) if f.name == name)
         return checked_value(declared, field_types(kind)[name], value, origin)
@@ -195,7 +195,7 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, str) else value
 
 
-def _converted(kind: type, value: object) -> Any:
+def _converted(kind: type, value: object) -> object:
     if kind is str and isinstance(value, list | tuple | set | Mapping):
         raise TypeError
     return kind(str(value)) if kind is int else kind(value)  # YAML reads 1e-5 as text; int("2.5") must not become 2
@@ -207,7 +207,7 @@ def _several(name: str, kind: type, value: object, origin: str) -> tuple[object,
     return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
 
 
-def checked_value(f: dataclasses.Field[object], annotation: object, value: object, origin: str) -> Any:
+def checked_value(f: dataclasses.Field[object], annotation: object, value: object, origin: str) -> object:
     """Convert ``value`` to the type of its field.
 
     Raises:
@@ -235,7 +235,7 @@ def checked_value(f: dataclasses.Field[object], annotation: object, value: objec
     if choices and converted not in choices and converted != bare:
         hint = did_you_mean(str(converted), choices, f"choose from {', '.join(choices)}")
         raise ConfigError(f"{name} cannot be {converted!r}", where=origin, hint=hint)
-    if kind in (int, float):
+    if isinstance(converted, int | float) and kind is not bool:
         _check_range(f, converted, origin)
     return converted
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
+from rapidformer_templates.planning.deepspeed_file.file import Section
 from rapidformer_templates.planning.schedules import FileSchedule
 
 PARALLEL_ENGINE = "rapidformer_templates.engines.parallel.engine:ParallelEngine"
@@ -112,17 +113,24 @@ class EngineOptions:
     shard_over_data: Literal["optimizer", "gradients"] | None = None
     master_weights: MasterTypes | None = None
     offload: Literal["cpu", "nvme"] | None = None
-    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed: Section = field(default_factory=dict)
     parameter_sharding: ParameterSharding = ParameterSharding()
     experts_over: int = 1
     compile_shapes: int = 0
     attention_kernel: AttentionKernel | None = None
     context_kind: ContextKind | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the options that differ from the defaults."""
         defaults = asdict(EngineOptions())
         return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+
+
+class PlannedValue(TypedDict):
+    """The value of a flag in the flag's own type, and where it came from, such as ``run.yaml:3``."""
+
+    value: Any
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -159,11 +167,11 @@ class Plan:
     optimizer_options: Mapping[str, object] = field(default_factory=dict)
     schedule: FileSchedule | None = None
     notes: tuple[str, ...] = ()
-    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    values: Mapping[str, PlannedValue] = field(default_factory=dict)
     rules: tuple[str, ...] = ()
     groups: tuple[WorkerGroup, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self) | {"engine_options": self.engine_options.to_json()}
 
 

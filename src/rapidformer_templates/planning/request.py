@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig
@@ -123,9 +122,9 @@ def model_facts(config: RunConfig) -> ModelFacts:
     """
     content = _read_config(config.model)
     kind = content.get("model_type") if content else config.model.model_type
-    facts: dict[str, Any] = {}
+    facts: dict[str, int | None] = {}
     for name, keys in CONFIG_KEYS.items():
-        in_file = next((content[key] for key in keys if isinstance(content.get(key), int)), None)
+        in_file = next((value for key in keys if isinstance(value := content.get(key), int)), None)
         value = getattr(config.model, name, None)
         facts[name] = in_file if value is None else value
     return ModelFacts(model_type=kind if isinstance(kind, str) else None, **facts)

@@ -12,7 +12,7 @@ from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.flags import file_schedule
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.plan import PARALLEL_ENGINE, EngineOptions, Plan, groups_of
+from rapidformer_templates.planning.plan import PARALLEL_ENGINE, EngineOptions, Plan, PlannedValue, groups_of
 from rapidformer_templates.planning.registry import REGISTRY, Registry, in_words
 from rapidformer_templates.planning.request import (
     build_request,
@@ -64,7 +64,7 @@ def plan_of(request: Request, registry: Registry) -> Plan:
     options = EngineOptions()
     for switch in request.active.values():
         options = switch.engine_options(request, options)
-    values = {
+    values: dict[str, PlannedValue] = {
         spelling(f.name): {"value": config.get(f.name), "origin": config.origin(f.name)}
         for f in config.fields()
         if f.name in config.origins

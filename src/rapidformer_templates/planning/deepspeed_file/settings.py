@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rapidformer_templates.planning.deepspeed_file.file import (
     AUTO,
@@ -48,7 +48,7 @@ def bucket_sizes(width: int) -> dict[str, int]:
     }
 
 
-def fill_bucket_sizes(settings: Mapping[str, Any], width: int) -> dict[str, Any]:
+def fill_bucket_sizes(settings: Section, width: int) -> dict[str, Json]:
     """Return the section ``zero_optimization`` with sizes in place of each ``"auto"``.
 
     Args:
@@ -58,7 +58,7 @@ def fill_bucket_sizes(settings: Mapping[str, Any], width: int) -> dict[str, Any]
     return {name: sizes.get(name, value) if value == AUTO else value for name, value in settings.items()}
 
 
-def deepspeed_settings(request: Request, precision: str) -> dict[str, Any]:
+def deepspeed_settings(request: Request, precision: str) -> dict[str, Json]:
     """Return the DeepSpeed configuration of a run: the file, combined with the flags.
 
     Args:
@@ -73,7 +73,7 @@ def deepspeed_settings(request: Request, precision: str) -> dict[str, Any]:
     return merged
 
 
-def _merged(content: Section, defaults: Section) -> dict[str, Any]:
+def _merged(content: Section, defaults: Section) -> dict[str, Json]:
     """Replace defaults with the file's values, except with ``"auto"``, or with null in place of a section."""
     result = copy.deepcopy(dict(defaults))
     for name, value in content.items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.deepspeed_file.file import section_at
 from rapidformer_templates.planning.deepspeed_file.settings import LEAST, fill_bucket_sizes
 from rapidformer_templates.planning.optimizer_states import BF16, FP32
 from rapidformer_templates.planning.optimizers import CLASSES
@@ -159,8 +160,8 @@ class Layout:
 
 def layout_of(plan: Plan) -> Layout:
     """Return the layout of a resolved run."""
-    sizes, values = plan.sizes, plan.values
-    granularity = values.get(spelling("recompute_granularity"), {}).get("value") or "full"
+    sizes, values = plan.sizes, {flag: entry["value"] for flag, entry in plan.values.items()}
+    granularity = values.get(spelling("recompute_granularity")) or "full"
     return Layout(
         sizes.tensor,
         sizes.pipeline,
@@ -173,7 +174,7 @@ def layout_of(plan: Plan) -> Layout:
         shard_size=plan.engine_options.parameter_sharding.shard_size,
         context=sizes.context,
         offload="offload-activations" in plan.switches,
-        virtual=values.get(spelling("virtual_pipeline_size"), {}).get("value") or 1,
+        virtual=values.get(spelling("virtual_pipeline_size")) or 1,
         experts=plan.engine_options.experts_over,
     )
 
@@ -240,7 +241,7 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
         width: width of the model, which determines ZeRO's buckets.
     """
     options = plan.engine_options
-    zero: dict[str, Any] = fill_bucket_sizes(options.deepspeed.get("zero_optimization", {}), width)
+    zero: dict[str, Any] = fill_bucket_sizes(section_at(options.deepspeed, "zero_optimization"), width)
     optimizer = CLASSES[plan.optimizer_implementation]
     rule = optimizer.state
     if spelling("ema_decay") in plan.values:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ class FakeDataReads(TorchDispatchMode):
         self._dense = dense
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         return answer(func, args, dense=self._dense) if func in DATA_DEPENDENT_OPS else func(*args, **(kwargs or {}))
 
@@ -131,7 +131,7 @@ def divide_sequences(assembly: Assembly, workers: Workers, kind: ContextKind | N
     divide_context(assembly, Building(None, plan, workers, no_loss, has_values=False))
 
 
-def no_loss(model: nn.Module) -> Any:
+def no_loss(model: nn.Module) -> NoReturn:
     """Placeholder for transforms that do not try the user's loss."""
     raise AssertionError("this transform asks for no loss")
 
@@ -158,7 +158,7 @@ def local_parameters(
     return local
 
 
-def ends_of(model: nn.Module, try_loss: Callable[[nn.Module], Any]) -> dict[str, frozenset[str]]:
+def ends_of(model: nn.Module, try_loss: Callable[[nn.Module], torch.Tensor]) -> dict[str, frozenset[str]]:
     """Return the stages (``first``, ``middle``, ``last``) of each parameter outside the blocks. Each name is a key.
 
     Args:

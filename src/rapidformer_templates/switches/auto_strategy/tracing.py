@@ -137,7 +137,7 @@ class _TraceWatch(LiveStorages):
         self._has_gradient = False
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         kwargs = kwargs or {}
         result: object

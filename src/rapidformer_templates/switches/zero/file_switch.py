@@ -131,7 +131,7 @@ PLANNED = {
 
 
 def _what_no_flag_knows(request: Request) -> Reasons:
-    others = sorted(set(deepspeed_settings(request, "fp32")["zero_optimization"]) - PLANNED)
+    others = sorted(set(section_at(deepspeed_settings(request, "fp32"), "zero_optimization")) - PLANNED)
     return dict.fromkeys(FORECAST, f"what {', '.join(others)} of the file changes") if others else {}
 
 

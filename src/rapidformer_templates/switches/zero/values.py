@@ -6,7 +6,7 @@ import logging
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.deepspeed_file.file import read
+from rapidformer_templates.planning.deepspeed_file.file import read, section_at
 from rapidformer_templates.planning.deepspeed_file.settings import fill_bucket_sizes
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import compiled_parts
@@ -40,7 +40,7 @@ def check_values(config: RunConfig, plan: Plan) -> None:
     models = {"fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config, "zero_optimization": DeepSpeedZeroConfig}
     for section, model in models.items():
         try:
-            model(**fill_bucket_sizes(settings[section], width=1))
+            model(**fill_bucket_sizes(section_at(settings, section), width=1))
         except ValidationError as error:
             first = error.errors()[0]
             path = ".".join([section, *map(str, first["loc"])])
