@@ -8,7 +8,7 @@ import pytest
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.planning.environment import DEVICE_KINDS, Environment
-from rapidformer_templates.switches.auto_strategy.hardware import ASSUMED, GIVEN, find_hardware
+from rapidformer_templates.switches.auto_strategy.timing import ASSUMED, GIVEN, find_hardware
 
 TINY = "--model-type gpt2 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
 

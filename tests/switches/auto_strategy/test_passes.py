@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rapidformer_templates.switches.auto_strategy.stage_parts import ENOUGH_ROUNDS, _passes, passes
+from rapidformer_templates.switches.auto_strategy.trace import ENOUGH_ROUNDS, _passes, passes
 
 
 def alive(workers: int, rank: int, per_worker: int, microbatches: int) -> int:

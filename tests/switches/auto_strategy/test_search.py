@@ -21,7 +21,6 @@ from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy import command, timing
 from rapidformer_templates.switches.auto_strategy.command import reasons
-from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware, find_hardware
 from rapidformer_templates.switches.auto_strategy.layouts import (
     PARTITIONINGS,
     RECOMPUTED,
@@ -32,6 +31,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import (
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
+from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
 from tests.support.selection import by_default
 
 TINY = "--model-type gpt2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"

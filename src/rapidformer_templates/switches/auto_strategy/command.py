@@ -16,10 +16,10 @@ from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware, find_hardware
 from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Search, SearchResult
+from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 from rapidformer_templates.system.terminal import console
 

@@ -21,7 +21,6 @@ from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request, model_facts
 from rapidformer_templates.planning.resolve import plan_of
 from rapidformer_templates.planning.switch import FORECAST, ModelFacts, Request
-from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
 from rapidformer_templates.switches.auto_strategy.layouts import (
     PARTITIONINGS,
     RECOMPUTED,
@@ -32,7 +31,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import (
 from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_alone, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.stage_balance import balance_memory
-from rapidformer_templates.switches.auto_strategy.timing import Timing, predict_seconds
+from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, Timing, predict_seconds
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 
 T = TypeVar("T", int, bool)

@@ -11,12 +11,12 @@ from rapidformer_templates.planning.balance import balanced_cut, least_cost
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy.hardware import GB
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions, layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import of_stage, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.stage_memory import Stage
+from rapidformer_templates.switches.auto_strategy.timing import GB
 
 ALIKE = 0.02
 """Share of the memory. Cuts that differ by less count as equal. The one whose stage times are closest is chosen."""

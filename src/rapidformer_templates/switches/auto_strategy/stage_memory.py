@@ -12,9 +12,8 @@ from rapidformer_templates.engines.parallel.buckets import bucket_size_for, upda
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MasterWeights, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, GradientBucket, ModelShapes, Variant
-from rapidformer_templates.switches.auto_strategy.stage_parts import Pass, StagePart, passes
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
-from rapidformer_templates.switches.auto_strategy.trace import Phase
+from rapidformer_templates.switches.auto_strategy.trace import Pass, Phase, StagePart, passes
 
 
 @dataclass(frozen=True)
