@@ -29,9 +29,11 @@ def needs_template(*names: str) -> Callable[[Request], list[Finding]]:
     def one(request: Request, switch: Switch) -> Finding:
         several = f"one of the templates {', '.join(TEMPLATES)}"
         needed = several if len(switch.templates) > 1 else f"the {switch.templates[0]} template"
+        environment = request.environment
+        template = f"template {environment.template or 'none'} ({environment.template_origin})"
         return Finding(
             f"{switch.name} needs {needed}",
-            (*request.asked_for(switch.name), request.asked_template()),
+            (*request.asked_for(switch.name), template),
             switches=(switch.name,),
             changes=tuple(move(request, template) for template in switch.templates),
         )

@@ -39,11 +39,6 @@ def equivalents() -> dict[str, Equivalent]:
     }
 
 
-def as_flags(flags: str) -> str:
-    """Return flags as on a command line: ``--mixed-precision bf16``."""
-    return flags
-
-
 def as_yaml(flags: str) -> str:
     """Return flags as in a file: ``mixed_precision: bf16``."""
     return ", ".join(f"{name}: {value}" if value else name for name, value in _pairs(flags))
@@ -60,13 +55,13 @@ def _pairs(flags: str) -> list[tuple[str, str]]:
     return [(name.replace("-", "_"), value) for name, value in pairs]
 
 
-def flag_hint(word: str, known: Iterable[str], spelled: Callable[[str], str] = as_flags) -> str | None:
+def flag_hint(word: str, known: Iterable[str], spelled: Callable[[str], str] = str) -> str | None:
     """Return a hint for an unknown name: its equivalent here, or the known flag with the closest spelling.
 
     Args:
         word: the name, with or without its dashes.
         known: the known flags, with their dashes.
-        spelled: formats flags as the source of the name does.
+        spelled: formats flags as the source of the name does. By default, as a command line.
     """
     name = word.lstrip("-").replace("-", "_").lower()
     equivalent = equivalents().get(name)

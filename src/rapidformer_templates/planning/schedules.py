@@ -177,7 +177,8 @@ def _warmup_fraction(p: Parameters, iteration: int, steps: int) -> float:
     return math.log(iteration + 1) / math.log(steps)
 
 
-def _warmup(p: Parameters, iteration: int) -> float:
+def warmup_rate(p: Parameters, iteration: int) -> float:
+    """Return the rate of WarmupLR and WarmupDecayLR: a warmup, then a constant rate or a linear decay."""
     low, high, steps = p["warmup_min_lr"], p["warmup_max_lr"], max(2, int(p["warmup_num_steps"]))
     total = p.get("total_num_steps")
     if iteration < 0:
@@ -190,7 +191,8 @@ def _warmup(p: Parameters, iteration: int) -> float:
     return float(low + (high - low) * fraction)
 
 
-def _cosine(p: Parameters, iteration: int) -> float:
+def cosine_rate(p: Parameters, iteration: int) -> float:
+    """Return the rate of WarmupCosineLR: a warmup, then a cosine."""
     lr, steps, total = p["lr"], max(2, int(p["warmup_num_steps"])), p["total_num_steps"]
     lowest, end = p["warmup_min_ratio"], p["cos_min_ratio"]
     if iteration < 0:
@@ -201,7 +203,8 @@ def _cosine(p: Parameters, iteration: int) -> float:
     return float(lr * max(0.0, end + (1.0 - end) * (1 + math.cos(math.pi * progress)) / 2))
 
 
-def _one_cycle(p: Parameters, iteration: int) -> float:
+def one_cycle_rate(p: Parameters, iteration: int) -> float:
+    """Return the rate of OneCycle: up, down, and then a slow decay. It can move in stairs."""
     low, high = p["cycle_min_lr"], p["cycle_max_lr"]
     up = float(p["cycle_first_step_size"])
     down = up if p["cycle_second_step_size"] is None else float(p["cycle_second_step_size"])
@@ -219,17 +222,18 @@ def _one_cycle(p: Parameters, iteration: int) -> float:
     return float(low / (1 + p["decay_lr_rate"] * (iteration - whole + 1) / p["decay_step_size"]))
 
 
-def _range_test(p: Parameters, iteration: int) -> float:
+def range_test_rate(p: Parameters, iteration: int) -> float:
+    """Return the rate of LRRangeTest, which rises without an end."""
     steps = (iteration + 1) / p["lr_range_test_step_size"]
     steps = math.floor(steps) if p["lr_range_test_staircase"] else steps
     return float(p["lr_range_test_min_lr"] * (1 + p["lr_range_test_step_rate"] * steps))
 
 
 DEEPSPEED_FORMULAS: Mapping[str, Callable[[Parameters, int], float]] = {
-    "WarmupLR": _warmup,
-    "WarmupDecayLR": _warmup,
-    "WarmupCosineLR": _cosine,
-    "OneCycle": _one_cycle,
-    "LRRangeTest": _range_test,
+    "WarmupLR": warmup_rate,
+    "WarmupDecayLR": warmup_rate,
+    "WarmupCosineLR": cosine_rate,
+    "OneCycle": one_cycle_rate,
+    "LRRangeTest": range_test_rate,
 }
 """The rate of an iteration. DeepSpeed's own classes round the last digit of some rates otherwise."""

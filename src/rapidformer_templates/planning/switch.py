@@ -94,9 +94,6 @@ class Request:
         """Return how the user turned on the named active switches."""
         return self.asked(*(name for switch in switches for name in self.active[switch].on))
 
-    def asked_template(self) -> str:
-        return f"template {self.environment.template or 'none'} ({self.environment.template_origin})"
-
     def of_family(self, family: str) -> tuple[Switch, ...]:
         """Return the active switches of a family."""
         return tuple(switch for switch in self.active.values() if switch.family == family)
@@ -249,8 +246,9 @@ Reasons = Mapping[str, str]
 """Some of the quantities in ``FORECAST``, each with a short explanation."""
 
 
-def nothing(request: Request) -> Reasons:
-    return {}
+def always(**reasons: str) -> Callable[[Request], Reasons]:
+    """Make a ``Prediction.unknown`` that does not depend on the request."""
+    return lambda request: reasons
 
 
 @dataclass(frozen=True)
@@ -264,13 +262,8 @@ class Prediction:
     """
 
     predicted: Reasons = field(default_factory=dict)
-    unknown: Callable[[Request], Reasons] = nothing
+    unknown: Callable[[Request], Reasons] = lambda request: {}
     traced: bool = False
-
-
-def always(**reasons: str) -> Callable[[Request], Reasons]:
-    """Make a ``Prediction.unknown`` that does not depend on the request."""
-    return lambda request: reasons
 
 
 @dataclass(frozen=True)
