@@ -68,6 +68,12 @@ class Engine(Protocol):
     receipts: Mapping[str, object]
     before_update: list[Callable[[], None]]
 
+    def construction(self) -> AbstractContextManager[object]:
+        """Return the context from before ``build_model`` runs until the model is set up.
+
+        An engine that shards parameters keeps a worker's memory at its share of the model and its largest module.
+        """
+
     def build_context(self) -> AbstractContextManager[object]:
         """Return the context in which ``build_model`` runs."""
 

@@ -66,8 +66,8 @@ class SingleEngine:
 
     :class:`Step` implements the guarantees of a step for all engines. A subclass overrides these extension points:
 
-    - :meth:`build_context`, :meth:`_build`, :meth:`_shard`, :meth:`_build_optimizer`, :meth:`_distribute`: how the
-      model is sharded and which optimizer updates it
+    - :meth:`construction`, :meth:`build_context`, :meth:`_build`, :meth:`_shard`, :meth:`_build_optimizer`,
+      :meth:`_distribute`: how the model is built and sharded, and which optimizer updates it
     - :meth:`step`, :meth:`_begin_step`, :meth:`_accumulation_context`, :meth:`_backward`: the order of micro batches,
       and when gradients are exchanged
     - :attr:`_gradient_divisor`, :meth:`_unused_here`, :meth:`_drop_unused`: how the exchange changes gradients
@@ -99,6 +99,9 @@ class SingleEngine:
         self._monitor: StepMonitor | None = None  # None if the host waits for the device
         self._auxiliary: AuxiliaryLosses | None = None
 
+    def construction(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def build_context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -121,7 +124,7 @@ class SingleEngine:
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         """Move the model to the device, shard it, and build the optimizer over the local parameters."""
-        self.model = accelerator.move(model, self.workers.device).train()
+        self.model = model.train()
         differing = recipe.differences(_trained(self.model))
         self._shard(self.model)
         trained = _trained(self.model)  # sharding replaces the parameters
@@ -134,7 +137,8 @@ class SingleEngine:
         }
 
     def _shard(self, model: nn.Module) -> None:
-        """Shard the parameters over the workers in place, before the optimizer is built."""
+        """Move a model to the device in place, and shard its parameters if the engine does so."""
+        accelerator.move(model, self.workers.device)
 
     def _distribute(self) -> nn.Module:
         """Return the model for ``compute_loss``, wrapped if a wrapper exchanges its gradients."""
@@ -328,7 +332,7 @@ class SingleEngine:
                 group["lr"] = peak * factor
 
     def frozen(self, model: nn.Module) -> nn.Module:
-        model = accelerator.move(model, self.workers.device).requires_grad_(False).eval()
+        model.requires_grad_(False).eval()
         self._shard(model)
         return model
 

@@ -85,35 +85,36 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
     plan, training, workers = run.plan, run.config.training, run.workers
     engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=training.clip_grad)
 
-    # 1. The model as the user builds it, and what must be known about it before it is transformed.
-    model = _build_model(run, engine)
-    run.index_limits = IndexLimits.of(model, own_loss=run.overrides("compute_loss"))
-    _turn_off_cache(model)
-    is_tried = can_be_tried(model)
-    if is_tried:
-        _try_labels(run, model)
-    if run.task:
-        run.task.check_model(model)
-    groups = OPTIMIZERS[plan.optimizer].groups
-    run.parameter_groups = load_object(groups)(model) if groups else undecayed
-    if training.layerwise_lr_decay is not None:
-        run.depths = depths_of(model, _parameters_by_use(run, model, engine))
+    with engine.construction():
+        # 1. The model as the user builds it, and what must be known about it before it is transformed.
+        model = _build_model(run, engine)
+        run.index_limits = IndexLimits.of(model, own_loss=run.overrides("compute_loss"))
+        _turn_off_cache(model)
+        is_tried = can_be_tried(model)
+        if is_tried:
+            _try_labels(run, model)
+        if run.task:
+            run.task.check_model(model)
+        groups = OPTIMIZERS[plan.optimizer].groups
+        run.parameter_groups = load_object(groups)(model) if groups else undecayed
+        if training.layerwise_lr_decay is not None:
+            run.depths = depths_of(model, _parameters_by_use(run, model, engine))
 
-    # 2. The transforms of the switches.
-    assembly = _transformed(run, model)
-    for note in notes_about(assembly.model):
-        say(workers, f"note       {note}")
-    if training.neftune_alpha:
-        add_noise(assembly.model, training.neftune_alpha, training.seed)
+        # 2. The transforms of the switches.
+        assembly = _transformed(run, model)
+        for note in notes_about(assembly.model):
+            say(workers, f"note       {note}")
+        if training.neftune_alpha:
+            add_noise(assembly.model, training.neftune_alpha, training.seed)
 
-    # 3. The engine. It wraps or shards the model, and then builds the optimizer.
-    recipe = checked_optimizer(run.hooks.build_optimizer())
-    run.peak_lr = float(recipe.kwargs.get("lr", 0.0))
-    engine.setup(assembly, recipe, run.hooks.compute_loss)
-    if training.ema_decay is not None:
-        engine.keep_average(training.ema_decay)
-    run.engine = engine
-    provide_reference(run, build_reference or (lambda: _transformed(run, _build_model(run, engine)).model))
+        # 3. The engine. It wraps or shards the model, and then builds the optimizer.
+        recipe = checked_optimizer(run.hooks.build_optimizer())
+        run.peak_lr = float(recipe.kwargs.get("lr", 0.0))
+        engine.setup(assembly, recipe, run.hooks.compute_loss)
+        if training.ema_decay is not None:
+            engine.keep_average(training.ema_decay)
+        run.engine = engine
+        provide_reference(run, build_reference or (lambda: _transformed(run, _build_model(run, engine)).model))
     if not is_tried:
         with engine.measuring() as whole:
             _try_labels(run, whole)

@@ -118,6 +118,34 @@ def give_freed_memory_back() -> None:
     _mallopt({M_MMAP_THRESHOLD: 2**20})
 
 
+@contextmanager
+def freed_memory_given_back() -> Iterator[None]:
+    """Return every freed tensor of a megabyte or more to the system, until this context ends."""
+    before = freed_memory()
+    _mallopt({M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 2**20})
+    try:
+        yield
+    finally:
+        use_default_allocator()
+        if before == "kept":
+            keep_freed_memory()
+        elif before == "given back":
+            give_freed_memory_back()
+
+
+@contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable of this process inside the context."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
 def use_default_allocator() -> None:
     """Undo both settings: use the thresholds of a fresh process and return kept memory now.
 

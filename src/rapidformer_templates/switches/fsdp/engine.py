@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines.construction import ModelUnderConstruction, divided_construction
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.receipt import bytes_by_kind
 from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, local_part
@@ -60,21 +61,33 @@ class FSDPEngine(SingleEngine):
         self.reshards = sharding.reshard_after_forward
         self._in_forward = False
         self._views: list[tuple[torch.Tensor, int, nn.Module]] = []
+        self._construction: ModelUnderConstruction | None = None
         self.reduce_type = REDUCE_TYPES[sharding.reduce_dtype or "fp32"]
+
+    @contextmanager
+    def construction(self) -> Iterator[None]:
+        if self.workers.world == 1:
+            yield
+            return
+        self._construction = ModelUnderConstruction()
+        try:
+            with divided_construction(self._construction):
+                yield
+                self._construction.finish()
+        finally:
+            self._construction = None
 
     def _shard(self, model: nn.Module) -> None:
         # None reshards everything except the root, whose parameters the backward needs first.
         self._apply_fully_shard(model, None if self.reshards else False)
 
     def frozen(self, model: nn.Module) -> nn.Module:
-        model = accelerator.move(model, self.workers.device).requires_grad_(False).eval()
+        model.requires_grad_(False).eval()
         self._apply_fully_shard(model, True)  # without a backward, the root's parameters are not needed again
         return model
 
     def _apply_fully_shard(self, model: nn.Module, reshard: bool | None) -> None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if self.workers.world > 1 and not isinstance(tensor, DTensor):  # DTensors are already synchronized
-                dist.broadcast(tensor.detach(), src=0)
+        """Shard a model in place, unit by unit. No more than one unit is whole, on the host or on the device."""
         policy = MixedPrecisionPolicy()
         if self.compute_type is not None:
             # Parameters are gathered in the compute type. Gradients are summed in fp32, unless the user chooses another
@@ -82,11 +95,27 @@ class FSDPEngine(SingleEngine):
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
         for module in list(model.modules()):
             if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):  # already divided
+                accelerator.move(module, self.workers.device)
                 self._shard_expert_stacks(module, policy, reshard)
         blocks = list(find_blocks(model).values())
-        for unit in (*_shared_modules(blocks), *blocks):
+        for unit in (*_shared_modules(blocks), *blocks, model):
+            self._move_unit(unit)
+            whole = list(unit.parameters())
             fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(model, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
+            if self._construction:
+                self._construction.forget(whole)
+                self._construction.forget_freed()
+            del whole
+
+    def _move_unit(self, unit: nn.Module) -> None:
+        """Move a unit to the device, and give all workers the values of the first one."""
+        accelerator.move(unit, self.workers.device)
+        for tensor in (*unit.parameters(), *unit.buffers()):
+            is_synchronized = isinstance(tensor, DTensor) or (
+                self._construction is not None and self._construction.is_synchronized(tensor)
+            )
+            if self.workers.world > 1 and not is_synchronized:
+                dist.broadcast(tensor.detach(), src=0)
 
     def _shard_expert_stacks(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
         """Shard this worker's experts over the workers of its group that have the same experts."""

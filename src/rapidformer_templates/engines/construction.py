@@ -1,0 +1,377 @@
+"""Build a model of which each worker keeps only a share, while the code that builds it sees every tensor whole.
+
+While a model is built and transformed, all workers execute the same code. Each parameter begins whole. When other
+parameters need the memory, its storage is divided: every worker keeps an equal share of the bytes and frees the rest.
+The next operation that reads or writes the parameter, or a view of it, gathers the storage again.
+
+Operations are seen below autograd, by ``TorchDispatchMode``, so a backward gathers what it reads as well. The unit is
+the storage, so views and tied weights need no bookkeeping. FSDP's ``fully_shard`` frees memory in the same way: it
+resizes a storage to zero bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._ops import OpOverload
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.system.process_state import environment_variable, freed_memory_given_back
+from rapidformer_templates.system.workers import all_gather
+
+LEAST_DIVIDED = 4096
+"""Bytes of the smallest storage that is divided."""
+PIECE = 4 << 20
+"""Bytes of a share that one exchange moves. Larger exchanges would need as much memory again."""
+ALIGNMENT = 64
+"""Shares begin at multiples of this many bytes."""
+
+_aten = torch.ops.aten
+OVERWRITES = frozenset(
+    {
+        _aten.zero_,
+        _aten.fill_,
+        _aten.copy_,
+        _aten.normal_,
+        _aten.uniform_,
+        _aten.random_,
+        _aten.bernoulli_,
+        _aten.exponential_,
+    }
+)
+"""Operations that write all of their first argument without reading it."""
+
+_Tensor: Any = torch.Tensor
+DIRECT_ACCESS = frozenset(
+    {
+        _Tensor.numpy,
+        _Tensor.__array__,
+        _Tensor.tolist,
+        _Tensor.data_ptr,
+        _Tensor.untyped_storage,
+        _Tensor.__deepcopy__,
+        _Tensor.__reduce_ex__,
+    }
+)
+"""Methods that reach the memory of a tensor without an operation."""
+
+
+@dataclass(eq=False)
+class DividedStorage:
+    """The storage of a parameter while a model is built.
+
+    Attributes:
+        storage: the storage that the parameter and its views use. It has no bytes while it is divided.
+        size: its bytes.
+        share: this worker's share of the bytes. None before the first division.
+        is_whole: whether the storage has all of its bytes on this worker.
+        is_changed: whether it was written since its last division.
+    """
+
+    storage: torch.UntypedStorage
+    size: int
+    share: torch.Tensor | None = None
+    is_whole: bool = True
+    is_changed: bool = True
+
+    @property
+    def key(self) -> int:
+        return self.storage._cdata
+
+    def all_bytes(self) -> torch.Tensor:
+        """Return the bytes of the whole storage as a tensor on the same memory."""
+        return torch.empty(0, dtype=torch.uint8).set_(self.storage)
+
+
+class ModelUnderConstruction:
+    """Divides the parameters of a model over the workers of a group while the model is built.
+
+    Every worker must execute the same operations on parameters, because gathering and dividing are collectives. All
+    workers get the values of the group's first worker.
+
+    Args:
+        group: the process group. None for all workers.
+
+    Attributes:
+        least_whole: bytes that may always be whole at a time. In a large model, a twentieth of a worker's share may be.
+        divisions: how many times a storage was divided over the workers.
+        gathers: how many times a storage was gathered.
+    """
+
+    least_whole = 16 << 20
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.divisions = self.gathers = 0
+        self.is_paused = False
+        self._storages: dict[int, DividedStorage] = {}
+        self._whole: dict[int, DividedStorage] = {}  # in the order of their last use
+        self._whole_bytes = self._all_bytes = 0
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Divide a parameter's storage when memory is needed. Small and sparse parameters stay whole."""
+        if type(parameter.data) is not torch.Tensor or parameter.layout != torch.strided:
+            return
+        if parameter.device.type != "cpu" or parameter.untyped_storage()._cdata in self._storages:
+            return
+        storage = parameter.untyped_storage()
+        own_bytes = parameter.numel() * parameter.element_size()
+        if own_bytes < LEAST_DIVIDED:
+            return
+        if not storage.resizable() or storage.nbytes() > own_bytes:  # a part of a mapped file, or of a larger tensor
+            parameter.data = parameter.data.clone()
+            storage = parameter.untyped_storage()
+        added = DividedStorage(storage, storage.nbytes())
+        self._all_bytes += added.size
+        self._make_room(added)
+        self._storages[added.key] = added
+        self._mark_whole(added)
+
+    def find(self, tensor: torch.Tensor) -> DividedStorage | None:
+        """Return the divided storage that a tensor uses, or None."""
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        if not is_plain or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return None
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
+    def is_synchronized(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor already has the first worker's values on all workers."""
+        storage = self.find(tensor)
+        return storage is not None and not storage.is_changed
+
+    def use(self, tensors: Collection[torch.Tensor], *, written: Collection[torch.Tensor] = ()) -> None:
+        """Gather the storages of some tensors, and divide others if there is not enough memory for all."""
+        used = {storage.key: storage for storage in self._storages_of(tensors)}
+        self._make_room(*used.values())
+        for storage in used.values():
+            self._gather(storage)
+        for storage in self._storages_of(written):
+            storage.is_changed = True
+
+    def overwrite(self, tensor: torch.Tensor) -> bool:
+        """Give a tensor that is about to be overwritten its memory. Return False if it does not fill its storage."""
+        storage = self.find(tensor)
+        if storage is None or not tensor.is_contiguous() or tensor.numel() * tensor.element_size() != storage.size:
+            return False
+        self._make_room(storage)
+        if not storage.is_whole:
+            storage.storage.resize_(storage.size)
+        storage.is_whole = storage.is_changed = True
+        self._mark_whole(storage)
+        return True
+
+    def divide_all(self) -> None:
+        """Divide everything, and forget parameters that no longer exist."""
+        with self.paused():
+            for storage in list(self._whole.values()):
+                self._divide(storage)
+        self.forget_freed()
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Stop dividing whole tensors whose values an engine has taken over. All workers must name the same ones."""
+        for storage in self._storages_of(tensors):
+            if storage.is_whole and storage.key in self._storages:
+                del self._storages[storage.key], self._whole[storage.key]
+                self._whole_bytes -= storage.size
+
+    def forget_freed(self) -> None:
+        """Free the memory of parameters that no longer exist.
+
+        Workers may differ in when they free a parameter. What is done here needs no other worker: the storage still
+        counts among the whole ones until it is its turn to be divided.
+        """
+        for key, storage in list(self._storages.items()):
+            if not storage.is_changed and torch._C._storage_Use_Count(key) == 1:  # only ours is left
+                storage.storage.resize_(0)
+                del self._storages[key]
+
+    def finish(self) -> None:
+        """Gather what is still divided, for an engine that needs it whole."""
+        with self.paused():
+            for storage in list(self._storages.values()):
+                self._gather(storage)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Neither add parameters nor observe operations inside this context."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def _storages_of(self, tensors: Iterable[torch.Tensor]) -> list[DividedStorage]:
+        return [storage for storage in map(self.find, tensors) if storage is not None]
+
+    def _mark_whole(self, storage: DividedStorage) -> None:
+        if self._whole.pop(storage.key, None) is None:
+            self._whole_bytes += storage.size
+        self._whole[storage.key] = storage
+
+    def _make_room(self, *used: DividedStorage) -> None:
+        """Divide what was not used for longest, until there is room for what is used next."""
+        room = max(self.least_whole, self._all_bytes // self.world // 20)
+        room -= sum(one.size for one in used if one.key not in self._whole)
+        for storage in list(self._whole.values()):
+            if self._whole_bytes <= room:
+                return
+            if storage not in used:
+                self._divide(storage)
+
+    def _divide(self, storage: DividedStorage) -> None:
+        """Keep this worker's share of a storage. After a change, all shares come from the first worker."""
+        del self._whole[storage.key]
+        self._whole_bytes -= storage.size
+        if self._storages.get(storage.key) is not storage:  # forgotten
+            return
+        if not storage.storage.resizable():  # an array of numpy uses it as well, so it stays whole
+            del self._storages[storage.key]
+            return
+        if storage.is_changed:
+            whole, size = storage.all_bytes(), self._share_size(storage)
+            if storage.share is None:
+                storage.share = torch.empty(size, dtype=torch.uint8)
+            for piece in _pieces(size):
+                parts = None
+                if self.rank == 0:
+                    parts = [_padded(whole[span], piece.stop - piece.start) for span in self._spans(piece, size)]
+                dist.scatter(storage.share[piece], parts, group=self.group, group_src=0)
+            self.divisions += 1
+        storage.storage.resize_(0)
+        storage.is_whole = storage.is_changed = False
+
+    def _gather(self, storage: DividedStorage) -> None:
+        if not storage.is_whole:
+            assert storage.share is not None
+            storage.storage.resize_(storage.size)
+            whole, size = storage.all_bytes(), self._share_size(storage)
+            for piece in _pieces(size):
+                gathered = torch.empty(self.world * (piece.stop - piece.start), dtype=torch.uint8)
+                all_gather(gathered, storage.share[piece], group=self.group)
+                for span, part in zip(self._spans(piece, size), gathered.chunk(self.world), strict=True):
+                    target = whole[span]
+                    target.copy_(part[: len(target)])
+            self.gathers += 1
+            storage.is_whole = True
+        self._mark_whole(storage)
+
+    def _share_size(self, storage: DividedStorage) -> int:
+        return -(-storage.size // (self.world * ALIGNMENT)) * ALIGNMENT
+
+    def _spans(self, piece: slice, size: int) -> list[slice]:
+        """Return the bytes of the whole storage that each worker's piece of its share has. The last may end behind."""
+        return [slice(rank * size + piece.start, rank * size + piece.stop) for rank in range(self.world)]
+
+
+def _pieces(size: int) -> Iterator[slice]:
+    for start in range(0, size, PIECE):
+        yield slice(start, min(start + PIECE, size))
+
+
+def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
+    return part if len(part) == size else torch.nn.functional.pad(part, (0, size - len(part)))
+
+
+@contextmanager
+def divided_construction(model: ModelUnderConstruction) -> Iterator[None]:
+    """Divide the parameters of all modules that are built or changed inside this context."""
+
+    def add(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not model.is_paused:
+            with model.paused(), torch.no_grad():
+                model.add(parameter)
+
+    hook = register_module_parameter_registration_hook(add)
+    try:
+        # By default transformers reads several tensors ahead, in threads.
+        with (
+            freed_memory_given_back(),
+            environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"),
+            _DirectAccess(model),
+            _Operations(model),
+        ):
+            yield
+    finally:
+        hook.remove()
+
+
+class _Operations(TorchDispatchMode):
+    """Gathers what an operation reads or writes."""
+
+    def __init__(self, model: ModelUnderConstruction) -> None:
+        super().__init__()
+        self.model = model
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, model = kwargs or {}, self.model
+        if model.is_paused:
+            return func(*args, **kwargs)
+        with model.paused():
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if not any(model.find(tensor) for tensor in tensors):
+                return func(*args, **kwargs)
+            if _returns_view(func):
+                return self._view(func, args, kwargs, tensors)
+            if func.overloadpacket in OVERWRITES and model.overwrite(args[0]):
+                model.use(tensors)  # the source of a copy
+            else:
+                model.use(tensors, written=list(_written(func, args, kwargs)))
+            return func(*args, **kwargs)
+
+    def _view(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """Make a view. It reads no values, but torch checks its bounds. Memory that nobody writes costs nothing."""
+        divided = {id(s): s for s in map(self.model.find, tensors) if s is not None and not s.is_whole}
+        for storage in divided.values():
+            storage.storage.resize_(storage.size)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for storage in divided.values():
+                storage.storage.resize_(0)
+
+
+class _DirectAccess(TorchFunctionMode):
+    """Gathers a tensor whose memory is read without an operation, and sees new storages of parameters."""
+
+    def __init__(self, model: ModelUnderConstruction) -> None:
+        super().__init__()
+        self.model = model
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DIRECT_ACCESS and not self.model.is_paused:
+            with self.model.paused():
+                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                self.model.use(tensors, written=tensors)  # it may be written as well
+        result = func(*args, **kwargs)
+        if func == _Tensor.data.__set__ and isinstance(args[0], nn.Parameter) and not self.model.is_paused:
+            with self.model.paused(), torch.no_grad():
+                self.model.add(args[0])  # it has another storage now
+        return result
+
+
+def _returns_view(func: OpOverload) -> bool:
+    """Return whether an operation returns views of its arguments and does nothing else."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

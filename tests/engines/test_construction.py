@@ -1,0 +1,168 @@
+"""A model that is built in shares has the bits of one that is built whole, and a worker never holds much more."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from rapidformer_templates.engines.construction import ModelUnderConstruction, divided_construction
+from rapidformer_templates.planning.plan import Plan, Sizes
+from rapidformer_templates.switches.fsdp.engine import FSDPEngine
+from rapidformer_templates.system.workers import Workers
+from tests.support.parity import reference, train, weights_apart
+from tests.support.worker_pool import run_in_workers
+
+LEAST = 8 << 10
+"""Bytes of the test models that may always be whole: less than one of their larger parameters."""
+
+
+class Unusual(nn.Module):
+    """Initializes its parameters in ways that models of users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+        nn.init.orthogonal_(self.layers[0].weight)
+        with torch.no_grad():
+            self.layers[1].weight[3].zero_()  # through a view
+            self.layers[1].weight.mul_(2.0)
+            self.layers[2].weight.copy_(self.layers[1].weight.t())
+        self.layers[2].weight.data[:, 5] = 7.0
+        self.layers[3].weight.data = torch.eye(48)  # another storage
+        self.layers[0].weight.detach().numpy()[0, 0] = 3.0
+        self.large = nn.Parameter(torch.randn(3, 48, 48) * 0.02)
+        self.copied = copy.deepcopy(self.layers[1])
+        self.tied = nn.Linear(48, 48, bias=False)
+        self.tied.weight = self.layers[0].weight
+        self.row = nn.Parameter(self.large.detach()[0])  # a part of another parameter's storage
+        self.register_buffer("total", self.large.sum())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.copied, self.tied):
+            inputs = torch.tanh(layer(inputs))
+        return (inputs @ self.large[1] @ self.row).sum()
+
+
+def _gpt2() -> nn.Module:
+    sizes = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 32, "vocab_size": 257}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def _whole_bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _input_of(model: nn.Module) -> torch.Tensor:
+    return torch.arange(24).reshape(2, 12) if hasattr(model, "config") else torch.ones(2, 48)
+
+
+def _loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=inputs, labels=inputs).loss if hasattr(model, "config") else model(inputs)
+
+
+def _build_both(workers: Workers, build: Callable[[], nn.Module]) -> tuple[int, int]:
+    """Build a model in shares and whole, and compare weights, loss and gradients. Returns divisions and gathers."""
+    torch.manual_seed(3)
+    whole = build().eval()
+    torch.manual_seed(3)
+    construction = ModelUnderConstruction()
+    construction.least_whole = LEAST
+    with divided_construction(construction):
+        model = build().eval()
+        construction.divide_all()
+        with construction.paused():  # otherwise a look at a storage gathers it
+            divided = [p for p in model.parameters() if p.untyped_storage().nbytes() == 0]
+        assert sum(p.numel() for p in divided) > 0.8 * sum(p.numel() for p in model.parameters())
+        loss = _loss(model, _input_of(model))
+        loss.backward()
+        construction.finish()
+    expected = _loss(whole, _input_of(whole))
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for (name, wanted), (other, got) in zip(_whole_bits(whole).items(), _whole_bits(model).items(), strict=True):
+        assert name == other
+        assert torch.equal(wanted, got), name
+    for (name, wanted), got in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(cast(torch.Tensor, wanted.grad), cast(torch.Tensor, got.grad)), name
+    return construction.divisions, construction.gathers
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("build", [Unusual, _gpt2])
+def test_a_divided_model_has_the_bits_of_a_whole_one(build: Callable[[], nn.Module], world: int) -> None:
+    counts = run_in_workers(world, _build_both, build)
+    assert len(set(counts)) == 1  # the same collectives on every worker
+    divisions, gathers = counts[0]
+    assert min(divisions, gathers) > 0
+
+
+FLAGS = "--train-iters 3 --global-batch-size 8"
+SHARDED = f"{FLAGS} --micro-batch-size 1 --fsdp-memory-optimization"
+
+
+def _train(workers: Workers, job: str, flags: str) -> tuple[object, int]:
+    """Train with everything divided while it is built. Return also the number of divisions."""
+    constructions: list[ModelUnderConstruction] = []
+    create = ModelUnderConstruction.__init__
+
+    def record(self: ModelUnderConstruction, *arguments: object) -> None:
+        create(self, *arguments)  # type: ignore[arg-type]
+        constructions.append(self)
+
+    with (
+        mock.patch.object(ModelUnderConstruction, "least_whole", LEAST),
+        mock.patch.object(ModelUnderConstruction, "__init__", record),
+    ):
+        run = train(job, True, flags)
+    return run, sum(one.divisions for one in constructions)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("job", ["causal", "classifier"])
+def test_fsdp_trains_a_model_that_was_built_in_shares(job: str) -> None:
+    wanted = reference(job, True, f"{FLAGS} --micro-batch-size 8")
+    for run, divisions in run_in_workers(2, _train, job, SHARDED):
+        assert divisions > 0
+        assert [loss for loss, _ in run["curve"]] == pytest.approx([loss for loss, _ in wanted["curve"]], rel=1e-12)
+        assert weights_apart(run["weights"], wanted["weights"]) < 1e-10
+
+
+LAYERS, WIDTH = 16, 2048  # 256 MB, 16 MB for each layer
+
+
+def _peak_of_building(workers: Workers) -> float:
+    """Return by how many MB this process grew at most while it built a model with FSDP's sharding."""
+    status = Path("/proc/self/status")
+
+    def megabytes(field: str) -> float:
+        return float(status.read_text().partition(f"{field}:")[2].split()[0]) / 1024
+
+    engine = FSDPEngine(Plan("Trainer", ("fsdp",), Sizes(world=2, local_world=2, data=2)), workers, clip_grad=0.0)
+    with engine.construction():
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        before = megabytes("VmRSS")
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        for layer in model:
+            nn.init.normal_(cast(nn.Linear, layer).weight)
+        engine.frozen(model)
+        return megabytes("VmHWM") - before
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
+def test_a_worker_needs_its_share_and_little_more() -> None:
+    for peak in run_in_workers(2, _peak_of_building):
+        # FSDP copies its shard of a unit (8 MB) before the whole unit (16 MB) can be freed. Gloo has buffers, too.
+        assert 128 <= peak < 1.1 * (128 + 16 + 8) + 16
