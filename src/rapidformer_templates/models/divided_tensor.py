@@ -49,6 +49,19 @@ class DividedTensor(torch.Tensor):
         """Return a view with other leading dimensions, by torch's ``view`` or ``reshape``."""
         raise NotImplementedError
 
+    def select_rows(self, index: Any) -> Self:
+        """Return the rows that an index selects."""
+        raise NotImplementedError
+
+    def cross_entropy(
+        self, target: torch.Tensor, weight: torch.Tensor | None, ignored: int, reduction: str, smoothing: float
+    ) -> torch.Tensor:
+        """Return torch's cross-entropy of logits (rows, words) or (words,) with class indices as targets.
+
+        It may also return ``NotImplemented`` if that needs the whole tensor.
+        """
+        raise NotImplementedError
+
     def part_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the entries of a flattened per-row vector that belong to local rows."""
         return rows
@@ -140,16 +153,41 @@ def flatten(function: TorchFunction, divided: DividedTensor, start_dim: int = 0,
     return divided.view_rows(torch.reshape, rows)
 
 
+def has_divided(arguments: object) -> bool:
+    """Return whether the arguments contain a divided tensor."""
+    return any(isinstance(leaf, DividedTensor) for leaf in torch.utils._pytree.tree_leaves(arguments))
+
+
+def select(function: TorchFunction, divided: DividedTensor, index: object) -> object:
+    """Select rows of a tensor."""
+    whole_rows = not has_divided(index) and selects_rows(index, divided.ndim)
+    return divided.select_rows(index) if whole_rows else NotImplemented
+
+
 def sum_of_all(function: TorchFunction, divided: DividedTensor, *args: object, **kwargs: object) -> object:
     """Sum all values. A sum over a dimension needs the whole tensor."""
     return NotImplemented if args or kwargs else divided.summed(divided.local.sum())
 
 
-def has_class_indices(logits: torch.Tensor, target: object, size_average: object, reduce: object) -> bool:
-    """Return whether a cross-entropy has logits (rows, words) or (words,), target indices, and no deprecated flags."""
-    if size_average is not None or reduce is not None or not isinstance(target, torch.Tensor):
-        return False
-    return not target.is_floating_point() and target.ndim == logits.ndim - 1 < 2
+def cross_entropy(
+    function: TorchFunction,
+    input: object,
+    target: object,
+    weight: torch.Tensor | None = None,
+    size_average: object = None,
+    ignore_index: int = -100,
+    reduce: object = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> object:
+    """Compute ``torch.nn.functional.cross_entropy`` with class indices as targets, and without deprecated flags."""
+    if not isinstance(input, DividedTensor) or not isinstance(target, torch.Tensor):
+        return NotImplemented
+    if size_average is not None or reduce is not None:
+        return NotImplemented
+    if target.is_floating_point() or not target.ndim == input.ndim - 1 < 2:
+        return NotImplemented
+    return input.cross_entropy(target, weight, ignore_index, reduction, label_smoothing)
 
 
 _HANDLERS: dict[TorchFunction, Handler] = {
@@ -170,6 +208,8 @@ _HANDLERS: dict[TorchFunction, Handler] = {
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), view),
     **dict.fromkeys((_T.flatten, torch.flatten), flatten),
     **dict.fromkeys((_T.sum, torch.sum), sum_of_all),
+    _T.__getitem__: select,
+    nn.functional.cross_entropy: cross_entropy,
 }  # fmt: skip
 """Handlers for every kind of divided tensor."""
 

@@ -22,7 +22,7 @@ from rapidformer_templates.models.label_use import can_be_tried, in_evaluation
 from rapidformer_templates.planning.plan import ContextKind
 from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.context_attention import OTHER_WAYS, attend_over_context, check_attention
-from rapidformer_templates.switches.layout.divided_rows import OnRows
+from rapidformer_templates.switches.layout.divided_tensors import OnRows
 from rapidformer_templates.switches.layout.random_streams import Streams, draws_random_numbers
 from rapidformer_templates.switches.layout.sequence_shards import ContextSequenceShards
 from rapidformer_templates.switches.layout.tensor import TensorParallel, block_lists
@@ -34,7 +34,7 @@ def divide_context(assembly: Assembly, building: Building[object]) -> None:
 
     Every worker keeps all weights. A backward from this worker's share of the loss leaves the part of the gradient that
     comes from its tokens. The sum over the group is the whole gradient. In training, the output of the last block and
-    the logits are :class:`~.divided_rows.DividedRows`.
+    the logits are :class:`~.divided_tensors.DividedRows`.
 
     Raises:
         ModelError: the model has no blocks, its attention cannot be divided, or other layers mix positions, too.

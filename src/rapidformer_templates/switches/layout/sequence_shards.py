@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from rapidformer_templates.models.blocks import BlockArguments, BlockOutput, hidden_of, with_hidden
 from rapidformer_templates.switches.layout.collectives import Peers, gather, scatter
-from rapidformer_templates.switches.layout.divided_rows import DividedRows
+from rapidformer_templates.switches.layout.divided_tensors import DividedRows
 from rapidformer_templates.switches.layout.random_streams import Streams
 
 

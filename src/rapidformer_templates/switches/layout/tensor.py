@@ -75,7 +75,7 @@ def divide_matrices(assembly: Assembly, building: Building[object]) -> None:
     before. Tied parameters are still one object. A backward leaves the gradient of the local shard in a divided
     parameter. In a whole parameter, it leaves the whole gradient, equal on all workers of the group: the workers sum
     their parts in the backward itself, so that an engine may use gradients as soon as they are ready. In training, the
-    logits are :class:`~.divided_logits.DividedLogits`.
+    logits are :class:`~.divided_tensors.DividedLogits`.
 
     Raises:
         ModelError: the model has no tensor plan, or the plan is not supported.

@@ -26,7 +26,7 @@ from rapidformer_templates.switches.layout.collectives import (
     reduce_scatter,
     scatter,
 )
-from rapidformer_templates.switches.layout.divided_logits import (
+from rapidformer_templates.switches.layout.divided_tensors import (
     DividedLogits,
     DividedVocabularyShard,
     check_inside,
