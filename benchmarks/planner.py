@@ -26,7 +26,7 @@ from benchmarks.contest import Answer, Columns, Flag, Row, table
 from benchmarks.planner_worker import MODELS
 from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.commands.bench.tables import PARALLEL, PARTITIONING, Solution
-from rapidformer_templates.commands.main import plan_request
+from rapidformer_templates.commands.plan import plan_request
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY

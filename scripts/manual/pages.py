@@ -14,7 +14,7 @@ from typing import Any
 import rapidformer_templates
 from rapidformer_templates.commands.catalogue import MATRIX_MACHINE, compatibility, table, with_additions
 from rapidformer_templates.commands.explain import explanation
-from rapidformer_templates.commands.main import PlanFlags
+from rapidformer_templates.commands.plan import PlanFlags
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flag_parser import build_parser
 from rapidformer_templates.planning.registry import DOCUMENTS, REGISTRY, in_words, sources_of, switch_options

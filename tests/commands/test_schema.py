@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from rapidformer_templates.commands.completion import rendered, yaml_schema
-from rapidformer_templates.commands.main import main, plan_request
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.commands.plan import plan_request
 from rapidformer_templates.errors import ConfigError, Refused
 from rapidformer_templates.planning.config import RunConfig, settable_by_files, spelling, to_yaml
 from rapidformer_templates.planning.registry import REGISTRY

@@ -18,7 +18,7 @@ from rapidformer_templates.commands.data import build_parser as data_parser
 from rapidformer_templates.commands.demo import build_parser as demo_parser
 from rapidformer_templates.commands.demo import new_parser
 from rapidformer_templates.commands.export import build_parser as export_parser
-from rapidformer_templates.commands.main import plan_request
+from rapidformer_templates.commands.plan import plan_request
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.manual import PAGES, ROOT, commands, name

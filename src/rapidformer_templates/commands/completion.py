@@ -63,13 +63,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def whole_parser() -> argparse.ArgumentParser:
     """Return one parser with every command and its flags. It is for completion only."""
-    from rapidformer_templates.commands.main import OTHERS, PlanFlags, own_parsers
+    from rapidformer_templates.commands.main import OTHERS, REFERENCE
+    from rapidformer_templates.commands.plan import PlanFlags
 
     parser = _training_parser("rapidformer", [])
     commands = parser.add_subparsers(parser_class=argparse.ArgumentParser)
     parsers: dict[str, argparse.ArgumentParser] = {
         "plan": _training_parser("rapidformer plan", [PlanFlags]),
-        **{name: own for name, own in own_parsers().items() if name != "plan"},
+        **{name: home.build_parser() for name, home in REFERENCE.items() if name != "plan"},
     }
     parsers["explain"]._actions[-1].choices = [rule.code for rule in REGISTRY.all_rules]
     parsers |= {name: home.build_parser() for name, home in OTHERS.items()}

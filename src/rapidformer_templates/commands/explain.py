@@ -115,7 +115,7 @@ def explain(code: str, registry: Registry) -> str:
 
 def example_request(rule: Rule, registry: Registry) -> Request:
     """Return the request of a rule's example, parsed in the same way as by ``rapidformer plan``."""
-    from rapidformer_templates.commands.main import PlanFlags
+    from rapidformer_templates.commands.plan import PlanFlags
     from rapidformer_templates.planning.resolve import choose_template
 
     parsed = parse(shlex.split(rule.example.flags), registry.options(), user=PlanFlags)

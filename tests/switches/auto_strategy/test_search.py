@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rapidformer_templates.commands.main import main, plan_request
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.commands.plan import plan_request
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request

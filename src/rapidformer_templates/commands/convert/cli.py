@@ -172,7 +172,7 @@ def refusal_of(file: Path, workers: int, device_kind: str) -> tuple[RapidformerE
     The plan is for GPUs, and for a machine with all optional packages. The second value has a line for each of these
     packages that is missing here.
     """
-    from rapidformer_templates.commands.main import plan_request
+    from rapidformer_templates.commands.plan import plan_request
 
     words = ["--config", str(file), "--world-size", str(workers)]
     if not re.search("^device:", file.read_text(encoding="utf-8"), flags=re.MULTILINE):

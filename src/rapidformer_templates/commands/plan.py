@@ -1,0 +1,281 @@
+"""``rapidformer plan``: resolves the flags of a training command or of a script, and prints the plan."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+from rapidformer_templates.data.finetuning.locating import steps_of
+from rapidformer_templates.errors import ConfigError, HubUnreachable, Refused
+from rapidformer_templates.planning import environment
+from rapidformer_templates.planning.config import RunConfig, to_yaml
+from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
+from rapidformer_templates.planning.environment import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName, Environment
+from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, parse, split
+from rapidformer_templates.planning.flag_values import Epochs
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.hub import config_is_unknown, prepare_config
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY, switch_options
+from rapidformer_templates.planning.resolve import choose_template, resolve, with_template_defaults
+from rapidformer_templates.run import scripts
+from rapidformer_templates.run.best import check_metric
+from rapidformer_templates.system.terminal import console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rapidformer_templates.run.run import Template
+
+DESCRIPTION = """Resolve the flags of a training command, print the plan, and start nothing.
+
+The plan has the template, the switches in their order, the batch sizes, the groups of workers, and the origin of each
+value. It needs neither data nor a GPU. If a rule refuses the flags, the status is 2, and the message names flags that
+work. With --auto-strategy it lists the layouts that fit, best first. With --user-script it plans what the script
+would run."""
+
+EXAMPLE = """example: rapidformer plan --task causal_lm --fsdp-memory-optimization --world-size 8 --device cpu
+
+rapidformer --help-all lists the flags of a training command."""
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """Plan"""
+
+    json: bool = flag(False, "print the plan as JSON")
+    yaml: bool = flag(False, "print the flags that were given as a file for --config, if the plan is accepted")
+    world_size: int | None = flag(
+        None, "workers to plan for (default: --nproc-per-node, else 1)", metavar="N", minimum=1
+    )
+    local_world_size: int | None = flag(None, "workers on one node (default: all)", metavar="N", minimum=1)
+    device_kind: DeviceKindName | None = flag(None, "plan for GPUs of this kind, which need not be here")
+
+
+def main(words: Sequence[str]) -> int:
+    """Resolve and print the plan of a training command or of a script.
+
+    Args:
+        words: words after ``rapidformer plan``.
+
+    Raises:
+        RapidformerError: a flag or a value cannot be used, or the plan is refused.
+    """
+    script, rest = scripts.split_script(words)
+    if script is not None:
+        return _plan_script(script, rest)
+    config, detected, options = plan_request(words)
+    if config.launch.user_script:
+        raise ConfigError("--user-script is set on the command line", where=config.origin("user_script"))
+    checks = [check_task_flags, check_data_flags, check_metric] if config.training.task else []
+    return _show_resolved(config, detected, options, checks)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's own flags, for its help. It also takes the flags of training."""
+    parser = CommandParser(
+        prog="rapidformer plan",
+        usage="rapidformer plan [--json | --yaml] [--world-size N] [flags of a training command]",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_flags(parser, PlanFlags)
+    return parser
+
+
+def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlags]:
+    """Return the configuration and the environment that ``rapidformer plan`` resolves, and its own flags.
+
+    Raises:
+        ConfigError: a flag or a value cannot be used.
+    """
+    config = parse(words, switch_options(), user=PlanFlags)
+    options: PlanFlags = config.user
+    own_flags = {field.name for field in dataclasses.fields(PlanFlags)}
+    origins = {name: origin for name, origin in config.origins.items() if name not in own_flags}
+    config = REGISTRY.merge_files(dataclasses.replace(config, user=None, origins=origins))
+    with suppress(HubUnreachable):  # a note says so
+        prepare_config(config.model)
+    template, origin = choose_template(config)
+    detected = environment.detect(
+        template,
+        origin,
+        device=config.launch.device,
+        world_size=options.world_size or config.launch.nproc_per_node,
+        local_world_size=options.local_world_size,
+    )
+    return with_template_defaults(config, template), _planned_environment(detected, config, options), options
+
+
+def _planned_environment(environment: Environment, config: RunConfig, options: PlanFlags) -> Environment:
+    """Return the environment of the plan. Devices that the user names or describes replace those of this machine.
+
+    Raises:
+        ConfigError: ``--device-kind`` names a GPU, but ``--device`` is cpu.
+    """
+    kind, device = options.device_kind, config.launch.device
+    if kind is not None:
+        if device == "cpu":
+            raise ConfigError(f"--device-kind {kind} is a GPU, and --device cpu none", hint="leave one of them out")
+        origin, capability = f"--device-kind {kind}", DEVICE_KINDS[kind].capability
+        return dataclasses.replace(
+            environment, device="cuda", compute_capability=capability, device_origin=origin, device_kind=kind
+        )
+    described = config.get("auto_strategy") and DEVICE_MEMORY in os.environ
+    if described and device == "auto" and environment.device == "cpu":
+        origin = f"{DEVICE_MEMORY} without --device; --device cpu plans for CPUs"
+        return dataclasses.replace(environment, device="cuda", device_origin=origin)
+    return environment
+
+
+def _plan_script(script: str, words: list[str]) -> int:
+    """Show what a script would run with these words: its class, its values, its flags and its hooks."""
+    from rapidformer_templates.run import configure
+    from rapidformer_templates.run.scripts import overridden_hooks, unused_flags
+
+    options, rest = split(words, PlanFlags)
+
+    def inspect(template: Template) -> tuple[Template, Environment, tuple[str, ...]]:
+        kind, config = type(template), template.config
+        world, local = options.world_size or config.launch.nproc_per_node, options.local_world_size
+        return template, configure.environment_of(kind, config, world, local), unused_flags(kind, config)
+
+    template, environment, notes = scripts.capture_template(script, rest, inspect)
+    kind, config = type(template), template.config
+    detected = _planned_environment(environment, config, options)
+    checks: list[Check] = []
+    if config.training.task and template.reads_task_data:
+        checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
+    about_script: AboutScript = {"file": script, "template": kind.__name__, "hooks": overridden_hooks(kind)}
+    return _show_resolved(config, detected, options, checks, about_script, notes)
+
+
+Check = Callable[[RunConfig], object]
+
+
+class AboutScript(TypedDict):
+    """Facts about a script that its plan includes."""
+
+    file: str
+    template: str
+    hooks: Sequence[str]
+
+
+def _show_resolved(
+    config: RunConfig,
+    detected: Environment,
+    options: PlanFlags,
+    checks: Iterable[Check],
+    script: AboutScript | None = None,
+    notes: tuple[str, ...] = (),
+) -> int:
+    """Resolve, check and print the plan, and return the exit status."""
+    if options.json and options.yaml:
+        raise ConfigError(
+            "--json and --yaml both say what to print", where="command line", hint="leave one of them out"
+        )
+    try:
+        if config.get("auto_strategy") and not options.yaml:
+            from rapidformer_templates.switches.auto_strategy.command import plan_command
+
+            return plan_command(config, detected, as_json=options.json)
+        if config.get("pipeline_stages") == "auto-memory" and not options.yaml:
+            from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
+
+            config = with_stages_by_memory(config, detected)
+        plan = _with_notes(resolve(config, detected), config, notes)
+    except Refused as refused:
+        if not options.json:
+            raise
+        print(
+            json.dumps({"ok": False, "errors": [diagnostic.to_json() for diagnostic in refused.diagnostics]}, indent=2)
+        )
+        return refused.exit_status
+    for check in checks:
+        check(config)
+    if options.yaml:
+        program = f"python {script['file']}" if script else "rapidformer"
+        print(f"# {program} --config FILE\n{to_yaml(config)}", end="")
+    elif options.json:
+        print(json.dumps({"ok": True, "plan": plan.to_json(), **({"script": script} if script else {})}, indent=2))
+    else:
+        show_plan(plan)
+        if script:
+            print(f"script: {script['file']}: {script['template']}, own hooks: {', '.join(script['hooks']) or 'none'}")
+    return 0
+
+
+def _with_notes(plan: Plan, config: RunConfig, notes: tuple[str, ...]) -> Plan:
+    """Return the plan with more notes: unknown sizes of the model, ``notes``, the length of a run in epochs."""
+    added = list(notes)
+    if config_is_unknown(config.model):
+        model = config.model.pretrained_model_name_or_path
+        what = f"the sizes of {model} are not known here"
+        added.insert(0, f"{what}: it is not in the cache, and the hub cannot be reached")
+    epochs = config.training.train_iters
+    if isinstance(epochs, Epochs):
+        is_counted = not any(REGISTRY[name].order for name in plan.switches)
+        steps = steps_of(config, epochs, plan.sizes.global_batch) if is_counted else None
+        passes = f"{float(epochs.size):g} epoch{'' if epochs.size == 1 else 's'}"
+        count = f" = {steps:,} steps" if steps else ", counted in steps when the data is loaded"
+        added.append(f"length: {passes}{count}")
+    return dataclasses.replace(plan, notes=(*plan.notes, *added))
+
+
+def show_plan(plan: Plan) -> None:
+    """Print a plan as tables."""
+    from rich.table import Table
+
+    sizes = plan.sizes
+    context = f"context {sizes.context} × " if sizes.context > 1 else ""
+    layout = f"{sizes.world} = tensor {sizes.tensor} × {context}pipeline {sizes.pipeline} × data {sizes.data}"
+    batch = f"{sizes.global_batch} = micro {sizes.micro_batch} × data {sizes.data} × accumulation {sizes.accumulation}"
+    facts = {
+        "template": f"{plan.template}  ({plan.values['template']['origin']})",
+        "switches": " → ".join(plan.switches),
+        "workers": layout,
+        "global batch": f"{batch}  (samples)",
+        "engine": plan.engine.partition(":")[2],
+        "device": plan.device,
+        "precision": plan.precision,
+        "optimizer": f"{plan.optimizer}: {plan.optimizer_implementation}",
+        "rules": f"{len(plan.rules)} consulted, none broken",
+    }
+    table = Table(title="Plan", title_justify="left", show_header=False)
+    for name, fact in facts.items():
+        table.add_row(name, fact)
+    values = Table("flag", "value", "from", title="Values that are not defaults", title_justify="left")
+    for name, value in plan.values.items():
+        if name != "template":
+            values.add_row(name, str(value["value"]), value["origin"])
+    terminal = console()
+    terminal.print(table)
+    if plan.groups:
+        terminal.print(_groups(plan))
+    if values.row_count:
+        terminal.print(values)
+    for note in plan.notes:
+        print(f"note: {note}")
+
+
+def _groups(plan: Plan) -> Table:
+    """Return a table of rank 0's groups: their ranks, their exchanges, and whether these cross nodes."""
+    from rich.table import Table
+
+    table = Table(
+        "group", "workers", "ranks", "reaches over", "exchanges", title="Groups of rank 0", title_justify="left"
+    )
+    for group in plan.groups:
+        ranks = list(map(str, range(0, group.size * group.stride, group.stride)))
+        shown = ", ".join(ranks if group.size < 5 else [*ranks[:2], "…", ranks[-1]])
+        reach = "one node" if group.nodes == 1 else f"{group.nodes} nodes"
+        table.add_row(group.name, str(group.size), shown, reach, group.exchanges)
+    return table
