@@ -29,7 +29,7 @@ from rapidformer_templates.data.indexed.dataset import HEADER, MAGIC, VERSION, I
 from rapidformer_templates.data.indexed.writer import IndexedWriter
 from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import BatchRequest
-from rapidformer_templates.data.pretraining.gpt import GPTSamples
+from rapidformer_templates.data.pretraining.windows import GPTSamples
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.process_state import keep_freed_memory

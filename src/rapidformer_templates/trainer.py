@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rapidformer_templates.data.collate import count_targets, samples_in
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import to_device
-from rapidformer_templates.data.targets import count_targets, samples_in
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult

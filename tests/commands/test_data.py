@@ -17,7 +17,7 @@ from rapidformer_templates.commands.main import main as rapidformer
 from rapidformer_templates.data.indexed import tools as indexed_tools
 from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from rapidformer_templates.data.indexed.writer import BLOCK, IndexedWriter
-from rapidformer_templates.data.text.sentences import split_sentences
+from rapidformer_templates.data.text.encoding import split_sentences
 from tests.support.indexed_sets import contents, write, write_with_megatron
 from tests.support.texts import WORDS, write_jsonl
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rapidformer_templates.data.collate import CausalCollate, PadCollate, Ragged, TokenizedSamples, pad_rows
-from rapidformer_templates.data.targets import IGNORED
+from rapidformer_templates.data.collate import IGNORED, CausalCollate, PadCollate, Ragged, TokenizedSamples, pad_rows
 
 TEXTS = ["the cat", "the big red dog runs in the house", "", "he sees"]
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch.nn import functional
 
-from rapidformer_templates.data.streaming.samples import StreamedSamples
+from rapidformer_templates.data.streaming import StreamedSamples
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.planning.config import RunConfig, field_types, value_kind

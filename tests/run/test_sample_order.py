@@ -15,7 +15,7 @@ from rapidformer_templates.data.collate import WindowCollate
 from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.loader import load, train_requests
 from rapidformer_templates.data.order import SampleOrder
-from rapidformer_templates.data.pretraining.gpt import GPTSamples
+from rapidformer_templates.data.pretraining.windows import GPTSamples
 from rapidformer_templates.data.types import Data
 from tests.support.indexed_sets import numbered
 

@@ -24,8 +24,8 @@ from rapidformer_templates import finetuner, pretrainer
 from rapidformer_templates.compat.arguments import Arguments, ExtraArgs, Timers, split_script_flags
 from rapidformer_templates.compat.batches import checked_targets
 from rapidformer_templates.compat.own_loop import OwnLoop
+from rapidformer_templates.data.collate import samples_in
 from rapidformer_templates.data.loader import eval_requests, load, sample_lengths, to_device
-from rapidformer_templates.data.targets import samples_in
 from rapidformer_templates.data.types import Batch, Data, Sample, SampleSet
 from rapidformer_templates.engines.optimizer_instances import as_recipe, as_schedule
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule

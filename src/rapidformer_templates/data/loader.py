@@ -16,11 +16,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
-from rapidformer_templates.data.checks import checked_batch, collated
 from rapidformer_templates.data.collate import collate_to_shape
 from rapidformer_templates.data.order import BatchRequest, Order
 from rapidformer_templates.data.random_streams import Stream
-from rapidformer_templates.data.types import Batch, Bookmark, Data, Endless, SampleSet, size_function
+from rapidformer_templates.data.types import (
+    Batch,
+    Bookmark,
+    Data,
+    Endless,
+    SampleSet,
+    checked_batch,
+    collated,
+    size_function,
+)
 from rapidformer_templates.system import accelerator
 
 

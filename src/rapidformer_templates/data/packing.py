@@ -13,8 +13,7 @@ from bisect import bisect_left, insort
 import numpy as np
 from torch import nn
 
-from rapidformer_templates.data.collate import Ragged, TokenizedSamples
-from rapidformer_templates.data.targets import IGNORED
+from rapidformer_templates.data.collate import IGNORED, Ragged, TokenizedSamples
 from rapidformer_templates.errors import ModelError
 
 PACKABLE = (

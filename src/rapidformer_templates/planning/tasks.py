@@ -172,7 +172,7 @@ _RECORDS = (
     ),
     TaskFacts(
         name="masked_lm",
-        implementation="rapidformer_templates.data.tasks.masked_lm:MaskedLM",
+        implementation="rapidformer_templates.data.tasks.language_models:MaskedLM",
         own_flags=("mask_prob", "whole_word_mask"),
         data_flags=_DATA_SET,
         metrics=("token_accuracy",),
@@ -190,7 +190,7 @@ _RECORDS = (
     ),
     TaskFacts(
         name="causal_lm",
-        implementation="rapidformer_templates.data.tasks.causal_lm:CausalLM",
+        implementation="rapidformer_templates.data.tasks.language_models:CausalLM",
         own_flags=(),
         data_flags=(*_DATA_SET, "label_column"),
         metrics=("token_accuracy",),

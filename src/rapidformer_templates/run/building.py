@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer_templates.data.checks import checked_data
 from rapidformer_templates.data.loader import load, to_device
 from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
-from rapidformer_templates.data.types import Endless, SampleSet
+from rapidformer_templates.data.types import Endless, SampleSet, checked_data
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.auxiliary_losses import notes_about
 from rapidformer_templates.engines.contract import Engine

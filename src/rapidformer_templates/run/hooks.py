@@ -16,9 +16,8 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import nn
 
-from rapidformer_templates.data.checks import kind_of
 from rapidformer_templates.data.tasks import Task
-from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.data.types import Batch, Data, kind_of
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
 from rapidformer_templates.errors import CheckpointError, ConfigError, ModelError, RapidformerError, alike

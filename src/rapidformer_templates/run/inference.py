@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from rapidformer_templates.data.checks import kind_of
 from rapidformer_templates.data.finetuning.tables import DataPart, LoadedDataset
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import eval_requests, load
 from rapidformer_templates.data.tasks.base import Task
+from rapidformer_templates.data.types import kind_of
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.errors import ConfigError, DataError

@@ -20,7 +20,7 @@ from types import FunctionType
 import cloudpickle
 import torch
 
-from rapidformer_templates.data.checks import kind_of
+from rapidformer_templates.data.types import kind_of
 from rapidformer_templates.errors import ConfigError, ReportedError, WorkerFailed
 from rapidformer_templates.run.fit import check_before_workers, join_and_train
 from rapidformer_templates.run.folder import Summary

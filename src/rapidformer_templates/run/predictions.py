@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
-from rapidformer_templates.data.finetuning.chat_template import ChatTemplate
+from rapidformer_templates.data.finetuning.chat_samples import ChatTemplate
 from rapidformer_templates.data.finetuning.messages import Message
 from rapidformer_templates.data.finetuning.tables import DataPart, part_of, part_of_table
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate

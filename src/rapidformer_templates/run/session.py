@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.data.collate import samples_in
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.data.targets import samples_in
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError, DeviceFailed, is_out_of_memory
 
 SHOWN = 32

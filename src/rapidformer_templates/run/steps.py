@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import Order, SampleOrder
-from rapidformer_templates.data.streaming.samples import StreamOrder
+from rapidformer_templates.data.streaming import StreamOrder
 from rapidformer_templates.data.types import Endless, SampleSet
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import spelling

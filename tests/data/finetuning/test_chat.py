@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rapidformer_templates.commands.main import main
-from rapidformer_templates.data.finetuning.chat_template import ChatTemplate, encode
-from rapidformer_templates.data.targets import IGNORED
-from rapidformer_templates.data.tasks.causal_lm import CausalLM
+from rapidformer_templates.data.collate import IGNORED
+from rapidformer_templates.data.finetuning.chat_samples import ChatTemplate, encode
+from rapidformer_templates.data.tasks.language_models import CausalLM
 from rapidformer_templates.errors import DataError, Refused
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.texts import TINY, WORDS, write_jsonl

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.data.targets import IGNORED
+from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from rapidformer_templates.data.finetuning.squad import exact_match, f1, normalized
 from rapidformer_templates.data.tasks import load_task
-from rapidformer_templates.data.tasks.question_answering import QuestionAnswering
+from rapidformer_templates.data.tasks.question_answering import QuestionAnswering, exact_match, f1, normalized
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.texts import TINY, WORDS, write_jsonl

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rapidformer_templates.data.indexed.blend import LONGEST_PERIOD, Blend, quota_order, whole_weights
 from rapidformer_templates.data.indexed.cache import IndexCache
-from rapidformer_templates.data.pretraining.gpt import GPTSamples
+from rapidformer_templates.data.pretraining.windows import GPTSamples
 from rapidformer_templates.errors import DataError
 from tests.support.indexed_sets import numbered
 

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rapidformer_templates.data.collate import count_targets
 from rapidformer_templates.data.indexed import corpora
 from rapidformer_templates.data.indexed.cache import cache_root
 from rapidformer_templates.data.indexed.corpora import (
@@ -24,7 +25,6 @@ from rapidformer_templates.data.indexed.corpora import (
     load_corpora,
 )
 from rapidformer_templates.data.indexed.tools import split_sequences, split_shares
-from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.text.files import text_files
 from rapidformer_templates.errors import DataError

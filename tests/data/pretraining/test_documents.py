@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rapidformer_templates import Pretrainer
-from rapidformer_templates.data.collate import DocumentCollate, collate_to_shape
-from rapidformer_templates.data.pretraining.documents import Documents
+from rapidformer_templates.data.collate import IGNORED, DocumentCollate, collate_to_shape, count_targets
+from rapidformer_templates.data.pretraining.windows import Documents
 from rapidformer_templates.data.shapes import Shape
-from rapidformer_templates.data.targets import IGNORED, count_targets
 from rapidformer_templates.errors import DataError
 from tests.support.texts import WORDS, write_jsonl
 

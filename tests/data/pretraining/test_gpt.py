@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rapidformer_templates.data.indexed.cache import IndexCache
-from rapidformer_templates.data.pretraining.gpt import GPTSamples
+from rapidformer_templates.data.pretraining.windows import GPTSamples
 from tests.support.indexed_sets import numbered
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AlbertTokenizer, AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast, RobertaTokenizer
 
+from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.pretraining.masking import MaskTokens, word_starts
 from rapidformer_templates.data.pretraining.objectives import MaskWindows
-from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import RunConfig

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForPreTraining, AutoTokenizer, PreTrainedTokenizerFast
 
 from rapidformer_templates import Pretrainer
+from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.indexed.writer import IndexedWriter
-from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.config import RunConfig

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertTokenizer
 
+from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.data.pretraining import sentence_pairs
@@ -26,7 +27,6 @@ from rapidformer_templates.data.pretraining.sentence_pairs import (
     truncated_lengths,
 )
 from rapidformer_templates.data.random_streams import Stream
-from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
 from tests.support.sentence_pairs import CLS, FEW, FIRST, SEP, WORDS, Corpus, make, some_corpus, tokenizer_of, write
 

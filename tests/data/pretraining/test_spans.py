@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration, T5Tokenizer
 
-from rapidformer_templates.data.collate import PadCollate
-from rapidformer_templates.data.pretraining.spans import (
+from rapidformer_templates.data.collate import IGNORED, PadCollate
+from rapidformer_templates.data.pretraining.masking import (
     SpanCorruption,
     SpanSizes,
     hidden_spans,
@@ -23,7 +23,6 @@ from rapidformer_templates.data.pretraining.spans import (
     sentinels_of,
     span_sizes,
 )
-from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
 
 PAD, END, FIRST = 0, 1, 200

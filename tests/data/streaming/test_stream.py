@@ -18,9 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
-from rapidformer_templates.data.streaming.samples import BlockResult, StreamedSamples, StreamOrder
-from rapidformer_templates.data.streaming.windows import WindowsOfDocuments
+from rapidformer_templates.data.streaming import (
+    BlockResult,
+    RowStream,
+    StreamedRow,
+    StreamedSamples,
+    StreamOrder,
+    WindowsOfDocuments,
+)
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.text.encoding import EncodingRecipe
 from rapidformer_templates.data.text.fast_tokenizers import CachedPieces, Reference

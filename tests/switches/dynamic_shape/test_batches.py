@@ -14,11 +14,17 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Pretrainer
-from rapidformer_templates.data.collate import CausalCollate, PadCollate, check_pads_to_shape, collate_to_shape
+from rapidformer_templates.data.collate import (
+    IGNORED,
+    CausalCollate,
+    PadCollate,
+    check_pads_to_shape,
+    collate_to_shape,
+    count_targets,
+)
 from rapidformer_templates.data.loader import load, train_requests
 from rapidformer_templates.data.order import BatchRequest
 from rapidformer_templates.data.shapes import Shape, choose_shapes
-from rapidformer_templates.data.targets import IGNORED, count_targets
 from rapidformer_templates.errors import CheckpointError, DataError
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.switches.dynamic_shape.batches import DynamicOrder

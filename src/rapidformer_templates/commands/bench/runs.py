@@ -270,7 +270,7 @@ def run_user_command(job: BenchJob, line: BenchConnection) -> None:
     """
     from rapidformer_templates.commands.bench.flops import training_flops_of
     from rapidformer_templates.commands.main import template_of
-    from rapidformer_templates.data.targets import samples_in
+    from rapidformer_templates.data.collate import samples_in
 
     class MeasuredCommand(template_of(job.words)):  # type: ignore[misc]
         flops: float | None = None

@@ -1,23 +1,185 @@
-"""Samples of chat and instruction data: tokens, and labels on the answers."""
+"""Samples of chat and instruction data: tokens, and labels on the tokens of the answers.
+
+The rendered text is never searched for the start or end of an answer. A chat template can mark its answers with
+``{% generation %}``. With any other template the conversation is rendered twice: up to the answer, with the generation
+prompt that asks for it, and again including the answer. The first text must be a prefix of the second, and the second a
+prefix of the whole conversation. An answer is thus everything that the model must write after its prompt, including the
+end marker.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from rapidformer_templates.data.collate import Ragged, TokenizedSamples
+from rapidformer_templates.data.collate import IGNORED, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import Columns, Completion, Example, read_example, rows_of
-from rapidformer_templates.data.finetuning.chat_template import ChatTemplate, EncodedChat, Rendered, encode
 from rapidformer_templates.data.finetuning.messages import Message
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.errors import DataError
+
+PLAIN_TEMPLATE = """\
+{% for message in messages %}
+{% if not loop.first %}{{ '\\n\\n' }}{% endif %}
+{{ message['role'] + ':\\n' + message['content'] }}
+{%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ '\\n\\nassistant:\\n' }}{% endif %}
+"""
+"""Template for tokenizers without one: ``role:``, a line break and the text, with a blank line between messages.
+
+Answers end with the end token.
+"""
+
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text with the positions of its answers.
+
+    Attributes:
+        answers: the first character of each answer, and the character after its last one.
+        bare: the text does not contain special tokens yet, so the tokenizer must add them.
+    """
+
+    text: str
+    answers: Sequence[tuple[int, int]] = ()
+    bare: bool = False
+
+
+class ChatTemplate:
+    """The tokenizer's chat template. A tokenizer without one gets :data:`PLAIN_TEMPLATE`, which is exported with it.
+
+    Attributes:
+        is_plain: the template is the plain one.
+
+    Raises:
+        DataError: the tokenizer has several templates and no default.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.is_plain = not tokenizer.chat_template
+        if self.is_plain:
+            starts = tokenizer.bos_token_id is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
+            tokenizer.chat_template = ("{{ bos_token }}" if starts else "") + PLAIN_TEMPLATE
+        try:
+            self._source = tokenizer.get_chat_template()
+        except ValueError as error:
+            hint = "keep one of its templates, under the name default"
+            raise DataError("the tokenizer has no default chat template", where="chat template", hint=hint) from error
+        self._tokens = tokenizer.special_tokens_map
+        self._is_marked = MARKED.search(self._source) is not None
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """Render messages as text. ``add_generation_prompt`` adds the generation prompt."""
+        return self._render(messages, add_generation_prompt=add_generation_prompt)[0]
+
+    def _render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            texts, spans = self._apply(
+                conversations=[list(messages)],
+                chat_template=self._source,
+                add_generation_prompt=add_generation_prompt,
+                return_assistant_tokens_mask=marks,
+                **self._tokens,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise DataError(f"the chat template rejects the conversation: {error}") from error
+        return texts[0], spans[0] if marks else []
+
+    _apply: Any = staticmethod(render_jinja_template)  # its annotations do not show what it returns
+
+    def answers(self, messages: Sequence[Message], prompt_length: int = 0) -> Rendered:
+        """Render the conversation and find its answers. Answers in the first ``prompt_length`` messages do not count.
+
+        Raises:
+            DataError: there is no answer, or the template does not show where an answer begins.
+        """
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        learned = [i for i in turns if i >= prompt_length]
+        if not learned:
+            raise DataError("the conversation has no answer: no message is the assistant's")
+        if self._is_marked:
+            text, marked = self._render(messages, marks=True)
+            if len(marked) != len(turns):
+                raise DataError(f"the chat template marks {len(marked)} answers of {len(turns)}")
+            return Rendered(text, marked[len(turns) - len(learned) :])
+        text = self.render(messages)
+        return Rendered(text, [self._answer(messages, turn, text) for turn in learned])
+
+    def _answer(self, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
+        # The first message has no prompt. If it is an answer, its header is learned, too.
+        prompt = self.render(messages[:turn], add_generation_prompt=True) if turn else ""
+        through = text if turn == len(messages) - 1 else self.render(messages[: turn + 1])
+        if not (text.startswith(through) and through.startswith(prompt) and len(prompt) < len(through)):
+            raise DataError(
+                f"the chat template writes what is before message {turn + 1}, or that message, in another way "
+                "when more messages follow, so that it is unknown where the answer begins",
+                hint="mark the answers in the template with {% generation %}, or learn all tokens with --loss-on all",
+            )
+        return len(prompt), len(through)
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """A tokenized text.
+
+    Attributes:
+        ids: the tokens.
+        learned: whether each token is part of an answer.
+        split: number of answers whose first token begins before the answer.
+    """
+
+    ids: np.ndarray
+    learned: np.ndarray
+    split: int
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, special: bool) -> Iterator[EncodedChat]:
+    """Tokenize texts, and find the tokens of their answers by character offsets.
+
+    A token belongs to an answer if its last character does. A token that also has characters from before the answer is
+    learned and counted in ``split``. At inference such a prompt would end inside that token.
+
+    Args:
+        special: add special tokens around the text. Rendered conversations already have theirs.
+    """
+    for start in range(0, len(texts), 1000):
+        chunk = texts[start : start + 1000]
+        encoded = tokenizer(
+            [rendered.text for rendered in chunk],
+            add_special_tokens=special,
+            return_attention_mask=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        for rendered, ids, offsets in zip(chunk, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            yield _encoded(rendered, ids, offsets)
+
+
+def _encoded(rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> EncodedChat:
+    spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+    # Tokens added after the text have the end offset 0. They end where the text ends.
+    ends = np.maximum.accumulate(spans[:, 1])
+    learned, split = np.zeros(len(ids), dtype=bool), 0
+    for begin, end in rendered.answers:
+        first, stop = np.searchsorted(ends, (begin, end), side="right")
+        learned[first:stop] = True
+        split += bool(first < stop and spans[first, 0] < begin)
+    return EncodedChat(np.asarray(ids, dtype=np.int32), learned, split)
+
 
 T = TypeVar("T")
 Fields = TypeVar("Fields")

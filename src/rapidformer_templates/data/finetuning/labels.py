@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig
 
-from rapidformer_templates.data.targets import IGNORED
+from rapidformer_templates.data.collate import IGNORED
 from rapidformer_templates.errors import DataError, did_you_mean
 from rapidformer_templates.models.architectures import has_head_of
 

@@ -17,14 +17,12 @@ from itertools import repeat, takewhile
 import numpy as np
 import torch
 
-from rapidformer_templates.data.collate import Ragged, TokenizedSamples, pad_rows
+from rapidformer_templates.data.collate import IGNORED, Ragged, TokenizedSamples, pad_rows
 from rapidformer_templates.data.finetuning.chat import ChatExample, Completion, Example, read_completion
-from rapidformer_templates.data.finetuning.chat_samples import ChatReader
-from rapidformer_templates.data.finetuning.chat_template import EncodedChat
+from rapidformer_templates.data.finetuning.chat_samples import ChatReader, EncodedChat
 from rapidformer_templates.data.finetuning.labels import label_text
 from rapidformer_templates.data.finetuning.messages import read_messages
 from rapidformer_templates.data.finetuning.tables import DataPart
-from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.types import Sample
 from rapidformer_templates.errors import DataError
 

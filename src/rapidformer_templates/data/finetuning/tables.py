@@ -29,7 +29,7 @@ from rapidformer_templates.data.finetuning.locating import (
     unreadable_error,
 )
 from rapidformer_templates.data.finetuning.messages import rows_with_texts
-from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
+from rapidformer_templates.data.streaming import RowStream, StreamedRow
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, Row, data_suffix
 from rapidformer_templates.errors import DataError

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from rapidformer_templates.data.collate import Collate, PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.collate import Collate, PadCollate, Ragged, TokenizedSamples, count_targets
 from rapidformer_templates.data.finetuning.labels import in_order_of_head
 from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, flags_of_sets, locate, locate_part
-from rapidformer_templates.data.finetuning.mixtures import mixed
 from rapidformer_templates.data.finetuning.tables import (
     DataPart,
     LoadedDataset,
@@ -25,9 +24,8 @@ from rapidformer_templates.data.finetuning.tables import (
     streamed_files,
 )
 from rapidformer_templates.data.generation import Generation, TrainedModel
-from rapidformer_templates.data.indexed.blend import whole_weights
+from rapidformer_templates.data.indexed.blend import mixed, whole_weights
 from rapidformer_templates.data.loader import MicroBatch, to_device
-from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Augment, Data, Endless, Model, ModelOutputs, Sample, SampleSet, Tensors
 from rapidformer_templates.errors import DataError, ModelError

@@ -32,7 +32,7 @@ from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.tasks import preference_losses as losses
 from rapidformer_templates.data.tasks.base import EvalBatch, Inputs, Record, Task, as_data, round_score
-from rapidformer_templates.data.tasks.causal_lm import continued, prompts_of
+from rapidformer_templates.data.tasks.language_models import continued, prompts_of
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, Tensors
 from rapidformer_templates.models.architectures import dropout_rates

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from rapidformer_templates.data.targets import IGNORED, shifted_left
+from rapidformer_templates.data.collate import IGNORED, shifted_left
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,11 @@ from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.indexed.cache import IndexCache, cache_root
 from rapidformer_templates.data.indexed.corpora import Corpus, check_corpora, load_corpora, recipe_of, streamed_corpus
 from rapidformer_templates.data.indexed.tools import split_sequences, split_shares
-from rapidformer_templates.data.pretraining.by_documents import BY_DOCUMENTS
-from rapidformer_templates.data.pretraining.documents import Documents
-from rapidformer_templates.data.pretraining.objectives import OBJECTIVES, Objective, Pairs, Samples
-from rapidformer_templates.data.streaming.rows import RowStream
-from rapidformer_templates.data.streaming.samples import StreamedSamples, buffer_of
-from rapidformer_templates.data.streaming.windows import WindowsOfDocuments
+from rapidformer_templates.data.pretraining.objectives import BY_DOCUMENTS, OBJECTIVES, Objective, Pairs, Samples
+from rapidformer_templates.data.pretraining.windows import Documents
+from rapidformer_templates.data.streaming import RowStream, StreamedSamples, WindowsOfDocuments, buffer_of
 from rapidformer_templates.data.tasks.base import Inputs, Loss, Record, Task
-from rapidformer_templates.data.tasks.causal_lm import CausalLM, predicted_tokens, token_accuracy
-from rapidformer_templates.data.tasks.masked_lm import MaskedLM
+from rapidformer_templates.data.tasks.language_models import CausalLM, MaskedLM, predicted_tokens, token_accuracy
 from rapidformer_templates.data.tasks.seq2seq_lm import Seq2SeqLM
 from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, Tensors
 from rapidformer_templates.errors import DataError, NoSamples

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.collate import IGNORED, PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import prompt_and_answer_columns
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, TrainedModel, generate
 from rapidformer_templates.data.loader import to_device
-from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import (
     Inputs,
     Record,

@@ -9,8 +9,7 @@ import numpy as np
 
 from rapidformer_templates.data.collate import TokenizedSamples
 from rapidformer_templates.data.finetuning.tables import LoadedDataset, UsableRows, part_of_stream
-from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
-from rapidformer_templates.data.streaming.samples import BlockResult, StreamedSamples, buffer_of
+from rapidformer_templates.data.streaming import BlockResult, RowStream, StreamedRow, StreamedSamples, buffer_of
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import SampleSet

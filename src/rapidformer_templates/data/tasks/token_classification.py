@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding
 
-from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.collate import IGNORED, PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.labels import (
     declared_names,
     is_missing_label,
@@ -20,7 +20,6 @@ from rapidformer_templates.data.finetuning.labels import (
 )
 from rapidformer_templates.data.finetuning.tables import DataPart
 from rapidformer_templates.data.generation import Generation, TrainedModel
-from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import (
     Inputs,
     Record,

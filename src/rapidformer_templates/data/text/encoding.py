@@ -6,6 +6,7 @@ Imports neither torch nor transformers, so that a worker starts quickly.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,47 @@ from rapidformer_templates.data.text.files import (
     note_column,
     text_documents,
 )
-from rapidformer_templates.data.text.sentences import split_sentences
+
+ABBREVIATED = re.compile(
+    r"""
+    (?: ^ | [\s(\["'“‘] )
+    (?: [A-Z]  # an initial
+      | (?i: mr | mrs | ms | dr | prof | st | sr | jr | rev | gen | col | lt | sgt | capt
+           | vs | etc | e\.g | i\.e | cf | al | figs? | eqs? | nos? | vol | pp? | ch | sec | eds? | approx
+           | inc | ltd | co | corp | dept
+           | jan | feb | mar | apr | jun | jul | aug | sept? | oct | nov | dec )
+    ) \. $
+    """,
+    re.VERBOSE,
+)
+BOUNDARY = re.compile(
+    r"""
+      \s*\n\s*\n\s*                        # a blank line
+    | (?<=[.!?…]) \s+ (?![a-z])            # a mark, white space, and no lower-case letter
+    | (?<=[.!?…]["'”’»)\]]) \s+ (?![a-z])  # the same with a closing quote or bracket
+    | (?<=[。！？]) (?![。！？”」』）]) \s*  # marks that need no white space
+    """,
+    re.VERBOSE,
+)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Return the non-empty sentences of a text without the white space around them, by a rule that needs no data.
+
+    A sentence ends at a blank line, and after ``.``, ``!``, ``?`` or ``…`` (including closing quotes and brackets)
+    before white space. It does not end if a lower-case letter follows, or if a full stop belongs to a common
+    abbreviation or a single initial. Chinese and Japanese marks end a sentence without white space.
+    """
+    sentences: list[str] = []
+    start = 0
+    for boundary in BOUNDARY.finditer(text):
+        sentence = text[start : boundary.start()]
+        if boundary.group().count("\n") < 2 and ABBREVIATED.search(sentence[-20:]):
+            continue
+        sentences.append(sentence)
+        start = boundary.end()
+    sentences.append(text[start:])
+    return [stripped for sentence in sentences if (stripped := sentence.strip())]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rapidformer_templates.data.pretraining.spans import span_sizes
+from rapidformer_templates.data.pretraining.masking import span_sizes
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError

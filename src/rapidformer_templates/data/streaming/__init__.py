@@ -1,1 +1,0 @@
-"""Samples that are read and tokenized while the run trains on them."""
