@@ -248,7 +248,10 @@ class WindowCollate:
             documents = _stacked(samples, "documents")
             begins = np.diff(documents, axis=1) != 0
             targets[begins] = IGNORED
-            batch["position_ids"] = torch.from_numpy(_positions(begins[:, :-1]))
+            # The position of each token in its document: its distance to the last beginning.
+            positions = np.arange(inputs.shape[1])
+            starts = np.where(np.pad(begins[:, :-1], ((0, 0), (1, 0))), positions, 0)
+            batch["position_ids"] = torch.from_numpy(positions - np.maximum.accumulate(starts, axis=1))
         return batch | {"shift_labels": torch.from_numpy(targets)}
 
 
@@ -277,13 +280,6 @@ def _stacked(samples: Sequence[Sample], name: str) -> np.ndarray:
     if isinstance(samples, Rows):
         return samples.columns[name]
     return np.concatenate([sample[name] for sample in samples]).reshape(len(samples), -1)
-
-
-def _positions(begins: np.ndarray) -> np.ndarray:
-    """Return the position of each token in its document, int64. ``begins`` omits the first token of each row."""
-    positions = np.arange(begins.shape[1] + 1)
-    starts = np.where(np.pad(begins, ((0, 0), (1, 0))), positions, 0)
-    return positions - np.maximum.accumulate(starts, axis=1)
 
 
 Collate = Callable[..., dict[str, torch.Tensor]]

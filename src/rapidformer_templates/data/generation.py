@@ -84,6 +84,9 @@ def generate(
         streamer: receives the tokens as they are generated.
     """
     settings = copy.deepcopy(model.generation_config)
+    # A text ends at the tokens that the model or the tokenizer names.
+    of_model = settings.eos_token_id
+    ends = {*(of_model if isinstance(of_model, list) else [of_model]), tokenizer.eos_token_id} - {None}
     if temperature == 0:
         settings.update(**dict.fromkeys(SAMPLING_SETTINGS))
     settings.update(
@@ -92,7 +95,7 @@ def generate(
         num_beams=1,
         max_length=None,
         max_new_tokens=new_tokens,
-        eos_token_id=_ends(model, tokenizer),
+        eos_token_id=sorted(ends) or None,
         pad_token_id=tokenizer.pad_token_id,
         use_cache=True,
     )
@@ -105,13 +108,6 @@ def generate(
         synced_gpus=synced,
         streamer=streamer,
     )
-
-
-def _ends(model: GenerativeModel, tokenizer: PreTrainedTokenizerFast) -> list[int] | None:
-    """Return the tokens that end a text, from the model and the tokenizer."""
-    of_model = model.generation_config.eos_token_id
-    ends = {*(of_model if isinstance(of_model, list) else [of_model]), tokenizer.eos_token_id} - {None}
-    return sorted(ends) or None
 
 
 def padded_left(rows: Sequence[np.ndarray], padding: int) -> dict[str, torch.Tensor]:

@@ -166,19 +166,15 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, spe
             verbose=False,
         )
         for rendered, ids, offsets in zip(chunk, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            yield _encoded(rendered, ids, offsets)
-
-
-def _encoded(rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> EncodedChat:
-    spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-    # Tokens added after the text have the end offset 0. They end where the text ends.
-    ends = np.maximum.accumulate(spans[:, 1])
-    learned, split = np.zeros(len(ids), dtype=bool), 0
-    for begin, end in rendered.answers:
-        first, stop = np.searchsorted(ends, (begin, end), side="right")
-        learned[first:stop] = True
-        split += bool(first < stop and spans[first, 0] < begin)
-    return EncodedChat(np.asarray(ids, dtype=np.int32), learned, split)
+            spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+            # Tokens added after the text have the end offset 0. They end where the text ends.
+            ends = np.maximum.accumulate(spans[:, 1])
+            learned, split = np.zeros(len(ids), dtype=bool), 0
+            for begin, end in rendered.answers:
+                first, stop = np.searchsorted(ends, (begin, end), side="right")
+                learned[first:stop] = True
+                split += bool(first < stop and spans[first, 0] < begin)
+            yield EncodedChat(np.asarray(ids, dtype=np.int32), learned, split)
 
 
 T = TypeVar("T")

@@ -143,11 +143,15 @@ class CausalLM(Task):
         return reader.samples(name, part, columns)
 
     def _of_texts(self, name: str, part: DataPart, texts: Sequence[str], block: Block | None) -> TokenizedSamples:
-        rows = tokenized(self.tokenizer, texts)["input_ids"]
-        ended = [self._ended(rows[i])[: self.seq_length] for i in range(len(rows))]
-        learnable = [
-            row for row in ended if len(row) > 1
-        ]  # the first token of a sample has no context to be predicted from
+        rows, end = tokenized(self.tokenizer, texts)["input_ids"], self.tokenizer.eos_token_id
+        ended = []
+        for i in range(len(rows)):
+            row = rows[i]
+            if end is not None and not (len(row) and row[-1] == end):
+                row = np.append(row, end)  # it teaches the model where to stop
+            ended.append(row[: self.seq_length])
+        # The first token of a sample has no context to be predicted from.
+        learnable = [row for row in ended if len(row) > 1]
         if len(learnable) < len(ended) and block is None:
             first = next(i for i, row in enumerate(ended) if len(row) < 2)
             if not learnable:
@@ -161,12 +165,8 @@ class CausalLM(Task):
         samples = self._samples(name, part, columns.of(part), block)
         if not self.packs or not len(samples):
             return samples
-        return PackedRows(samples, self.seq_length, block.generator) if block else self._packed(name, samples)
-
-    def _learns_answers(self, columns: Columns) -> bool:
-        return columns.kind != "text" and self.config.data.loss_on != "all"
-
-    def _packed(self, name: str, samples: TokenizedSamples) -> PackedRows:
+        if block is not None:
+            return PackedRows(samples, self.seq_length, block.generator)
         stream = Stream.PACKED_TRAINING if name == "train" else Stream.PACKED_VALIDATION
         generator = np.random.default_rng((self.config.training.seed, stream))
         packed = PackedRows(samples, self.seq_length, generator)
@@ -176,10 +176,8 @@ class CausalLM(Task):
         )
         return packed
 
-    def _ended(self, row: np.ndarray) -> np.ndarray:
-        """Append the end token, which teaches the model where to stop."""
-        end = self.tokenizer.eos_token_id
-        return row if end is None or (len(row) and row[-1] == end) else np.append(row, end)
+    def _learns_answers(self, columns: Columns) -> bool:
+        return columns.kind != "text" and self.config.data.loss_on != "all"
 
     def predict(self, outputs: ModelOutputs, batch: Tensors) -> tuple[list[np.ndarray], list[np.ndarray]]:
         # The logits at one token predict the next token.

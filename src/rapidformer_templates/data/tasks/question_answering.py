@@ -219,8 +219,10 @@ class QuestionAnswering(Task):
             columns = self._columns(part)
             examples = part.read(columns, partial(read_example, column=columns[2]))
             self.may_be_null |= any(not example.answers for example in examples)
-            samples, features = self._samples(part, examples)
-            sets[name] = samples
+            fields, features = self._tokens(part, examples)
+            spans = [answer_tokens(feature, examples[feature.example]) for feature in features]
+            places = zip(PLACES, ([start for start, _ in spans], [end for _, end in spans]), strict=True)
+            sets[name] = TokenizedSamples({**fields, **dict(places)})
             self._read[name] = features, examples
         if part_name("") in sets:
             self.begin_evaluation("")
@@ -246,12 +248,6 @@ class QuestionAnswering(Task):
         """Return the question column and the context column."""
         question = self.column(part, "pair_column", ("question",))
         return question, self.column(part, "text_column", ("context",))
-
-    def _samples(self, part: DataPart, examples: list[QuestionExample]) -> tuple[TokenizedSamples, list[Feature]]:
-        fields, features = self._tokens(part, examples)
-        spans = [answer_tokens(feature, examples[feature.example]) for feature in features]
-        places = zip(PLACES, ([start for start, _ in spans], [end for _, end in spans]), strict=True)
-        return TokenizedSamples({**fields, **dict(places)}), features
 
     def _tokens(self, part: DataPart, examples: list[QuestionExample]) -> tuple[dict[str, Ragged], list[Feature]]:
         """Return the tokens of each window, and their offsets in the context."""

@@ -90,8 +90,16 @@ class Seq2SeqLM(Task):
         return TokenizedSamples({"input_ids": sources, "labels": with_tokens(Ragged(labels), part, target)})
 
     def _tokenized_sources(self, part: DataPart, source: str, extra: Sequence[str | None]) -> Ragged:
-        """Tokenize the sources. Only ``input_ids`` are kept because the models take no token types."""
-        texts = _sources(part, source, extra)
+        """Tokenize the sources. A system prompt comes before its text, and an input after it.
+
+        Only ``input_ids`` are kept because the models take no token types.
+        """
+        inputs, system = (
+            texts_of(part, name, may_be_missing=True) if name and name in part.table.column_names else [""] * len(part)
+            for name in extra or (None, None)
+        )
+        rows = zip(system, texts_of(part, source), inputs, strict=True)
+        texts = ["\n\n".join(text for text in row if text.strip()) for row in rows]
         fields = tokenized(self.tokenizer, texts, max_length=self.seq_length)
         return with_tokens(fields["input_ids"], part, source)
 
@@ -129,16 +137,6 @@ class Seq2SeqLM(Task):
             "rouge_l": float(np.mean([rouge_l(guess, truth) for guess, truth in pairs])),
             "exact_match": float(np.mean([guess == truth for guess, truth in pairs])),
         }
-
-
-def _sources(part: DataPart, source: str, extra: Sequence[str | None]) -> list[str]:
-    """Return the source texts. A system prompt comes before its text, and an input after it."""
-    inputs, system = (
-        texts_of(part, name, may_be_missing=True) if name and name in part.table.column_names else [""] * len(part)
-        for name in extra or (None, None)
-    )
-    rows = zip(system, texts_of(part, source), inputs, strict=True)
-    return ["\n\n".join(text for text in row if text.strip()) for row in rows]
 
 
 def rouge_l(prediction: str, reference: str) -> float:

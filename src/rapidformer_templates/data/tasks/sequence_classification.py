@@ -147,7 +147,13 @@ class SequenceClassification(Task):
 
     def compute_metrics(self, predictions: Predictions, references: Predictions) -> dict[str, float]:
         if self.problem == "regression":
-            return _errors(np.asarray(predictions), np.asarray(references))
+            guesses, truths = np.asarray(predictions), np.asarray(references)
+            differences, varies = guesses - truths, len(truths) > 1 and np.ptp(guesses) > 0 and np.ptp(truths) > 0
+            return {
+                "mse": float(np.mean(differences**2)),
+                "mae": float(np.mean(np.abs(differences))),
+                "pearson": float(np.corrcoef(guesses, truths)[0, 1]) if varies else 0.0,
+            }
         # Imported here because it takes a second and only an evaluation needs it.
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
@@ -173,27 +179,18 @@ class SequenceClassification(Task):
         return Inputs.of(TokenizedSamples(self._tokens(part)))
 
     def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
+        """Return the label of each row, or its labels, with the score of every label."""
         logits = self.outputs(model, rows)[0].logits.float().cpu()
         if self.problem == "regression":
             return [{"value": round_score(value)} for value in logits[:, 0].tolist()]
         has_several = self.problem == "multi_label_classification"
-        shares = (logits.sigmoid() if has_several else logits.softmax(dim=-1)).tolist()
-        return [self._record(row, has_several=has_several) for row in shares]
-
-    def _record(self, shares: list[float], *, has_several: bool) -> Record:
-        """Return the label of a row, or its labels, with the score of every label."""
-        scores = {name: round_score(value) for name, value in zip(self.labels, shares, strict=True)}
-        if has_several:
-            return {"labels": [n for n, v in zip(self.labels, shares, strict=True) if v > 0.5], "scores": scores}
-        name = self.labels[int(np.argmax(shares))]
-        return {"label": name, "score": scores[name], "scores": scores}
-
-
-def _errors(guesses: np.ndarray, truths: np.ndarray) -> dict[str, float]:
-    """Return MSE, MAE and Pearson r. Pearson r is 0 if one side is constant."""
-    differences, varies = guesses - truths, len(truths) > 1 and np.ptp(guesses) > 0 and np.ptp(truths) > 0
-    return {
-        "mse": float(np.mean(differences**2)),
-        "mae": float(np.mean(np.abs(differences))),
-        "pearson": float(np.corrcoef(guesses, truths)[0, 1]) if varies else 0.0,
-    }
+        records: list[Record] = []
+        for shares in (logits.sigmoid() if has_several else logits.softmax(dim=-1)).tolist():
+            scores = {name: round_score(value) for name, value in zip(self.labels, shares, strict=True)}
+            if has_several:
+                labels = [name for name, value in zip(self.labels, shares, strict=True) if value > 0.5]
+                records.append({"labels": labels, "scores": scores})
+            else:
+                name = self.labels[int(np.argmax(shares))]
+                records.append({"label": name, "score": scores[name], "scores": scores})
+        return records

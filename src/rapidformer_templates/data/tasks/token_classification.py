@@ -105,18 +105,18 @@ class TokenClassification(Task):
         # Byte-level tokenizers recognize a word inside a sentence by the space before it.
         space = " " if getattr(self.tokenizer, "add_prefix_space", None) is False else ""
         spaced = [[space + word for word in row] for row in words]
-        return [
-            encoding
-            for start in range(0, len(spaced), 1000)
-            for encoding in self._encoded(spaced[start : start + 1000])
-        ]
-
-    def _encoded(self, words: list[list[str]]) -> Sequence[Encoding]:
-        encoded = self.tokenizer(
-            words, is_split_into_words=True, truncation=True, max_length=self.seq_length, verbose=False
-        )
-        assert encoded.encodings is not None  # fast tokenizers always have encodings
-        return encoded.encodings
+        encodings: list[Encoding] = []
+        for start in range(0, len(spaced), 1000):
+            encoded = self.tokenizer(
+                spaced[start : start + 1000],
+                is_split_into_words=True,
+                truncation=True,
+                max_length=self.seq_length,
+                verbose=False,
+            )
+            assert encoded.encodings is not None  # fast tokenizers always have encodings
+            encodings += encoded.encodings
+        return encodings
 
     def config_overrides(self) -> dict[str, Any]:
         return label_map(self.labels)
