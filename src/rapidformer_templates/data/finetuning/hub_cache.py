@@ -76,11 +76,20 @@ def find_or_download(name: str, config: str | None, flag: str) -> Cached:
         return cached
     try:
         with only_one_process(name):
-            cached = _find_cached(name, config, flag) or _download(name, config, flag)
+            cached = _find_cached(name, config, flag)
+            if cached is None:
+                import datasets
+                from huggingface_hub import HfApi
+
+                HfApi().dataset_info(name)  # raises the hub's own error, which datasets would replace
+                datasets.load_dataset(name, config, cache_dir=str(cache_root()))
+                cached = _find_cached(name, config, flag)
     except DataError:
         raise
     except Exception as error:  # huggingface_hub, its HTTP client and datasets each raise different errors
         raise _download_error(error, name, config, flag) from error
+    if cached is None:
+        raise DataError(f"{name} was downloaded, but it is not in {cache_root()}", where=flag, hint="report this error")
     return cached
 
 
@@ -95,18 +104,6 @@ def _find_cached(name: str, config: str | None, flag: str) -> Cached | None:
     if config_name not in by_config:
         return None
     return Cached(name, config_name, max(by_config[config_name], key=lambda version: version.stat().st_mtime))
-
-
-def _download(name: str, config: str | None, flag: str) -> Cached:
-    import datasets
-    from huggingface_hub import HfApi
-
-    HfApi().dataset_info(name)  # raises the hub's own error, which datasets would replace
-    datasets.load_dataset(name, config, cache_dir=str(cache_root()))
-    cached = _find_cached(name, config, flag)
-    if cached is None:
-        raise DataError(f"{name} was downloaded, but it is not in {cache_root()}", where=flag, hint="report this error")
-    return cached
 
 
 def _download_error(error: Exception, name: str, config: str | None, flag: str) -> Exception:

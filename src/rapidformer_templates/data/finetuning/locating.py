@@ -327,21 +327,21 @@ def evaluated_sets(flags: DataFlags) -> dict[str, DataFlags]:
     Raises:
         DataError: a name cannot be used.
     """
-    return {name: _flags_of_set(flags, of) for name, of in named_sets(flags.eval_data_name, "--eval-data-name").items()}
-
-
-def _flags_of_set(flags: DataFlags, of: str) -> DataFlags:
     alone = replace(flags, eval_data_name=None, evaluate_test=False, data_config=None, data_split=None)
     folder = Path(flags.data_dir or ".")
     if folder.is_file():
         folder = folder.parent
         alone = replace(alone, data_dir=str(folder))
-    for path in (folder / of, Path(of)):
-        if path.is_dir():
-            return replace(alone, data_dir=str(path), data_name=None)
-        if path.is_file():
-            return replace(alone, data_dir=str(path.parent), data_name=path.name)
-    return replace(alone, data_name=of)
+    sets = {}
+    for name, of in named_sets(flags.eval_data_name, "--eval-data-name").items():
+        path = next((path for path in (folder / of, Path(of)) if path.is_dir() or path.is_file()), None)
+        if path is None:
+            sets[name] = replace(alone, data_name=of)
+        elif path.is_dir():
+            sets[name] = replace(alone, data_dir=str(path), data_name=None)
+        else:
+            sets[name] = replace(alone, data_dir=str(path.parent), data_name=path.name)
+    return sets
 
 
 def locate_evaluated(name: str, flags: DataFlags) -> tuple[Located, list[Path]]:
@@ -436,7 +436,15 @@ def steps_of(config: RunConfig, epochs: Epochs, global_batch: int) -> int | None
 def _rows(files: Sequence[tuple[Path, int]], *, saved: bool) -> int | None:
     """Return the number of rows in files or saved folders, or None if counting would take too long."""
     if saved:
-        return sum(_saved_rows(folder) for folder, _ in files)
+        import pyarrow as pa
+
+        rows = 0
+        for folder, _ in files:  # the headers of the batches tell their rows
+            for name in json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+                _check_inside(name["filename"], folder / "state.json")
+                with pa.memory_map(str(folder / name["filename"])) as file, pa.ipc.open_stream(file) as batches:
+                    rows += sum(batch.num_rows for batch in batches)
+        return rows
     text = sum(size for path, size in files if data_suffix(path) != ".parquet")
     if text > MAX_COUNTED_BYTES:
         return None
@@ -446,15 +454,3 @@ def _rows(files: Sequence[tuple[Path, int]], *, saved: bool) -> int | None:
         else sum(1 for _ in ROW_READERS[data_suffix(path)](path, BadLines(skip=True)))
         for path, _ in files
     )
-
-
-def _saved_rows(folder: Path) -> int:
-    """Return the number of rows of a part that ``datasets`` saved, read from the headers of its batches."""
-    import pyarrow as pa
-
-    rows = 0
-    for name in json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]:
-        _check_inside(name["filename"], folder / "state.json")
-        with pa.memory_map(str(folder / name["filename"])) as file, pa.ipc.open_stream(file) as batches:
-            rows += sum(batch.num_rows for batch in batches)
-    return rows

@@ -174,19 +174,17 @@ class Task(ABC):
         mixture = mixture_of(self.config.data.data_name)
         if not mixture:
             return self.read_data()
-        sources = [(weight, name, self._of_one(name, i == 0)) for i, (weight, name) in enumerate(mixture)]
-        data = {name: task.build_data() for _, name, task in sources}
-        self.merge_decisions([task for _, _, task in sources])
-        return mixed(data, [weight for weight, _, _ in sources], self.config.training.seed)
-
-    def _of_one(self, name: str, is_first: bool) -> Task:
-        """Return this task for one data set of a mixture. The first one also reads the additional validation sets."""
-        config = self.config.replace(self.config.origin("data_name"), data_name=name)
-        task = type(self)(config if is_first else config.replace("a mixture", eval_data_name=None))
-        task.tokenizer = self.tokenizer
-        if self.is_trained:
-            task.load_label_state(self.decisions(), self.part)
-        return task
+        tasks: dict[str, Task] = {}
+        for name in (name for _, name in mixture):
+            config = self.config.replace(self.config.origin("data_name"), data_name=name)
+            # Only the first one reads the additional validation sets.
+            tasks[name] = task = type(self)(config.replace("a mixture", eval_data_name=None) if tasks else config)
+            task.tokenizer = self.tokenizer
+            if self.is_trained:
+                task.load_label_state(self.decisions(), self.part)
+        data = {name: task.build_data() for name, task in tasks.items()}
+        self.merge_decisions(list(tasks.values()))
+        return mixed(data, [weight for weight, _ in mixture], self.config.training.seed)
 
     def merge_decisions(self, others: Sequence[Task]) -> None:
         """Adopt what the data sets of a mixture have decided.

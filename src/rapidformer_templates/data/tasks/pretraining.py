@@ -48,7 +48,14 @@ class Pretraining(Task):
             kind = Pairs
         options = config.switches.get("dynamic-shape")
         if options is not None and options.data_iterator == "dynamic-shape":
-            kind = _by_documents(kind, architecture, config)
+            if kind not in BY_DOCUMENTS:
+                what = f"pretraining of {architecture} with {kind.__name__.lower()}"
+                raise DataError(
+                    f"{what} cannot be combined with dynamic shapes",
+                    where=f"--data-iterator ({config.origin('data_iterator')})",
+                    hint="leave it out: these samples are all of one length, or have two lengths",
+                )
+            kind = BY_DOCUMENTS[kind]
         _refuse_flags_of_others(config, architecture, kind)
         self.auto_class = kind.auto_class
         self.objective = kind(self)
@@ -158,14 +165,6 @@ class Pretraining(Task):
 
     def compute_metrics(self, predictions: list[np.ndarray], references: list[np.ndarray]) -> dict[str, float]:
         return token_accuracy(predictions, references)
-
-
-def _by_documents(kind: type[Objective], architecture: str, config: RunConfig) -> type[Objective]:
-    if kind not in BY_DOCUMENTS:
-        hint = "leave it out: these samples are all of one length, or have two lengths"
-        message = f"pretraining of {architecture} with {kind.__name__.lower()} cannot be combined with dynamic shapes"
-        raise DataError(message, where=f"--data-iterator ({config.origin('data_iterator')})", hint=hint)
-    return BY_DOCUMENTS[kind]
 
 
 def _refuse_flags_of_others(config: RunConfig, architecture: str, kind: type[Objective]) -> None:

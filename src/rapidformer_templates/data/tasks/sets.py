@@ -9,7 +9,7 @@ import numpy as np
 
 from rapidformer_templates.data.collate import TokenizedSamples
 from rapidformer_templates.data.finetuning.tables import LoadedDataset, UsableRows, part_of_stream
-from rapidformer_templates.data.streaming import BlockResult, RowStream, StreamedRow, StreamedSamples, buffer_of
+from rapidformer_templates.data.streaming import BlockResult, StreamedRow, StreamedSamples, buffer_of
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import SampleSet
@@ -42,20 +42,16 @@ def sets_of(raw: LoadedDataset, task: Task, make: Make) -> dict[str, TokenizedSa
     sets = {name: make(name, part, None) for name, part in whole.items()}
     task.bad.raise_all()
     if raw.stream is not None:
-        sets["train"] = _streamed(raw.stream, task, make)
+        config = task.config
+        packed = ", packed" if config.data.pack_sequences else ""
+        sets["train"] = StreamedSamples(
+            raw.stream,
+            _BlockOfRows(make, task.usable_rows, config.data.skip_bad_lines),
+            seed=config.training.seed,
+            buffer=buffer_of(config.data),
+            identity=f"{raw.stream.identity} in samples of {config.model.seq_length} tokens{packed}",
+        )
     return sets
-
-
-def _streamed(rows: RowStream, task: Task, make: Make) -> StreamedSamples:
-    config = task.config
-    packed = ", packed" if config.data.pack_sequences else ""
-    return StreamedSamples(
-        rows,
-        _BlockOfRows(make, task.usable_rows, config.data.skip_bad_lines),
-        seed=config.training.seed,
-        buffer=buffer_of(config.data),
-        identity=f"{rows.identity} in samples of {config.model.seq_length} tokens{packed}",
-    )
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,13 @@ class TokenClassification(Task):
     def read_data(self) -> Data:
         raw = self.read_rows()
         _, tags = self._columns(raw.train)
-        read = {name: (part, *self._words_and_tags(part)) for name, part in raw.parts().items()}
+        read: dict[str, tuple[DataPart, list[tuple[list[str], list[str | None]]]]] = {}
+        for name, part in raw.parts().items():
+            columns = self._columns(part)
+            read[name] = part, part.read(columns, _reader_of_rows(part, *columns))
         # Rows held out of one file may have a rare tag that the remaining rows lack.
         labelled = ("train", "valid") if raw.held_out else ("train",)
-        distinct = {tag for name in labelled for row in read[name][2] for tag in row if tag is not None}
+        distinct = {tag for name in labelled for _, row in read[name][1] for tag in row if tag is not None}
         if not distinct:
             hint = "choose another --label-column, or tag the words"
             raise DataError(f"no word has a tag in column '{tags}'", where=raw.train.files[0], hint=hint)
@@ -76,25 +79,20 @@ class TokenClassification(Task):
         columns = self._columns(part)
         return part.usable(columns, _reader_of_rows(part, *columns), bad)
 
-    def _words_and_tags(self, part: DataPart) -> tuple[list[list[str]], list[list[str | None]]]:
-        """Return the words and tag names of each row. None marks a word without a tag."""
-        columns = self._columns(part)
-        rows = part.read(columns, _reader_of_rows(part, *columns))
-        return [words for words, _ in rows], [tags for _, tags in rows]
-
-    def _samples(self, part: DataPart, words: list[list[str]], tags: list[list[str | None]]) -> TokenizedSamples:
+    def _samples(self, part: DataPart, rows: list[tuple[list[str], list[str | None]]]) -> TokenizedSamples:
+        """Tokenize rows of words and tag names. None marks a word without a tag."""
         numbers: dict[str | None, int] = {name: i for i, name in enumerate(self.labels)} | {None: IGNORED}
         bad = BadLines(advice="")
-        for row, names in enumerate(tags):
+        for row, (_, names) in enumerate(rows):
             unknown = next((name for name in names if name is not None and name not in numbers), None)
             if unknown is not None:
                 error = unknown_label(unknown, self.labels)
                 bad.note_at(part.where(row), error.message, error.hint or "")
         bad.raise_all()
-        encodings = self._encodings(words)
+        encodings = self._encodings([words for words, _ in rows])
         labels = [
             _first_pieces(encoding.word_ids, [numbers[name] for name in names])
-            for encoding, names in zip(encodings, tags, strict=True)
+            for encoding, (_, names) in zip(encodings, rows, strict=True)
         ]
         return TokenizedSamples({"input_ids": self._ids(part, encodings), "labels": Ragged(labels)})
 
