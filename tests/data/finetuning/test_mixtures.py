@@ -103,6 +103,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "regression": ("bert", "sequence_classification", {"text": "a cat", "label": 0.5}),
     "several labels": ("bert", "sequence_classification", {"text": "a cat", "label": ["x", "y"]}),
     "token_classification": ("bert", "", TAGS),
+    "multiple_choice": ("bert", "", {"context": "the cat", "choices": ["sees a tree", "eats"], "label": 1}),
     "masked_lm": ("bert", "", {"text": "the cat sees a tree"}),
     "causal_lm": ("gpt2", "", {"text": "the cat sees a tree"}),
     "seq2seq_lm": ("t5", "", {"source": "the cat", "target": "sees a tree"}),
