@@ -282,7 +282,7 @@ def _section(switch: Switch) -> str:
     if switch.receipt:
         facts.append(f"- receipt in `summary.json`: {', '.join(f'`{name}`' for name in switch.receipt)}")
     if switch.rules:
-        facts.append(f"- rules {', '.join(rule.code for rule in switch.rules)}")
+        facts.append(f"- rules {', '.join(sorted(rule.code for rule in switch.rules))}")
     return f"## {switch.name}\n\n{switch.summary}\n\n" + "\n".join(facts)
 
 

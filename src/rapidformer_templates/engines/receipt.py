@@ -80,3 +80,16 @@ def bytes_by_kind(tensors_by_kind: Mapping[str, Sequence[torch.Tensor]]) -> dict
                 pointers.add(storage.data_ptr())
                 sizes[kind] += storage.nbytes()
     return sizes
+
+
+WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by bytes per element."""
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a checksum of the local values that changes if the last bit of any element changes.
+
+    The bits are summed in place, read as integers. A copy would double the memory.
+    """
+    local = local_part(tensor).detach()
+    return local.view(WHOLE_NUMBERS[local.element_size()]).sum(dtype=torch.int64)

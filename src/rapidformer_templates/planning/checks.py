@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rapidformer_templates.planning.request import optimizer_facts
 from rapidformer_templates.planning.switch import (
     TEMPLATES,
     Change,
@@ -18,9 +19,15 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
     move,
+    replace,
 )
 
 PARTITIONING = "partitioning"  # the family of switches that divide the model's states over the workers
+
+
+def partitions_without_zero(switch: Switch) -> bool:
+    """Whether a switch divides the model's states without ZeRO."""
+    return switch.family == PARTITIONING and not switch.name.startswith("zero-")
 
 
 def needs_template(*names: str) -> Callable[[Request], list[Finding]]:
@@ -178,6 +185,33 @@ def one_claim(*resources: Resource) -> Callable[[Request], list[Finding]]:
         return findings
 
     return check
+
+
+def has_no_cpu_form(request: Request) -> list[Finding]:
+    """Refuse an offloaded optimizer that has no CPU implementation."""
+    optimizer = optimizer_facts(request)
+    offloads = [switch.name for switch in request.of_family("offload")]
+    if optimizer.cpu_form:
+        return []
+    return [
+        Finding(
+            f"{optimizer.name} cannot be offloaded: it has no CPU implementation",
+            (*request.asked("optimizer"), *request.asked_for(*offloads)),
+            switches=tuple(offloads),
+            changes=(replace({"optimizer": "adamw"}),),
+        )
+    ]
+
+
+OPTIMIZER_HAS_CPU_FORM = Rule(
+    "RF012",
+    "An offloaded optimizer needs both a CPU and a GPU implementation.",
+    "an offloaded state is updated on the CPU, for which LAMB and the GPU-only optimizers have no kernel",
+    "[D]",
+    has_no_cpu_form,
+    Example("--cpu-offload --optimizer lamb"),
+    refusal="Offload of an optimizer that has no CPU implementation, such as LAMB.",
+)
 
 
 PADDING = 128

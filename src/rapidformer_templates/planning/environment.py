@@ -28,6 +28,9 @@ DEVICE_ALIASES = {
 }  # fmt: skip
 """Other names of devices, and torch's names."""
 
+AMPERE = (8, 0)
+"""The first compute capability with bf16 and tf32 units."""
+
 OPTIONAL_PACKAGES = (
     "apex",
     "bitsandbytes",

@@ -6,24 +6,25 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import PARTITIONING, excludes, shown
+from rapidformer_templates.planning.checks import (
+    OPTIMIZER_HAS_CPU_FORM,
+    PARTITIONING,
+    excludes,
+    partitions_without_zero,
+    shown,
+)
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizers import CPU_ADAM
-from rapidformer_templates.planning.request import optimizer_facts
 from rapidformer_templates.planning.switch import (
     Example,
-    Finding,
     Measured,
     Precedence,
     Prediction,
     Request,
     Resource,
-    Rule,
     Switch,
     always,
-    replace,
 )
-from rapidformer_templates.switches.zero.file_switch import partitions_without_zero
 
 
 @dataclass(frozen=True)
@@ -50,31 +51,6 @@ def _acted(measured: Measured) -> str | None:
         return f"updates by {CPU_ADAM.path} were expected; {measured[rule]} makes them"
     return None
 
-
-def _optimizer_on_cpu(request: Request) -> list[Finding]:
-    optimizer = optimizer_facts(request)
-    offloads = [switch.name for switch in request.of_family("offload")]
-    if optimizer.cpu_form:
-        return []
-    return [
-        Finding(
-            f"{optimizer.name} cannot be offloaded: it has no CPU implementation",
-            (*request.asked("optimizer"), *request.asked_for(*offloads)),
-            switches=tuple(offloads),
-            changes=(replace({"optimizer": "adamw"}),),
-        )
-    ]
-
-
-OPTIMIZER_HAS_CPU_FORM = Rule(
-    "RF012",
-    "An offloaded optimizer needs both a CPU and a GPU implementation.",
-    "an offloaded state is updated on the CPU, for which LAMB and the GPU-only optimizers have no kernel",
-    "[D]",
-    _optimizer_on_cpu,
-    Example("--cpu-offload --optimizer lamb"),
-    refusal="Offload of an optimizer that has no CPU implementation, such as LAMB.",
-)
 
 SWITCHES = (
     Switch(

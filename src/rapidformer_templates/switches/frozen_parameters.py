@@ -15,7 +15,7 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
     drop,
 )
@@ -45,6 +45,17 @@ def _flags_given(request: Request) -> list[str]:
     return [name for name in OFF if request.config.get(name) is not None]
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF123",
+    "Parameters are named either by what is frozen or by what is trained.",
+    "each of the two decides about all parameters",
+    "[rapidformer_templates]",
+    Example("--freeze wte --train-only head"),
+    refusal="--freeze and --train-only in one command.",
+)
 def _one_of_two(request: Request) -> list[Finding]:
     if len(_flags_given(request)) < 2:
         return []
@@ -52,6 +63,14 @@ def _one_of_two(request: Request) -> list[Finding]:
     return [Finding("--freeze and --train-only exclude each other", request.asked(*OFF), changes=changes)]
 
 
+@RULES.add(
+    "RF124",
+    "Parameters are named by a regular expression.",
+    "it is looked for in each parameter's name",
+    "[rapidformer_templates]",
+    Example("--freeze ["),
+    refusal="A pattern for parameter names that is not a regular expression.",
+)
 def _regular(request: Request) -> list[Finding]:
     findings = []
     for name in _flags_given(request):
@@ -63,6 +82,14 @@ def _regular(request: Request) -> list[Finding]:
     return findings
 
 
+@RULES.add(
+    "RF125",
+    "Adapters decide what is frozen.",
+    "they freeze all weights except for modules that are trained whole",
+    "[peft]",
+    Example("--freeze wte --lora-rank 8", {"packages": {"peft": "0.17"}}),
+    refusal="--freeze or --train-only together with adapters.",
+)
 def _adapters_decide(request: Request) -> list[Finding]:
     if "lora" not in request.active:
         return []
@@ -124,34 +151,6 @@ SWITCHES = (
         receipt=("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes"),
         acted=_acted,
         changes_result=True,
-        rules=(
-            Rule(
-                "RF123",
-                "Parameters are named either by what is frozen or by what is trained.",
-                "each of the two decides about all parameters",
-                "[rapidformer_templates]",
-                _one_of_two,
-                Example("--freeze wte --train-only head"),
-                refusal="--freeze and --train-only in one command.",
-            ),
-            Rule(
-                "RF124",
-                "Parameters are named by a regular expression.",
-                "it is looked for in each parameter's name",
-                "[rapidformer_templates]",
-                _regular,
-                Example("--freeze ["),
-                refusal="A pattern for parameter names that is not a regular expression.",
-            ),
-            Rule(
-                "RF125",
-                "Adapters decide what is frozen.",
-                "they freeze all weights except for modules that are trained whole",
-                "[peft]",
-                _adapters_decide,
-                Example("--freeze wte --lora-rank 8", {"packages": {"peft": "0.17"}}),
-                refusal="--freeze or --train-only together with adapters.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

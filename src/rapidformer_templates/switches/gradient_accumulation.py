@@ -15,7 +15,7 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
     add,
     replace,
@@ -37,6 +37,17 @@ def _same_length(request: Request) -> Change:
     return add({"train_iters": in_epochs, "epochs": None}, note)
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF006",
+    "Gradient accumulation needs an iteration-based run.",
+    "an epoch need not hold a whole number of accumulated steps",
+    "[R]",
+    Example("--epochs 3 --micro-batch-size 4 --global-batch-size 16"),
+    refusal="Gradient accumulation in a run by --epochs.",
+)
 def _only_by_iterations(request: Request) -> list[Finding]:
     sizes = request.sizes
     if request.config.training.epochs is None:
@@ -78,16 +89,6 @@ SWITCHES = (
         ),
         receipt=("micro_steps",),
         acted=_acted,
-        rules=(
-            Rule(
-                "RF006",
-                "Gradient accumulation needs an iteration-based run.",
-                "an epoch need not hold a whole number of accumulated steps",
-                "[R]",
-                _only_by_iterations,
-                Example("--epochs 3 --micro-batch-size 4 --global-batch-size 16"),
-                refusal="Gradient accumulation in a run by --epochs.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

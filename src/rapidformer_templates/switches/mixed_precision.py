@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rapidformer_templates.planning.checks import needs_template, shown
+from rapidformer_templates.planning.environment import AMPERE
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import EngineOptions, MasterTypes
 from rapidformer_templates.planning.request import optimizer_class, precision, wide_weights
@@ -19,11 +20,10 @@ from rapidformer_templates.planning.switch import (
     Prediction,
     Request,
     Rule,
+    RuleList,
     Switch,
     replace,
 )
-
-AMPERE = (8, 0)  # the first compute capability with bf16 and tf32 units
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,17 @@ def _engine_options(request: Request, options: EngineOptions) -> EngineOptions:
 OF_GRADIENTS = ("grad_accum_dtype", "grad_reduce_dtype")
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF201",
+    "The types of gradients can be chosen for 16-bit weights with masters.",
+    "elsewhere gradients have the type of their weights, or one that DeepSpeed or FSDP chooses",
+    "[M]",
+    Example("--mixed-precision bf16 --keep-fp32-parameters --grad-accum-dtype bf16"),
+    refusal="A type for gradients under an engine that chooses it itself, or without 16-bit weights.",
+)
 def _gradients_of_wide_weights(request: Request) -> list[Finding]:
     """Refuse gradient types if the weights are not 16-bit weights with masters."""
     flags = [name for name in OF_GRADIENTS if request.config.get(name) != "fp32"]
@@ -90,6 +101,14 @@ def _gradients_of_wide_weights(request: Request) -> list[Finding]:
     ]
 
 
+@RULES.add(
+    "RF019",
+    "bf16 on a GPU needs compute capability 8.0.",
+    "older GPUs have no bf16 matrix units and emulate them more slowly than fp32",
+    "[torch, S]",
+    Example("--mixed-precision bf16", machine={"device": "cuda", "compute_capability": (7, 0)}),
+    refusal="bf16 on a GPU that is older than Ampere.",
+)
 def _bf16_before_ampere(request: Request) -> list[Finding]:
     capability = request.environment.compute_capability
     if capability is None or capability >= AMPERE or precision(request.config, request.environment) != "bf16":
@@ -133,6 +152,7 @@ SWITCHES = (
         acted=_acted,
         changes_result=True,
         rules=(
+            *RULES,
             Rule(
                 "RF001",
                 "Mixed precision needs one of the three templates.",
@@ -141,24 +161,6 @@ SWITCHES = (
                 needs_template("mixed-precision"),
                 Example("--mixed-precision bf16", machine={"template": None}),
                 refusal="Mixed precision in a program that uses none of the three templates.",
-            ),
-            Rule(
-                "RF201",
-                "The types of gradients can be chosen for 16-bit weights with masters.",
-                "elsewhere gradients have the type of their weights, or one that DeepSpeed or FSDP chooses",
-                "[M]",
-                _gradients_of_wide_weights,
-                Example("--mixed-precision bf16 --keep-fp32-parameters --grad-accum-dtype bf16"),
-                refusal="A type for gradients under an engine that chooses it itself, or without 16-bit weights.",
-            ),
-            Rule(
-                "RF019",
-                "bf16 on a GPU needs compute capability 8.0.",
-                "older GPUs have no bf16 matrix units and emulate them more slowly than fp32",
-                "[torch, S]",
-                _bf16_before_ampere,
-                Example("--mixed-precision bf16", machine={"device": "cuda", "compute_capability": (7, 0)}),
-                refusal="bf16 on a GPU that is older than Ampere.",
             ),
         ),
     ),

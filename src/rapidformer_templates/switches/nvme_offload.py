@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rapidformer_templates.planning.checks import OPTIMIZER_HAS_CPU_FORM
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     Example,
@@ -13,13 +14,12 @@ from rapidformer_templates.planning.switch import (
     Prediction,
     Request,
     Resource,
-    Rule,
+    RuleList,
     Switch,
     add,
     always,
     drop,
 )
-from rapidformer_templates.switches.cpu_offload import OPTIMIZER_HAS_CPU_FORM
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,17 @@ class NvmeOffloadFlags:
     )
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF011",
+    "NVMe offload needs ZeRO-3.",
+    "DeepSpeed swaps to disk only what ZeRO-3 has partitioned",
+    "[D]",
+    Example("--nvme-path /local_nvme --zero-2-memory-optimization --world-size 2"),
+    refusal="Offload to NVMe without ZeRO-3.",
+)
 def _needs_zero_3(request: Request) -> list[Finding]:
     if "zero-3" in request.active:
         return []
@@ -44,6 +55,14 @@ def _needs_zero_3(request: Request) -> list[Finding]:
     ]
 
 
+@RULES.add(
+    "RF115",
+    "An average of the weights is kept in memory.",
+    "DeepSpeed swaps only the moments of a part from the disk and back",
+    "[deepspeed]",
+    Example("--ema-decay 0.999 --nvme-path /local_nvme --zero-3-memory-optimization --world-size 2"),
+    refusal="A moving average of the weights together with NVMe offload.",
+)
 def _moves_moments_alone(request: Request) -> list[Finding]:
     if "nvme-offload" not in request.active or request.config.training.ema_decay is None:
         return []
@@ -91,26 +110,6 @@ SWITCHES = (
         engine_options=lambda request, options: replace(options, offload="nvme"),
         receipt=("optimizer_state_bytes", "optimizer_class", "swapped_bytes"),
         acted=_acted,
-        rules=(
-            Rule(
-                "RF011",
-                "NVMe offload needs ZeRO-3.",
-                "DeepSpeed swaps to disk only what ZeRO-3 has partitioned",
-                "[D]",
-                _needs_zero_3,
-                Example("--nvme-path /local_nvme --zero-2-memory-optimization --world-size 2"),
-                refusal="Offload to NVMe without ZeRO-3.",
-            ),
-            Rule(
-                "RF115",
-                "An average of the weights is kept in memory.",
-                "DeepSpeed swaps only the moments of a part from the disk and back",
-                "[deepspeed]",
-                _moves_moments_alone,
-                Example("--ema-decay 0.999 --nvme-path /local_nvme --zero-3-memory-optimization --world-size 2"),
-                refusal="A moving average of the weights together with NVMe offload.",
-            ),
-            OPTIMIZER_HAS_CPU_FORM,
-        ),
+        rules=(*RULES, OPTIMIZER_HAS_CPU_FORM),
     ),
 )

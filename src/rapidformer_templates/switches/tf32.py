@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rapidformer_templates.planning.environment import AMPERE
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     Example,
@@ -13,11 +14,10 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
     always,
 )
-from rapidformer_templates.switches.mixed_precision import AMPERE
 
 if TYPE_CHECKING:
     from rapidformer_templates.engines.assembly import Assembly, Building
@@ -30,6 +30,17 @@ class Tf32Flags:
     tf32: bool = flag(False, "fp32 matrix products through the tensor cores' tf32 (Ampere or newer)")
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF018",
+    "tf32 needs an Ampere or newer GPU.",
+    "tf32 is a mode of the tensor cores since compute capability 8.0; elsewhere it would do nothing",
+    "[S, torch]",
+    Example("--tf32"),
+    refusal="tf32 on a GPU that is older than Ampere, or without a GPU.",
+)
 def _needs_ampere(request: Request) -> list[Finding]:
     capability = request.environment.compute_capability
     if request.environment.device == "cuda" and (capability is None or capability >= AMPERE):
@@ -65,16 +76,6 @@ SWITCHES = (
         receipt=("matmul_precision",),
         acted=_acted,
         changes_result=True,
-        rules=(
-            Rule(
-                "RF018",
-                "tf32 needs an Ampere or newer GPU.",
-                "tf32 is a mode of the tensor cores since compute capability 8.0; elsewhere it would do nothing",
-                "[S, torch]",
-                _needs_ampere,
-                Example("--tf32"),
-                refusal="tf32 on a GPU that is older than Ampere, or without a GPU.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from rapidformer_templates.planning.optimizer_states import FP32
+from rapidformer_templates.planning.plan import shards_of_experts
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.stage_memory import MemorySnapshot, Stage, peak_stage_candidates
@@ -27,7 +28,6 @@ from rapidformer_templates.switches.auto_strategy.state_bytes import (
     replicated_on_host,
 )
 from rapidformer_templates.switches.auto_strategy.trace import Phase
-from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts
 
 FORMULAS: dict[str, dict[str, Formula]] = {
     "": {

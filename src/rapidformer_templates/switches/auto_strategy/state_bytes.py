@@ -18,7 +18,7 @@ from rapidformer_templates.planning.optimizer_states import (
     part_of,
     runs,
 )
-from rapidformer_templates.switches.fsdp.expert_shards import widthwise
+from rapidformer_templates.planning.plan import expert_shard_dim
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def divided_in_rows_beside_experts(
         for parameter in parameters:
             if parameter.is_expert:
                 share, own = parameter.among(over), rank // over % shards  # neighbours have different experts
-                parts[-1].append(_part(share, own, shards, widthwise(share.shape, shards)))
+                parts[-1].append(_part(share, own, shards, expert_shard_dim(share.shape, shards)))
             else:
                 parts[-1].append(_part(parameter, rank, workers))
     return _in_parts(parts, how)

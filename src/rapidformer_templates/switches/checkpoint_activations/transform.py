@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.receipt import Probe, Receipt
+from rapidformer_templates.engines.receipt import Probe, Receipt, sum_of_bits
 from rapidformer_templates.engines.recomputation import PRODUCTS, Checkpointed, checkpointed_forward
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import ModelError
@@ -70,9 +70,6 @@ class SavedTensors(Receipt):
         return {"saved_tensor_bytes": with_it, "saved_tensor_bytes_without": without}
 
 
-WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by bytes per element."""
-
 Storages = dict[int, tuple[StorageWeakRef, int]]
 """Bytes of storages by id. The weak reference reserves the id without keeping the data."""
 
@@ -81,12 +78,6 @@ def _record_storage(tensor: torch.Tensor, storages: Storages) -> None:
     storage = local_part(tensor).untyped_storage()
     reference = StorageWeakRef(storage)
     storages[reference.cdata] = (reference, storage.nbytes())
-
-
-def _checksum(product: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits, read as integers. A copy would double the memory."""
-    local = local_part(product)
-    return local.view(WHOLE_NUMBERS[local.element_size()]).sum(dtype=torch.int64)
 
 
 class _Products(TorchDispatchMode):
@@ -109,7 +100,7 @@ class _Products(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in PRODUCTS:
             _record_storage(result, self._storages)
-            self.products.append((result.detach(), _checksum(result.detach())))
+            self.products.append((result.detach(), sum_of_bits(result)))
         return result
 
     def check(self, block: str) -> None:
@@ -121,7 +112,7 @@ class _Products(TorchDispatchMode):
             ModelError: a product saved for the backward is not what was computed.
         """
         for product, before in self.products:
-            if not torch.equal(_checksum(product), before):
+            if not torch.equal(sum_of_bits(product), before):
                 raise ModelError(
                     f"a product that is kept for the backward is overwritten in {block}",
                     where="--recompute-granularity selective",

@@ -16,6 +16,7 @@ from rapidformer_templates.planning.switch import (
     Prediction,
     Request,
     Rule,
+    RuleList,
     Switch,
     always,
     drop,
@@ -85,6 +86,18 @@ def _notes(request: Request) -> Sequence[str]:
     return (f"dynamic-shape: micro batches of up to {tokens}, {count}, {multiples}",)
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF039",
+    "Dynamic shapes need samples with one length each, and choose the order of the samples.",
+    "a shape has one length; a task with a second one, or one that needs targets even in a row of "
+    "padding, cannot be padded to it",
+    "[rapidformer_templates]",
+    Example("--template Pretrainer --task seq2seq_lm --data-iterator dynamic-shape"),
+    refusal="Dynamic shapes for samples with two lengths, or with flags that order or group the samples.",
+)
 def _one_length(request: Request) -> list[Finding]:
     findings = []
     task = request.config.training.task
@@ -128,6 +141,7 @@ SWITCHES = (
         acted=_acted,
         changes_result=True,
         rules=(
+            *RULES,
             Rule(
                 "RF007",
                 "The dynamic-shape iterator needs the Pretrainer template.",
@@ -136,16 +150,6 @@ SWITCHES = (
                 needs_template("dynamic-shape"),
                 Example("--template Finetuner --data-iterator dynamic-shape"),
                 refusal="Batches of dynamic shapes in a Finetuner or a Trainer.",
-            ),
-            Rule(
-                "RF039",
-                "Dynamic shapes need samples with one length each, and choose the order of the samples.",
-                "a shape has one length; a task with a second one, or one that needs targets even in a row of "
-                "padding, cannot be padded to it",
-                "[rapidformer_templates]",
-                _one_length,
-                Example("--template Pretrainer --task seq2seq_lm --data-iterator dynamic-shape"),
-                refusal="Dynamic shapes for samples with two lengths, or with flags that order or group the samples.",
             ),
         ),
     ),

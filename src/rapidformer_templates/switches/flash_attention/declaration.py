@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.checks import shown
+from rapidformer_templates.planning.environment import AMPERE
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import AttentionKernel
 from rapidformer_templates.planning.request import precision
@@ -20,10 +21,9 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
 )
-from rapidformer_templates.switches.mixed_precision import AMPERE
 
 FUSED = re.compile("flash|efficient|cudnn")
 """Matches the names of operators that compute attention without a matrix of scores."""
@@ -63,6 +63,18 @@ def _notes(request: Request) -> Sequence[str]:
     return (f"flash-attention: {of[chosen]}{where}{without}",)
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF013",
+    "Flash attention needs batches without a padding mask; with one, the memory-efficient kernel is used.",
+    "the flash kernels of GPUs do not accept a mask",
+    "[S]",
+    Example("--use-flash-attn --task sequence_classification"),
+    refuses=False,
+    refusal="Nothing. The plan notes that flash attention uses another kernel for batches with padding.",
+)
 def _padded_batches(request: Request) -> list[Finding]:
     config = request.config
     if config.training.task == "pretraining" or config.data.pack_sequences:
@@ -74,6 +86,14 @@ def _padded_batches(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("use_flash_attn"))]
 
 
+@RULES.add(
+    "RF081",
+    "Flash attention on a CPU has no dropout.",
+    "torch's flash kernel for CPUs has none, and falls back to the matrix of scores if there is dropout",
+    "[torch]",
+    Example("--use-flash-attn --dropout 0.1"),
+    refusal="Flash attention with dropout on a CPU.",
+)
 def _no_dropout(request: Request) -> list[Finding]:
     rate = request.config.model.dropout
     if request.environment.device != "cpu" or not rate:
@@ -109,26 +129,6 @@ SWITCHES = (
         receipt_hooks="rapidformer_templates.switches.flash_attention.kernels:AttentionKernels",
         receipt=("attention_kernels", "attention_functions"),
         acted=_acted,
-        rules=(
-            Rule(
-                "RF013",
-                "Flash attention needs batches without a padding mask; with one, the memory-efficient kernel is used.",
-                "the flash kernels of GPUs do not accept a mask",
-                "[S]",
-                _padded_batches,
-                Example("--use-flash-attn --task sequence_classification"),
-                refuses=False,
-                refusal="Nothing. The plan notes that flash attention uses another kernel for batches with padding.",
-            ),
-            Rule(
-                "RF081",
-                "Flash attention on a CPU has no dropout.",
-                "torch's flash kernel for CPUs has none, and falls back to the matrix of scores if there is dropout",
-                "[torch]",
-                _no_dropout,
-                Example("--use-flash-attn --dropout 0.1"),
-                refusal="Flash attention with dropout on a CPU.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

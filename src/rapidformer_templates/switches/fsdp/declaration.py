@@ -1,10 +1,11 @@
-"""The fsdp switch: torch's ``fully_shard`` on each transformer block, and its options."""
+"""FSDP: torch's ``fully_shard`` on each transformer block, its options, and sharding inside groups of workers."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rapidformer_templates.planning.checks import (
     PARTITIONING,
@@ -16,7 +17,7 @@ from rapidformer_templates.planning.checks import (
 )
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.plan import EngineOptions
+from rapidformer_templates.planning.plan import Dimension, EngineOptions, shards_of_experts
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
     Example,
@@ -26,14 +27,13 @@ from rapidformer_templates.planning.switch import (
     Prediction,
     Request,
     Resource,
-    Rule,
+    RuleList,
     Switch,
     add,
     always,
     drop,
     replace,
 )
-from rapidformer_templates.switches.fsdp.hybrid_switch import HYBRID_SHARDING, shares
 
 
 @dataclass(frozen=True)
@@ -60,31 +60,43 @@ class FsdpOptionsFlags:
     )
 
 
+@dataclass(frozen=True)
+class HybridShardingFlags:
+    """Acceleration"""
+
+    fsdp_shard_size: int | None = flag(
+        None,
+        "FSDP: shard inside groups of N workers, with a copy in each group (default: one group of all workers)",
+        metavar="N",
+        minimum=1,
+        only_with=("fsdp_memory_optimization", True),
+    )
+
+
+SIZE = "fsdp_shard_size"
 OFF = {declared.name: declared.default for declared in dataclasses.fields(FsdpOptionsFlags)}
 
 
-def _changed_options(request: Request) -> dict[str, Any]:
-    """Return the options that differ from their defaults, with their default values."""
-    return {name: off for name, off in OFF.items() if request.config.get(name) != off}
+FSDP_OPTIONS_RULES = RuleList()
+HYBRID_SHARDING_RULES = RuleList()
 
 
-def _only_with_fsdp(request: Request) -> list[Finding]:
-    options = _changed_options(request)
-    if "fsdp" in request.active:
-        return _reduces_in_range(request)
-    words = " and ".join(spelling(name) for name in options)
-    return [
-        Finding(
-            f"{words} has no effect without --fsdp-memory-optimization",
-            request.asked(*options),
-            switches=("fsdp-options",),
-            changes=(add({"fsdp_memory_optimization": True}),),
-        )
-    ]
-
-
-def _reduces_in_range(request: Request) -> list[Finding]:
-    """Check the type of gradient sums. 16-bit sums need 16-bit products, and fp16 sums need the loss scale of fp16."""
+@FSDP_OPTIONS_RULES.add(
+    "RF035",
+    "FSDP's options need FSDP; the type of its sums needs mixed precision, fp16 also the loss scale.",
+    "no other engine gathers parameters for a forward; without mixed precision gradients are fp32, and "
+    "without a loss scale small ones vanish in fp16",
+    "[torch]",
+    Example("--no-fsdp-reshard-after-forward --world-size 2"),
+    refusal="Options of FSDP without FSDP, or a type of gradient sums that needs mixed precision.",
+)
+def _options_need_fsdp(request: Request) -> list[Finding]:
+    if "fsdp" not in request.active:
+        changed = [name for name, off in OFF.items() if request.config.get(name) != off]
+        message = f"{' and '.join(map(spelling, changed))} has no effect without --fsdp-memory-optimization"
+        changes = (add({"fsdp_memory_optimization": True}),)
+        return [Finding(message, request.asked(*changed), switches=("fsdp-options",), changes=changes)]
+    # 16-bit sums need 16-bit products, and fp16 sums need the loss scale of fp16.
     reduce_dtype, computed = request.config.get("fsdp_reduce_dtype"), precision(request.config, request.environment)
     if reduce_dtype is None or (computed != "fp32" and (computed, reduce_dtype) != ("bf16", "fp16")):
         return []
@@ -107,8 +119,13 @@ def _options(request: Request, options: EngineOptions) -> EngineOptions:
     return dataclasses.replace(options, parameter_sharding=sharding)
 
 
+def _workers_of_a_copy(measured: Measured) -> int:
+    """Return the number of workers that FSDP shards a copy of the states over."""
+    return int(measured.config.get(SIZE) or measured.plan.sizes.copies)
+
+
 _SHARES = first_finding(
-    check_even_shards(among=shares, updated_elements="optimizer state", gradient_elements="gradients"),
+    check_even_shards(among=_workers_of_a_copy, updated_elements="optimizer state", gradient_elements="gradients"),
     divides_parameters,
 )
 
@@ -121,6 +138,71 @@ def _options_acted(measured: Measured) -> str | None:
     if measured.config.get("fsdp_reshard_after_forward") or measured.plan.sizes.copies == 1 or whole == 1:
         return None
     return f"whole parameters at the start of the backward were expected; {whole or 0:.0%} of them are whole"
+
+
+@HYBRID_SHARDING_RULES.add(
+    "RF225",
+    "--fsdp-shard-size is above one and divides the workers.",
+    "every group shares one copy of the states, and all groups are equal; if each worker had its own copy, "
+    "it would be plain data parallelism",
+    "[torch]",
+    Example("--fsdp-memory-optimization --fsdp-shard-size 3 --world-size 4"),
+    refusal="A size of FSDP groups that is one or does not divide the workers.",
+)
+def _groups_fit(request: Request) -> list[Finding]:
+    size, workers = request.config.get(SIZE), request.sizes.copies
+    if size > 1 and workers % size == 0:
+        return []
+    nearest = next((n for n in range(min(size, workers), 1, -1) if workers % n == 0), None)
+    every = f"{workers} worker{'s' if workers > 1 else ''}"
+    message = f"{every} cannot be divided into groups of {size}" if size > 1 else "a group of one worker shards nothing"
+    return [
+        Finding(
+            message,
+            (*request.asked(SIZE), f"{every} in all"),
+            changes=(
+                *((replace({SIZE: nearest}),) if nearest else ()),
+                drop({SIZE: None}, "one group of all workers"),
+            ),
+        )
+    ]
+
+
+def _dimensions(request: Request) -> Sequence[Dimension]:
+    size, workers = request.config.get(SIZE), request.sizes.copies
+    return (
+        Dimension("shards", "parameters and gradients", size),
+        Dimension("copies", "gradients of a shard", workers // size, size),
+    )
+
+
+def _group_notes(request: Request) -> Sequence[str]:
+    size, sizes = request.config.get(SIZE), request.sizes
+    if size == sizes.copies:
+        return (f"hybrid-sharding: one group of all {size} workers, as without --fsdp-shard-size",)
+    if sizes.local_world % size:
+        nodes = f"nodes of {sizes.local_world} worker{'s' if sizes.local_world > 1 else ''}"
+        return (f"hybrid-sharding: groups of {size} span {nodes}, where gathering parameters is slow",)
+    return ()
+
+
+def _shard_size(request: Request, options: EngineOptions) -> EngineOptions:
+    sharding = dataclasses.replace(options.parameter_sharding, shard_size=request.config.get(SIZE))
+    return dataclasses.replace(options, parameter_sharding=sharding)
+
+
+def _copies_acted(measured: Measured) -> str | None:
+    """Check that there are as many copies of each parameter as planned, and that they are equal bit for bit."""
+    size, data = _workers_of_a_copy(measured), measured.plan.sizes.copies
+    updated, whole = sum(measured.all("updated_elements")), sum(measured.all("trained_elements")) // data
+    over, experts = measured.plan.engine_options.experts_over, measured["divided_over_experts"] or 0
+    of_experts = data // over // shards_of_experts(data, size, over)
+    if not updated or updated != (whole - experts) * (data // size) + experts * of_experts:
+        copies = f"the workers have {updated:,} elements together, {whole:,} of the model are trained"
+        return f"{data // size} copies of shares for {size} workers were expected; {copies}"
+    if measured["copies_equal"] is not True:
+        return f"{data // size} equal copies were expected; after an update they differ"
+    return None
 
 
 SWITCHES = (
@@ -162,18 +244,32 @@ SWITCHES = (
         engine_options=_options,
         receipt=("parameter_bytes_in_backward", "whole_in_backward", "gradients_summed_in"),
         acted=_options_acted,
-        rules=(
-            Rule(
-                "RF035",
-                "FSDP's options need FSDP; the type of its sums needs mixed precision, fp16 also the loss scale.",
-                "no other engine gathers parameters for a forward; without mixed precision gradients are fp32, and "
-                "without a loss scale small ones vanish in fp16",
-                "[torch]",
-                _only_with_fsdp,
-                Example("--no-fsdp-reshard-after-forward --world-size 2"),
-                refusal="Options of FSDP without FSDP, or a type of gradient sums that needs mixed precision.",
-            ),
-        ),
+        rules=tuple(FSDP_OPTIONS_RULES),
     ),
-    HYBRID_SHARDING,
+    Switch(
+        name="hybrid-sharding",
+        summary="Shard inside groups of N workers, and sum gradients between the groups' copies (torch fully_shard).",
+        source="[torch]",
+        precedence=Precedence.SHARD,
+        options=HybridShardingFlags,
+        on={"fsdp_memory_optimization": True, SIZE: 2},
+        off={SIZE: None},
+        active=lambda options, sizes: options.fsdp_shard_size is not None,
+        predicts=Prediction(
+            dict.fromkeys(
+                ("parameters", "gradients", "optimizer"), "a share of each parameter for each worker of a group"
+            )
+            | {
+                "activations": "whole parameters of the blocks at work, as without it",
+                "time": "what is gathered and summed inside a group, and summed between the copies",
+            }
+        ),
+        notes=_group_notes,
+        dimensions=_dimensions,
+        engine_options=_shard_size,
+        receipt=("copies", "copies_equal", "parameter_bytes", "parameter_bytes_whole"),
+        receipt_hooks="rapidformer_templates.switches.fsdp.engine:ShardCopies",
+        acted=_copies_acted,
+        rules=tuple(HYBRID_SHARDING_RULES),
+    ),
 )

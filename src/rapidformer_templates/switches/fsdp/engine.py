@@ -1,13 +1,14 @@
-"""FSDP: torch's ``fully_shard``, over all workers or inside groups of them."""
+"""FSDP: torch's ``fully_shard``, over all workers or inside groups of them, and the receipt of the groups' copies."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,14 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.construction import ModelUnderConstruction, divided_construction
+from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.receipt import bytes_by_kind
+from rapidformer_templates.engines.receipt import Receipt, bytes_by_kind, sum_of_bits
 from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, local_part
 from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
-from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts, widthwise
+from rapidformer_templates.planning.plan import Plan, expert_shard_dim, shards_of_experts
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, open_group_alone
 
@@ -60,6 +61,7 @@ class FSDPEngine(SingleEngine):
         self._experts_over = plan.engine_options.experts_over
         self.reshards = sharding.reshard_after_forward
         self._in_forward = False
+        self._used: set[int] = set()  # ids of the parameters that got a gradient in this step on this worker
         self._views: list[tuple[torch.Tensor, int, nn.Module]] = []
         self._construction: ModelUnderConstruction | None = None
         self.reduce_type = REDUCE_TYPES[sharding.reduce_dtype or "fp32"]
@@ -137,7 +139,7 @@ class FSDPEngine(SingleEngine):
             mesh=shard_mesh,
             mp_policy=policy,
             reshard_after_forward=reshard,
-            shard_placement_fn=lambda parameter: ShardPlacement(widthwise(parameter.shape, shards)),
+            shard_placement_fn=lambda parameter: ShardPlacement(expert_shard_dim(parameter.shape, shards)),
         )
 
     @cached_property
@@ -165,9 +167,10 @@ class FSDPEngine(SingleEngine):
         trained: dict[str, list[str]] = {}
         for name, unit in units.items():
             groups = _groups(unit)
-            trained[name] = [names[id(p.sharded_param)] for g in groups for p in g.fsdp_params if _is_trained(p)]
+            parameters = [p.sharded_param for group in groups for p in group.fsdp_params]
+            trained[name] = [names[id(p)] for p in parameters if p.requires_grad]
             for group in groups:
-                self._reduce_all_of(group)
+                group.post_backward = ReduceAll(group, self._used)
             unit.register_forward_hook(self._record_views)
         self._sequence_check = (
             ForwardSequenceCheck(units, trained, self.workers, "FSDP") if self.workers.world > 1 else None
@@ -191,31 +194,8 @@ class FSDPEngine(SingleEngine):
                     hint="write out = out + y instead of out += y, or change a clone of it",
                 )
 
-    def _reduce_all_of(self, group: Any) -> None:
-        """Reduce all trained parameters of a group each time, with zeros where there is no gradient."""
-        post_backward = group.post_backward
-
-        def reduce_all(*unused: Any) -> None:
-            if group.reduce_grads:
-                trained = [p for p in group.fsdp_params if _is_trained(p)]
-                accumulated = any(p.unsharded_accumulated_grad is not None for p in trained)
-                for parameter in trained:
-                    unsharded = parameter.unsharded_param
-                    if parameter.unsharded_accumulated_grad is not None:
-                        self._used.add(id(parameter.sharded_param))
-                        continue
-                    if unsharded.grad is not None:
-                        self._used.add(id(parameter.sharded_param))
-                    else:
-                        unsharded.grad = torch.zeros_like(unsharded)
-                    if accumulated:  # in the same type as the others
-                        parameter.to_accumulated_grad_if_needed()
-            post_backward(*unused)
-
-        group.post_backward = reduce_all
-
     def _begin_step(self) -> None:
-        self._used: set[int] = set()
+        self._used.clear()
 
     def _unused_here(self) -> Sequence[int]:
         return [index for index, p in enumerate(self._parameters) if id(p) not in self._used]
@@ -231,10 +211,7 @@ class FSDPEngine(SingleEngine):
     def _backward(self, loss: torch.Tensor) -> None:
         self._check_views()
         if not self.receipts:
-            sizes = bytes_by_kind({"parameters": list(self.model.parameters())})
-            self.receipts["parameter_bytes_in_backward"] = sizes["parameters"]
-            self.receipts["whole_in_backward"] = self._unsharded_fraction()
-            self.receipts["gradients_summed_in"] = self._reduce_type_names()
+            self._measure_first_backward()
         if self._sequence_check:
             self._sequence_check.forward_done()
         super()._backward(loss)
@@ -246,18 +223,17 @@ class FSDPEngine(SingleEngine):
                 # expert.
                 local_part(parameter.grad).div_(self._experts_over)
 
-    def _unsharded_fraction(self) -> float:
-        """Return the fraction of the parameters' elements that are whole on this rank."""
-        sizes = [(p.numel(), _has_mesh_dimension(p, SHARDS)) for p in self.model.parameters()]
-        return sum(count for count, divided in sizes if not divided) / sum(count for count, _ in sizes)
-
-    def _reduce_type_names(self) -> list[str]:
-        """Return the types in which FSDP sums gradients over the workers."""
+    def _measure_first_backward(self) -> None:
+        parameters = list(self.model.parameters())
+        sizes = [(p.numel(), _has_mesh_dimension(p, SHARDS)) for p in parameters]
         units = (module for module in self.model.modules() if isinstance(module, FSDPModule))
         groups = [group for unit in units for group in _groups(unit)]
         # None means no cast: gradients are summed in their own type, which is the compute type.
         types = {group._reduce_dtype or self.compute_type or group._orig_dtype for group in groups}
-        return [name for name, dtype in REDUCE_TYPES.items() if dtype in types]
+        self.receipts["parameter_bytes_in_backward"] = bytes_by_kind({"parameters": parameters})["parameters"]
+        whole = sum(count for count, divided in sizes if not divided)
+        self.receipts["whole_in_backward"] = whole / sum(count for count, _ in sizes)
+        self.receipts["gradients_summed_in"] = [name for name, dtype in REDUCE_TYPES.items() if dtype in types]
 
     def _reshard(self) -> None:
         """Free whole parameters that are left from a forward without a backward, such as an evaluation."""
@@ -283,10 +259,66 @@ class FSDPEngine(SingleEngine):
         super().load(reader, optimizer=optimizer)
 
 
-def _groups(unit: FSDPModule) -> list[Any]:
-    """Return the groups of parameters that a unit gathers and reduces together."""
+class ShardedParameter(Protocol):
+    """A parameter as FSDP holds it (torch's ``FSDPParam``)."""
+
+    sharded_param: nn.Parameter
+    unsharded_param: nn.Parameter
+    unsharded_accumulated_grad: torch.Tensor | None
+
+    def to_accumulated_grad_if_needed(self) -> None:
+        """Move a gradient to the accumulated one, in the type in which it is reduced."""
+
+
+class ParameterGroup(Protocol):
+    """The parameters that a unit gathers and reduces together (torch's ``FSDPParamGroup``)."""
+
+    fsdp_params: Sequence[ShardedParameter]
+    reduce_grads: bool
+    post_backward: Callable[..., None]
+    _reduce_dtype: torch.dtype | None
+    _orig_dtype: torch.dtype
+
+
+class ReduceAll:
+    """Reduces all trained parameters of a group each time, with zeros where there is no gradient.
+
+    It replaces ``post_backward`` of the group. torch calls that once all gradients of the unit are computed: from the
+    backward of the unit's inputs (``RegisterPostBackwardFunction``), or at the end of the whole backward if no input
+    needs a gradient or the unit was not reached (``_root_post_backward_final_callback``). It reduces only parameters
+    that have a gradient. Workers with different graphs would then sum gradients of different parameters, or wait for
+    one another forever.
+
+    Args:
+        group: the group.
+        used: gets the ids of the parameters that have a gradient on this worker.
+    """
+
+    def __init__(self, group: ParameterGroup, used: set[int]) -> None:
+        self._group, self._used = group, used
+        self._post_backward = group.post_backward
+
+    def __call__(self, *unused: object) -> None:
+        if self._group.reduce_grads:
+            trained = [p for p in self._group.fsdp_params if p.sharded_param.requires_grad]
+            accumulated = any(p.unsharded_accumulated_grad is not None for p in trained)
+            for parameter in trained:
+                unsharded = parameter.unsharded_param
+                if parameter.unsharded_accumulated_grad is not None:
+                    self._used.add(id(parameter.sharded_param))
+                    continue
+                if unsharded.grad is not None:
+                    self._used.add(id(parameter.sharded_param))
+                else:
+                    unsharded.grad = torch.zeros_like(unsharded)
+                if accumulated:  # in the same type as the others
+                    parameter.to_accumulated_grad_if_needed()
+        self._post_backward(*unused)
+
+
+def _groups(unit: FSDPModule) -> list[ParameterGroup]:
     state: Any = unit._get_fsdp_state()
-    groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    groups: list[ParameterGroup | None] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
@@ -303,6 +335,26 @@ def _has_mesh_dimension(parameter: nn.Parameter, dimension: str) -> bool:
     return isinstance(parameter, DTensor) and dimension in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def _is_trained(parameter: Any) -> bool:
-    trained: bool = parameter.sharded_param.requires_grad
-    return trained
+class ShardCopies(Receipt):
+    """Reports the number of copies of the trained parameters, and whether they are equal bit for bit."""
+
+    def after_step(self, engine: Engine) -> dict[str, object]:
+        trained = [p for group in engine.optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+        if not trained:
+            return {}
+        sums = engine.workers.gather([int(sum_of_bits(parameter)) for parameter in trained])
+        copies = [_copies_of(parameter) for parameter in trained]
+        equal = all(
+            len({sums[rank][index] for rank in same}) == 1 for index, parts in enumerate(copies) for same in parts
+        )
+        return {"copies": max(len(same) for parts in copies for same in parts), "copies_equal": equal}
+
+
+def _copies_of(parameter: DTensor) -> list[list[int]]:
+    """Return the ranks that have each part of a parameter."""
+    mesh, placements = parameter.device_mesh.mesh, parameter.placements
+    dividing = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    together = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
+    count = math.prod(mesh.shape[dim] for dim in dividing)
+    parts: list[list[int]] = mesh.permute(*dividing, *together).reshape(count, -1).tolist()
+    return parts

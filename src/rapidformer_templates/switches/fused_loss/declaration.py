@@ -13,7 +13,7 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
 )
 from rapidformer_templates.planning.tasks import TASKS
@@ -34,6 +34,17 @@ def _notes(request: Request) -> Sequence[str]:
     return (f"fused-linear-cross-entropy: by {kernel}; a training step has no logits",)
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF062",
+    "The fused loss is for tasks that predict words.",
+    "it joins the product with the vocabulary and the cross-entropy over it; other tasks have neither",
+    "[Liger]",
+    Example("--fused-linear-cross-entropy --task sequence_classification"),
+    refusal="The fused loss in a task that does not predict words.",
+)
 def _scores_words(request: Request) -> list[Finding]:
     task = request.config.training.task
     if task is None or TASKS[task].predicts_tokens:
@@ -62,16 +73,6 @@ SWITCHES = (
         receipt_hooks="rapidformer_templates.switches.fused_loss.transform:LogitsInMemory",
         receipt=("logits_rows", "logits_rows_without", "fused_loss_kernel"),
         acted=_acted,
-        rules=(
-            Rule(
-                "RF062",
-                "The fused loss is for tasks that predict words.",
-                "it joins the product with the vocabulary and the cross-entropy over it; other tasks have neither",
-                "[Liger]",
-                _scores_words,
-                Example("--fused-linear-cross-entropy --task sequence_classification"),
-                refusal="The fused loss in a task that does not predict words.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

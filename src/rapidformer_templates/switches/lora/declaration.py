@@ -17,7 +17,7 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
     add,
     drop,
@@ -71,6 +71,17 @@ class LoraFlags:
     )
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF120",
+    "Adapters need pretrained weights.",
+    "a product of two small matrices corrects existing weights; it cannot replace missing ones",
+    "[peft]",
+    Example("--lora-rank 8 --model-type gpt2", {"packages": {"peft": "0.17"}}),
+    refusal="Adapters on a model without pretrained weights.",
+)
 def _pretrained(request: Request) -> list[Finding]:
     model = request.config.model
     if model.model_type is None or model.pretrained_model_name_or_path:
@@ -86,6 +97,15 @@ def _matrices(request: Request) -> list[str]:
     return [name for name in map(str.strip, names) if {"experts", "gate_up_proj"} & set(name.split("."))]
 
 
+@RULES.add(
+    "RF142",
+    "If experts have adapters, all adapters are plain and without dropout.",
+    "peft's ParamWrapper adds the product to the whole matrix, so it can have neither dropout before the "
+    "product nor DoRA",
+    "[peft]",
+    Example("--lora-rank 8 --lora-target-modules all-linear,experts --lora-dropout 0.1"),
+    refusal="DoRA or dropout of adapters, if experts have adapters.",
+)
 def _beside_matrices(request: Request) -> list[Finding]:
     named, config = _matrices(request), request.config
     plain: dict[str, Any] = {"lora_dropout": 0.0, "lora_variant": "lora"}
@@ -98,6 +118,14 @@ def _beside_matrices(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("lora_target_modules", *flags), changes=changes)]
 
 
+@RULES.add(
+    "RF140",
+    "A base in 8 or 4 bits is whole on each worker that computes with it.",
+    "blocks of numbers share a scale, and dividing a weight would cut through them",
+    "[rapidformer_templates]",
+    Example("--lora-rank 8 --quantize-base int8 --fsdp-memory-optimization", {"packages": {"peft": "0.17"}}),
+    refusal="A base in 8 or 4 bits under an engine that divides its weights.",
+)
 def _codes_whole(request: Request) -> list[Finding]:
     """Refuse quantized weights if a switch divides them.
 
@@ -108,6 +136,14 @@ def _codes_whole(request: Request) -> list[Finding]:
     return refuse_pair(FlagValues("quantize_base", CODES, WHOLE_BASE), dividing, message)(request)
 
 
+@RULES.add(
+    "RF126",
+    "A 16-bit base needs 16-bit products.",
+    "autocast would round the same weights to the same bits in each product; fp32 products would differ",
+    "[rapidformer_templates]",
+    Example("--lora-rank 8 --quantize-base half", {"packages": {"peft": "0.17"}}),
+    refusal="A 16-bit base of adapters without mixed precision.",
+)
 def _half_of_what(request: Request) -> list[Finding]:
     if request.config.get("quantize_base") != "half" or request.config.get("mixed_precision"):
         return []
@@ -116,6 +152,17 @@ def _half_of_what(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("quantize_base"), changes=changes)]
 
 
+@RULES.add(
+    "RF128",
+    "DoRA needs the weights in fp32.",
+    "each forward measures the lengths that it trains on them, and they would be rounded with the weights",
+    "[peft]",
+    Example(
+        "--lora-rank 8 --lora-variant dora --quantize-base half --mixed-precision bf16",
+        {"packages": {"peft": "0.17"}},
+    ),
+    refusal="DoRA on a base in fewer bits.",
+)
 def _read_in_fp32(request: Request) -> list[Finding]:
     if request.config.get("quantize_base") is None or request.config.get("lora_variant") != "dora":
         return []
@@ -124,6 +171,14 @@ def _read_in_fp32(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("quantize_base", "lora_variant"), changes=changes)]
 
 
+@RULES.add(
+    "RF141",
+    "nf4 is bitsandbytes' format.",
+    "it has kernels that write and read it on GPUs and, since 0.50, on CPUs; int8 and int4 need none",
+    "[bitsandbytes]",
+    Example("--lora-rank 8 --quantize-base nf4", {"packages": {"peft": "0.17"}}),
+    refusal="An nf4 base without a bitsandbytes that supports the device.",
+)
 def _reads_nf4(request: Request) -> list[Finding]:
     if request.config.get("quantize_base") != "nf4":
         return []
@@ -195,25 +250,7 @@ SWITCHES = (
         acted=_acted,
         changes_result=True,
         rules=(
-            Rule(
-                "RF120",
-                "Adapters need pretrained weights.",
-                "a product of two small matrices corrects existing weights; it cannot replace missing ones",
-                "[peft]",
-                _pretrained,
-                Example("--lora-rank 8 --model-type gpt2", {"packages": {"peft": "0.17"}}),
-                refusal="Adapters on a model without pretrained weights.",
-            ),
-            Rule(
-                "RF142",
-                "If experts have adapters, all adapters are plain and without dropout.",
-                "peft's ParamWrapper adds the product to the whole matrix, so it can have neither dropout before the "
-                "product nor DoRA",
-                "[peft]",
-                _beside_matrices,
-                Example("--lora-rank 8 --lora-target-modules all-linear,experts --lora-dropout 0.1"),
-                refusal="DoRA or dropout of adapters, if experts have adapters.",
-            ),
+            *RULES,
             excludes(
                 FlagValues("lora_variant", ("dora",), instead=drop({"lora_variant": "lora"})),
                 ("zero-3", "tensor-parallel"),
@@ -224,15 +261,6 @@ SWITCHES = (
                 source="[peft]",
                 example=Example("--lora-rank 8 --lora-variant dora --zero-3-memory-optimization"),
                 refusal="DoRA together with a switch that divides the weights.",
-            ),
-            Rule(
-                "RF126",
-                "A 16-bit base needs 16-bit products.",
-                "autocast would round the same weights to the same bits in each product; fp32 products would differ",
-                "[rapidformer_templates]",
-                _half_of_what,
-                Example("--lora-rank 8 --quantize-base half", {"packages": {"peft": "0.17"}}),
-                refusal="A 16-bit base of adapters without mixed precision.",
             ),
             excludes(
                 FlagValues("quantize_base", ("half",), WHOLE_BASE),
@@ -247,38 +275,6 @@ SWITCHES = (
                     {"packages": {"peft": "0.17"}},
                 ),
                 refusal="A base in fewer bits together with an engine that converts weights, such as FSDP or ZeRO.",
-            ),
-            Rule(
-                "RF140",
-                "A base in 8 or 4 bits is whole on each worker that computes with it.",
-                "blocks of numbers share a scale, and dividing a weight would cut through them",
-                "[rapidformer_templates]",
-                _codes_whole,
-                Example(
-                    "--lora-rank 8 --quantize-base int8 --fsdp-memory-optimization", {"packages": {"peft": "0.17"}}
-                ),
-                refusal="A base in 8 or 4 bits under an engine that divides its weights.",
-            ),
-            Rule(
-                "RF141",
-                "nf4 is bitsandbytes' format.",
-                "it has kernels that write and read it on GPUs and, since 0.50, on CPUs; int8 and int4 need none",
-                "[bitsandbytes]",
-                _reads_nf4,
-                Example("--lora-rank 8 --quantize-base nf4", {"packages": {"peft": "0.17"}}),
-                refusal="An nf4 base without a bitsandbytes that supports the device.",
-            ),
-            Rule(
-                "RF128",
-                "DoRA needs the weights in fp32.",
-                "each forward measures the lengths that it trains on them, and they would be rounded with the weights",
-                "[peft]",
-                _read_in_fp32,
-                Example(
-                    "--lora-rank 8 --lora-variant dora --quantize-base half --mixed-precision bf16",
-                    {"packages": {"peft": "0.17"}},
-                ),
-                refusal="DoRA on a base in fewer bits.",
             ),
         ),
     ),

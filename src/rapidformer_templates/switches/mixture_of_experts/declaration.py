@@ -18,6 +18,7 @@ from rapidformer_templates.planning.switch import (
     Prediction,
     Request,
     Rule,
+    RuleList,
     Switch,
     add,
     drop,
@@ -73,6 +74,17 @@ def _has_experts(model: ModelFacts) -> bool:
     return kind in OWN_EXPERTS or kind.startswith(CONVERTED)
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF027",
+    "A token visits at most as many experts as there are.",
+    "the gate chooses distinct experts",
+    "[deepspeed]",
+    Example("--num-experts 2 --moe-top-k 4"),
+    refusal="A mixture in which a token visits more experts than there are.",
+)
 def _top_k_exists(request: Request) -> list[Finding]:
     experts, top_k = request.config.get("num_experts"), request.config.get("moe_top_k")
     if experts is None or top_k is None or top_k <= experts:
@@ -113,6 +125,14 @@ def _weights_have_experts(request: Request) -> list[Finding]:
     ]
 
 
+@RULES.add(
+    "RF071",
+    "Experts that an architecture or a pretrained model already has are used unchanged.",
+    "which blocks have them and what they drop is part of the architecture, and their sizes are part of the weights",
+    "[transformers]",
+    Example("--model-type mixtral --num-experts 4 --moe-capacity-factor 1.25"),
+    refusal="Flags that would change the experts of an architecture or a pretrained model.",
+)
 def _own_experts_as_they_are(request: Request) -> list[Finding]:
     config, kind = request.config, request.model.model_type
     if not _has_experts(request.model):
@@ -128,6 +148,14 @@ def _own_experts_as_they_are(request: Request) -> list[Finding]:
     return [Finding(message, request.asked(*flags), changes=(drop(flags),))]
 
 
+@RULES.add(
+    "RF073",
+    "A capacity factor is above zero.",
+    "an expert without room does not take any token",
+    "[rapidformer_templates]",
+    Example("--num-experts 4 --moe-capacity-factor 0"),
+    refusal="A capacity factor of zero or less.",
+)
 def _room_for_a_token(request: Request) -> list[Finding]:
     factor = request.config.get("moe_capacity_factor")
     if factor is None or factor > 0:
@@ -193,36 +221,6 @@ SWITCHES = (
         receipt=("expert_load", "expert_load_by_layer", "dropped_choices"),
         acted=_mixture_acted,
         changes_result=True,
-        rules=(
-            Rule(
-                "RF027",
-                "A token visits at most as many experts as there are.",
-                "the gate chooses distinct experts",
-                "[deepspeed]",
-                _top_k_exists,
-                Example("--num-experts 2 --moe-top-k 4"),
-                refusal="A mixture in which a token visits more experts than there are.",
-            ),
-            HAS_EXPERTS,
-            Rule(
-                "RF071",
-                "Experts that an architecture or a pretrained model already has are used unchanged.",
-                "which blocks have them and what they drop is part of the architecture, and their sizes are part of "
-                "the weights",
-                "[transformers]",
-                _own_experts_as_they_are,
-                Example("--model-type mixtral --num-experts 4 --moe-capacity-factor 1.25"),
-                refusal="Flags that would change the experts of an architecture or a pretrained model.",
-            ),
-            Rule(
-                "RF073",
-                "A capacity factor is above zero.",
-                "an expert without room does not take any token",
-                "[rapidformer_templates]",
-                _room_for_a_token,
-                Example("--num-experts 4 --moe-capacity-factor 0"),
-                refusal="A capacity factor of zero or less.",
-            ),
-        ),
+        rules=(*RULES, HAS_EXPERTS),
     ),
 )

@@ -14,7 +14,7 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
 )
 
@@ -42,6 +42,17 @@ def _notes(request: Request) -> Sequence[str]:
     return notes
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF215",
+    "Activations are offloaded only from a device with its own memory.",
+    "on a CPU there is nowhere to offload to, and no stream on which a copy runs during the computation",
+    "[torch]",
+    Example("--offload-activations"),
+    refusal="Activation offload on a CPU.",
+)
 def _has_no_memory_of_its_own(request: Request) -> list[Finding]:
     if request.environment.device != "cpu":
         return []
@@ -77,15 +88,7 @@ SWITCHES = (
         receipt=("offloaded_bytes", "offloaded_bytes_at_a_time", "late_bytes"),
         acted=_acted,
         rules=(
-            Rule(
-                "RF215",
-                "Activations are offloaded only from a device with its own memory.",
-                "on a CPU there is nowhere to offload to, and no stream on which a copy runs during the computation",
-                "[torch]",
-                _has_no_memory_of_its_own,
-                Example("--offload-activations"),
-                refusal="Activation offload on a CPU.",
-            ),
+            *RULES,
             excludes(
                 "offload-activations",
                 "torch-compile",

@@ -16,7 +16,7 @@ from rapidformer_templates.planning.switch import (
     Prediction,
     Request,
     Resource,
-    Rule,
+    RuleList,
     Switch,
     always,
     drop,
@@ -44,6 +44,17 @@ class OnnxRuntimeFlags:
     onnx_runtime_training: bool = flag(False, "run forward and backward graphs in ONNX Runtime", choice="graph")
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF088",
+    "ONNX Runtime is not for tasks that generate texts.",
+    "generation calls the blocks with a cache of keys and values that grows, which a graph cannot hold",
+    "[torch]",
+    Example("--onnx-runtime-training --task seq2seq_lm"),
+    refusal="ONNX Runtime in a task that generates texts.",
+)
 def _generates(request: Request) -> list[Finding]:
     if request.config.training.task != "seq2seq_lm":
         return []
@@ -51,6 +62,14 @@ def _generates(request: Request) -> list[Finding]:
     return [Finding(message, (*request.asked_for("onnx-runtime"), *request.asked("task")), switches=("onnx-runtime",))]
 
 
+@RULES.add(
+    "RF086",
+    "ONNX Runtime computes in 32 bits on a CPU.",
+    "its CPU provider has no matrix product in bf16, and computes fp16 in fp32 with casts before and after",
+    "[onnxruntime]",
+    Example("--onnx-runtime-training --mixed-precision bf16"),
+    refusal="ONNX Runtime in 16 bits on a CPU.",
+)
 def _sixteen_bits_on_cpu(request: Request) -> list[Finding]:
     computed = precision(request.config, request.environment)
     if request.environment.device != "cpu" or computed == "fp32":
@@ -64,6 +83,14 @@ def _sixteen_bits_on_cpu(request: Request) -> list[Finding]:
     ]
 
 
+@RULES.add(
+    "RF087",
+    "ONNX Runtime needs the packages that export its graphs and, on a GPU, its CUDA provider.",
+    "torch's exporter builds on onnx and onnxscript; the package onnxruntime computes on CPUs only",
+    "[torch, onnxruntime]",
+    Example("--onnx-runtime-training", machine={"packages": {"onnxruntime": "1.31.1+cpu"}}),
+    refusal="ONNX Runtime without the packages that export its graphs, or without CUDA on a GPU.",
+)
 def _package_complete(request: Request) -> list[Finding]:
     packages = request.environment.packages
     if "onnxruntime" not in packages:
@@ -124,6 +151,7 @@ SWITCHES = (
         acted=_acted,
         notes=_notes,
         rules=(
+            *RULES,
             excludes(
                 "onnx-runtime",
                 Resource.PARAMETERS,
@@ -143,33 +171,6 @@ SWITCHES = (
                 source="[onnxruntime, torch]",
                 example=Example("--onnx-runtime-training --tensor-model-parallel-size 2 --world-size 2"),
                 refusal="ONNX Runtime for blocks that are divided, use flash attention or have experts.",
-            ),
-            Rule(
-                "RF086",
-                "ONNX Runtime computes in 32 bits on a CPU.",
-                "its CPU provider has no matrix product in bf16, and computes fp16 in fp32 with casts before and after",
-                "[onnxruntime]",
-                _sixteen_bits_on_cpu,
-                Example("--onnx-runtime-training --mixed-precision bf16"),
-                refusal="ONNX Runtime in 16 bits on a CPU.",
-            ),
-            Rule(
-                "RF087",
-                "ONNX Runtime needs the packages that export its graphs and, on a GPU, its CUDA provider.",
-                "torch's exporter builds on onnx and onnxscript; the package onnxruntime computes on CPUs only",
-                "[torch, onnxruntime]",
-                _package_complete,
-                Example("--onnx-runtime-training", machine={"packages": {"onnxruntime": "1.31.1+cpu"}}),
-                refusal="ONNX Runtime without the packages that export its graphs, or without CUDA on a GPU.",
-            ),
-            Rule(
-                "RF088",
-                "ONNX Runtime is not for tasks that generate texts.",
-                "generation calls the blocks with a cache of keys and values that grows, which a graph cannot hold",
-                "[torch]",
-                _generates,
-                Example("--onnx-runtime-training --task seq2seq_lm"),
-                refusal="ONNX Runtime in a task that generates texts.",
             ),
             excludes(
                 FlagValues("quantize_base", ("int8", "nf4", "int4"), instead=drop({"quantize_base": None})),

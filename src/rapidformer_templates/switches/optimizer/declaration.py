@@ -17,7 +17,7 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
     replace,
 )
@@ -45,6 +45,17 @@ def _refuse(request: Request, message: str, *switches: str) -> Finding:
     return Finding(message, flags, switches=switches, changes=(replace({"optimizer": "adamw"}),))
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF022",
+    "Apex's own classes, and bitsandbytes before 0.50, need a GPU.",
+    "their kernels are written in CUDA and have no CPU implementation",
+    "[S, bitsandbytes, apex]",
+    Example("--optimizer adamw_bnb_8bit", machine={"packages": {"bitsandbytes": "0.45"}}),
+    refusal="An optimizer of apex, or of an old bitsandbytes, without a GPU.",
+)
 def _needs_gpu(request: Request) -> list[Finding]:
     facts, environment = optimizer_facts(request), request.environment
     package = facts.package
@@ -61,6 +72,14 @@ def _needs_gpu(request: Request) -> list[Finding]:
     return [_refuse(request, f"{facts.name} on a CPU needs {needed} or newer, and {version} is installed")]
 
 
+@RULES.add(
+    "RF025",
+    "LAMB, Adafactor, Muon, states of 8 and 4 bits and apex's kernels cannot update parts of parameters.",
+    "the update needs norms, row means, blocks or products of the whole parameter, or takes plain tensors only",
+    "[torch, apex, bitsandbytes, torchao]",
+    Example("--optimizer adafactor --fsdp-memory-optimization --world-size 2"),
+    refusal="An optimizer that needs whole parameters, together with a switch that divides them.",
+)
 def _works_on_shards(request: Request) -> list[Finding]:
     facts = optimizer_facts(request)
     clash = [switch for switch in request.active if _sharding(request, switch) in facts.not_under]
@@ -103,26 +122,6 @@ SWITCHES = (
         receipt=("optimizer_class", "optimizer_is_fused", "optimizer_state_bytes"),
         acted=_acted,
         changes_result=True,
-        rules=(
-            Rule(
-                "RF022",
-                "Apex's own classes, and bitsandbytes before 0.50, need a GPU.",
-                "their kernels are written in CUDA and have no CPU implementation",
-                "[S, bitsandbytes, apex]",
-                _needs_gpu,
-                Example("--optimizer adamw_bnb_8bit", machine={"packages": {"bitsandbytes": "0.45"}}),
-                refusal="An optimizer of apex, or of an old bitsandbytes, without a GPU.",
-            ),
-            Rule(
-                "RF025",
-                "LAMB, Adafactor, Muon, states of 8 and 4 bits and apex's kernels cannot update parts of parameters.",
-                "the update needs norms, row means, blocks or products of the whole parameter, or takes plain "
-                "tensors only",
-                "[torch, apex, bitsandbytes, torchao]",
-                _works_on_shards,
-                Example("--optimizer adafactor --fsdp-memory-optimization --world-size 2"),
-                refusal="An optimizer that needs whole parameters, together with a switch that divides them.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

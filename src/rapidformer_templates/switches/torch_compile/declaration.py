@@ -17,7 +17,7 @@ from rapidformer_templates.planning.switch import (
     Prediction,
     Request,
     Resource,
-    Rule,
+    RuleList,
     Switch,
     always,
     replace,
@@ -58,6 +58,17 @@ def _notes(request: Request) -> Sequence[str]:
     return (f"torch-compile: {request.config.get('torch_compile')}, block by block; {graphs}",)
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF082",
+    "The backend of --torch-compile is one that torch lists.",
+    "torch looks backends up by name, and would fail in the first step",
+    "[torch]",
+    Example("--torch-compile nosuch"),
+    refusal="A --torch-compile backend that torch does not know.",
+)
 def _known_backend(request: Request) -> list[Finding]:
     name = request.config.get("torch_compile")
     backends = None if name == DEFAULT else compile_backends()  # for inductor, torch need not be imported
@@ -69,6 +80,14 @@ def _known_backend(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]
 
 
+@RULES.add(
+    "RF083",
+    "The backend of --torch-compile has the compiler, the package or the GPU that it needs.",
+    "a graph that cannot be compiled would end the run in its first step",
+    "[torch]",
+    Example("--torch-compile", machine={"cxx": None}),
+    refusal="A --torch-compile backend whose compiler, package or GPU is missing.",
+)
 def _can_compile(request: Request) -> list[Finding]:
     backend, environment = request.config.get("torch_compile"), request.environment
     if backend in PACKAGES and PACKAGES[backend][0] not in environment.packages:
@@ -86,6 +105,15 @@ def _can_compile(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]
 
 
+@RULES.add(
+    "RF106",
+    "Selective recomputation of compiled blocks needs blocks that are one graph: no experts in them.",
+    "the gate of a mixture breaks the graph of its block, and torch keeps products of whole graphs only; "
+    "full recomputation works",
+    "[torch]",
+    Example("--torch-compile aot_eager --num-experts 8 --checkpoint-activations --recompute-granularity selective"),
+    refusal="Selective recomputation of compiled blocks that have experts.",
+)
 def _checkpointed_experts(request: Request) -> list[Finding]:
     selective = request.config.get("recompute_granularity") == "selective"
     if not selective or not request.active.keys() >= set(WHOLE):
@@ -95,6 +123,14 @@ def _checkpointed_experts(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for(*names), switches=names)]
 
 
+@RULES.add(
+    "RF084",
+    "torch.compile under ZeRO-3 needs blocks whose parameters are all trained.",
+    "the backward of a block's graph meets frozen parameters that DeepSpeed has not gathered again",
+    "[deepspeed, torch]",
+    Example("--torch-compile aot_eager --zero-3-memory-optimization --lora-rank 8 --world-size 2"),
+    refusal="torch.compile under ZeRO-3 for a model with frozen parameters.",
+)
 def _frozen_in_shards(request: Request) -> list[Finding]:
     frozen = [name for name in FREEZING if name in request.active]
     if not frozen or not {"torch-compile", "zero-3"} <= request.active.keys():
@@ -134,47 +170,6 @@ SWITCHES = (
         receipt_hooks="rapidformer_templates.switches.torch_compile.transform:Compilation",
         receipt=("compile",),
         acted=_acted,
-        rules=(
-            Rule(
-                "RF082",
-                "The backend of --torch-compile is one that torch lists.",
-                "torch looks backends up by name, and would fail in the first step",
-                "[torch]",
-                _known_backend,
-                Example("--torch-compile nosuch"),
-                refusal="A --torch-compile backend that torch does not know.",
-            ),
-            Rule(
-                "RF083",
-                "The backend of --torch-compile has the compiler, the package or the GPU that it needs.",
-                "a graph that cannot be compiled would end the run in its first step",
-                "[torch]",
-                _can_compile,
-                Example("--torch-compile", machine={"cxx": None}),
-                refusal="A --torch-compile backend whose compiler, package or GPU is missing.",
-            ),
-            Rule(
-                "RF084",
-                "torch.compile under ZeRO-3 needs blocks whose parameters are all trained.",
-                "the backward of a block's graph meets frozen parameters that DeepSpeed has not gathered again",
-                "[deepspeed, torch]",
-                _frozen_in_shards,
-                Example("--torch-compile aot_eager --zero-3-memory-optimization --lora-rank 8 --world-size 2"),
-                refusal="torch.compile under ZeRO-3 for a model with frozen parameters.",
-            ),
-            Rule(
-                "RF106",
-                "Selective recomputation of compiled blocks needs blocks that are one graph: no experts in them.",
-                "the gate of a mixture breaks the graph of its block, and torch keeps products of whole graphs only; "
-                "full recomputation works",
-                "[torch]",
-                _checkpointed_experts,
-                Example(
-                    "--torch-compile aot_eager --num-experts 8 --checkpoint-activations "
-                    "--recompute-granularity selective"
-                ),
-                refusal="Selective recomputation of compiled blocks that have experts.",
-            ),
-        ),
+        rules=tuple(RULES),
     ),
 )

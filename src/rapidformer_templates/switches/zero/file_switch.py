@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import PARTITIONING, needs_template, refuse_pair
+from rapidformer_templates.planning.checks import PARTITIONING, needs_template, partitions_without_zero, refuse_pair
 from rapidformer_templates.planning.deepspeed_file.file import file_of, read, section_at
 from rapidformer_templates.planning.deepspeed_file.flags import (
     contradictions,
@@ -25,7 +25,7 @@ from rapidformer_templates.planning.switch import (
     Prediction,
     Reasons,
     Request,
-    Rule,
+    RuleList,
     Switch,
     add,
 )
@@ -43,6 +43,17 @@ class DeepSpeedConfigFlags:
     )
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF021",
+    "ZeRO-2 and ZeRO-3 do not work with a pipeline inside DeepSpeed.",
+    "DeepSpeed's pipeline accumulates whole gradients, which ZeRO-2 and ZeRO-3 partition",
+    "[deepspeed]",
+    Example("--deepspeed-config ds.json --zero-2-memory-optimization  --pipeline-model-parallel-size 2 --world-size 2"),
+    refusal="ZeRO-2 or ZeRO-3 with a pipeline and a DeepSpeed file.",
+)
 def _pipeline_inside_deepspeed(request: Request) -> list[Finding]:
     zero = [switch.name for switch in request.of_family(PARTITIONING) if switch.name in ("zero-2", "zero-3")]
     if not zero or "pipeline-parallel" not in request.active:
@@ -52,18 +63,30 @@ def _pipeline_inside_deepspeed(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for(*clash), switches=clash)]
 
 
-def partitions_without_zero(switch: Switch) -> bool:
-    return switch.family == PARTITIONING and not switch.name.startswith("zero-")
-
-
 _NEEDS_TRAINER = needs_template("deepspeed-config")
 _OTHER_ENGINES = refuse_pair("deepspeed-config", partitions_without_zero)
 
 
+@RULES.add(
+    "RF028",
+    "A DeepSpeed file needs the Trainer template, and ZeRO is the only partitioning that it can be combined with.",
+    "DeepSpeed owns the optimizer step, and two engines cannot own it",
+    "[D]",
+    Example("--deepspeed-config ds.json --fsdp-memory-optimization --world-size 2"),
+    refusal="A DeepSpeed file in another template than Trainer, or next to a partitioning other than ZeRO.",
+)
 def _needs_deepspeed_engine(request: Request) -> list[Finding]:
     return [*_NEEDS_TRAINER(request), *_OTHER_ENGINES(request)]
 
 
+@RULES.add(
+    "RF037",
+    "A DeepSpeed file names a ZeRO stage, or a flag does.",
+    "without a stage DeepSpeed partitions nothing",
+    "[D]",
+    Example("--deepspeed-config ds.json"),
+    refusal="A DeepSpeed file without a ZeRO stage, if no flag sets one either.",
+)
 def _needs_a_zero_stage(request: Request) -> list[Finding]:
     if any(name.startswith("zero-") for name in request.active):
         return []
@@ -73,6 +96,17 @@ def _needs_a_zero_stage(request: Request) -> list[Finding]:
     return [Finding(message, flags, switches=("deepspeed-config",), changes=changes)]
 
 
+@RULES.add(
+    "RF036",
+    "A DeepSpeed file and the flags agree.",
+    "one of two values would be silently ignored",
+    "[D]",
+    Example(
+        '--deepspeed-config \'{"zero_optimization": {"stage": 3}}\' --zero-2-memory-optimization --world-size 2',
+        machine={"packages": {"deepspeed": "0.19"}},
+    ),
+    refusal="A value in a DeepSpeed file that contradicts a flag.",
+)
 def _agrees(request: Request) -> list[Finding]:
     return [
         Finding(message, request.asked_for("deepspeed-config"), switches=("deepspeed-config",))
@@ -80,10 +114,34 @@ def _agrees(request: Request) -> list[Finding]:
     ]
 
 
+@RULES.add(
+    "RF102",
+    "Every key of a DeepSpeed file is one that DeepSpeed reads.",
+    "DeepSpeed ignores a key that it does not know, or fails in a worker",
+    "[deepspeed]",
+    Example(
+        '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "gradient_cliping": 1.0}\' '
+        "--zero-2-memory-optimization --world-size 2",
+        machine={"packages": {"deepspeed": "0.19"}},
+    ),
+    refusal="A key of a DeepSpeed file that DeepSpeed does not read.",
+)
 def _are_known(request: Request) -> list[Finding]:
     return _findings(request, unknown_keys(file_of(request)))
 
 
+@RULES.add(
+    "RF103",
+    "Everything that a DeepSpeed file asks for takes effect.",
+    "what the library does itself or does not have would be silently ignored",
+    "[D, deepspeed]",
+    Example(
+        '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "wandb": {"enabled": true}}\' '
+        "--zero-2-memory-optimization --world-size 2",
+        machine={"packages": {"deepspeed": "0.19"}},
+    ),
+    refusal="A setting of a DeepSpeed file that would have no effect here.",
+)
 def _act(request: Request) -> list[Finding]:
     return _findings(request, idle_keys(file_of(request)))
 
@@ -98,6 +156,17 @@ def _findings(request: Request, problems: Iterable[Problem]) -> list[Finding]:
     ]
 
 
+@RULES.add(
+    "RF104",
+    "Under 3D parallelism a DeepSpeed file contains only what flags can set.",
+    "the library's own sharding replaces DeepSpeed there",
+    "[M]",
+    Example(
+        '--deepspeed-config \'{"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}\' '
+        "--zero-1-memory-optimization --pipeline-model-parallel-size 2 --world-size 2",
+    ),
+    refusal="Keys that only DeepSpeed knows, in a file for a run with 3D parallelism.",
+)
 def _deepspeed_is_there(request: Request) -> list[Finding]:
     taken_over = any(name in request.active and not request.active[name].engine for name in ("zero-1", "zero-2"))
     unsupported = keys_without_flag(request)
@@ -110,6 +179,19 @@ def _deepspeed_is_there(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for(*clash), switches=clash)]
 
 
+@RULES.add(
+    "RF105",
+    "A DeepSpeed file's scheduler and the flags of a schedule exclude each other.",
+    "one of two schedules would be silently ignored",
+    "[D]",
+    Example(
+        '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR", '
+        '"params": {"warmup_num_steps": "auto"}}}\' '
+        "--zero-2-memory-optimization --lr-decay-style cosine --world-size 2",
+        machine={"packages": {"deepspeed": "0.19"}},
+    ),
+    refusal="A scheduler in a DeepSpeed file next to flags of a schedule.",
+)
 def _one_schedule(request: Request) -> list[Finding]:
     return [
         Finding(message, (*request.asked_for("deepspeed-config"), *request.asked(name)), switches=("deepspeed-config",))
@@ -168,102 +250,5 @@ DEEPSPEED_CONFIG = Switch(
     notes=_notes,
     receipt=("optimizer_state_bytes", "zero_optimization"),
     acted=_acted,
-    rules=(
-        Rule(
-            "RF021",
-            "ZeRO-2 and ZeRO-3 do not work with a pipeline inside DeepSpeed.",
-            "DeepSpeed's pipeline accumulates whole gradients, which ZeRO-2 and ZeRO-3 partition",
-            "[deepspeed]",
-            _pipeline_inside_deepspeed,
-            Example(
-                "--deepspeed-config ds.json --zero-2-memory-optimization "
-                " --pipeline-model-parallel-size 2 --world-size 2"
-            ),
-            refusal="ZeRO-2 or ZeRO-3 with a pipeline and a DeepSpeed file.",
-        ),
-        Rule(
-            "RF028",
-            "A DeepSpeed file needs the Trainer template, and ZeRO is the only partitioning that it can be combined "
-            "with.",
-            "DeepSpeed owns the optimizer step, and two engines cannot own it",
-            "[D]",
-            _needs_deepspeed_engine,
-            Example("--deepspeed-config ds.json --fsdp-memory-optimization --world-size 2"),
-            refusal="A DeepSpeed file in another template than Trainer, or next to a partitioning other than ZeRO.",
-        ),
-        Rule(
-            "RF037",
-            "A DeepSpeed file names a ZeRO stage, or a flag does.",
-            "without a stage DeepSpeed partitions nothing",
-            "[D]",
-            _needs_a_zero_stage,
-            Example("--deepspeed-config ds.json"),
-            refusal="A DeepSpeed file without a ZeRO stage, if no flag sets one either.",
-        ),
-        Rule(
-            "RF036",
-            "A DeepSpeed file and the flags agree.",
-            "one of two values would be silently ignored",
-            "[D]",
-            _agrees,
-            Example(
-                '--deepspeed-config \'{"zero_optimization": {"stage": 3}}\' '
-                "--zero-2-memory-optimization --world-size 2",
-                machine={"packages": {"deepspeed": "0.19"}},
-            ),
-            refusal="A value in a DeepSpeed file that contradicts a flag.",
-        ),
-        Rule(
-            "RF102",
-            "Every key of a DeepSpeed file is one that DeepSpeed reads.",
-            "DeepSpeed ignores a key that it does not know, or fails in a worker",
-            "[deepspeed]",
-            _are_known,
-            Example(
-                '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "gradient_cliping": 1.0}\' '
-                "--zero-2-memory-optimization --world-size 2",
-                machine={"packages": {"deepspeed": "0.19"}},
-            ),
-            refusal="A key of a DeepSpeed file that DeepSpeed does not read.",
-        ),
-        Rule(
-            "RF103",
-            "Everything that a DeepSpeed file asks for takes effect.",
-            "what the library does itself or does not have would be silently ignored",
-            "[D, deepspeed]",
-            _act,
-            Example(
-                '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "wandb": {"enabled": true}}\' '
-                "--zero-2-memory-optimization --world-size 2",
-                machine={"packages": {"deepspeed": "0.19"}},
-            ),
-            refusal="A setting of a DeepSpeed file that would have no effect here.",
-        ),
-        Rule(
-            "RF104",
-            "Under 3D parallelism a DeepSpeed file contains only what flags can set.",
-            "the library's own sharding replaces DeepSpeed there",
-            "[M]",
-            _deepspeed_is_there,
-            Example(
-                '--deepspeed-config \'{"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}\' '
-                "--zero-1-memory-optimization --pipeline-model-parallel-size 2 --world-size 2",
-            ),
-            refusal="Keys that only DeepSpeed knows, in a file for a run with 3D parallelism.",
-        ),
-        Rule(
-            "RF105",
-            "A DeepSpeed file's scheduler and the flags of a schedule exclude each other.",
-            "one of two schedules would be silently ignored",
-            "[D]",
-            _one_schedule,
-            Example(
-                '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR", '
-                '"params": {"warmup_num_steps": "auto"}}}\' '
-                "--zero-2-memory-optimization --lr-decay-style cosine --world-size 2",
-                machine={"packages": {"deepspeed": "0.19"}},
-            ),
-            refusal="A scheduler in a DeepSpeed file next to flags of a schedule.",
-        ),
-    ),
+    rules=tuple(RULES),
 )
