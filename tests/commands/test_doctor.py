@@ -13,7 +13,6 @@ from rapidformer_templates.commands import doctor
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 
 
@@ -160,7 +159,7 @@ def test_compiled_parts(
     add_package(site, "deepspeed", "", "9.9")
     monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("deepspeed",))
     reasons = {"async_io": "libaio's header or library is missing: apt-get install libaio-dev"}
-    monkeypatch.setattr(build_tools, "problems", lambda part, device: reasons.get(part))
+    monkeypatch.setattr(deepspeed_parts, "problems", lambda part, device: reasons.get(part))
     found = examined(capsys)
     assert found["cpu_adam"]["state"] == "not built yet"
     assert found["cpu_adam"]["detail"].endswith("or now by rapidformer doctor --build cpu_adam")
@@ -185,7 +184,7 @@ def test_build(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     built: list[tuple[list[str], str]] = []
     monkeypatch.setattr(deepspeed_parts, "build", lambda parts, device: built.append((list(parts), device)))
     reasons = {"async_io": "no libaio"}
-    monkeypatch.setattr(build_tools, "problems", lambda part, device: reasons.get(part))
+    monkeypatch.setattr(deepspeed_parts, "problems", lambda part, device: reasons.get(part))
     assert main(["doctor", "--build"]) == 0
     assert main(["doctor", "--build", "async_io"]) == 0
     assert built == [(["cpu_adam"], "cpu"), (["async_io"], "cpu")]
@@ -201,7 +200,7 @@ def test_no_torch_is_imported_here(site: Path, capsys: pytest.CaptureFixture[str
 
     program = (
         "import sys; from rapidformer_templates.commands import doctor;"
-        "from rapidformer_templates.switches.zero import build_tools, compiled_parts; doctor.main(['--json']);"
+        "from rapidformer_templates.switches.zero import compiled_parts; doctor.main(['--json']);"
         "heavy = {'torch', 'transformers', 'deepspeed'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -8,8 +8,7 @@ def why_no_nvme() -> str | None:
 
     No test should build its compiled part, which takes minutes.
     """
-    from rapidformer_templates.switches.zero.build_tools import problems
-    from rapidformer_templates.switches.zero.compiled_parts import folder, is_built
+    from rapidformer_templates.switches.zero.compiled_parts import folder, is_built, problems
 
     found = problems("async_io")
     if found or not is_built("async_io", folder("cpu")):

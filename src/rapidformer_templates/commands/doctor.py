@@ -27,7 +27,6 @@ from rapidformer_templates.planning.flag_parser import CommandParser
 from rapidformer_templates.planning.flag_values import TRACKERS, TRACKERS_INSTALL
 from rapidformer_templates.planning.optimizers import OPTIMIZER_PACKAGES, OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 from rapidformer_templates.system.terminal import console
 
@@ -180,7 +179,7 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(f"DeepSpeed has no part '{wrong[0]}'", where="--build", hint=hint)
     device = "cpu" if environment.detect_gpu() is None else "cuda"
     if options.build is not None:
-        _build(names or [part for part in deepspeed_parts.PARTS if not build_tools.problems(part, device)], device)
+        _build(names or [part for part in deepspeed_parts.PARTS if not deepspeed_parts.problems(part, device)], device)
     report = examine(device)
     if options.json:
         print(json.dumps(report, indent=2, default=dataclasses.asdict))
@@ -211,9 +210,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _build(parts: Sequence[str], device: str) -> None:
     if find_spec("deepspeed") is None:
-        raise ConfigError("deepspeed is not installed: it has no parts to build", hint=build_tools.INSTALL)
+        raise ConfigError("deepspeed is not installed: it has no parts to build", hint=deepspeed_parts.INSTALL)
     if not parts:
-        reason = build_tools.problems(next(iter(deepspeed_parts.PARTS)), device)
+        reason = deepspeed_parts.problems(next(iter(deepspeed_parts.PARTS)), device)
         raise ConfigError(f"DeepSpeed's parts cannot be built here: {reason}")
     deepspeed_parts.export(device)
     deepspeed_parts.build(parts, device)
@@ -353,7 +352,7 @@ def _parts(device: str) -> PartsFindings:
 def _part(name: str, root: Path, device: str) -> DoctorFinding:
     part = deepspeed_parts.PARTS[name]
     built = deepspeed_parts.is_built(name, root)
-    reason = build_tools.problems(name, device)
+    reason = deepspeed_parts.problems(name, device)
     locks = [lock for lock in deepspeed_parts.locks([name], root) if lock.parent.name in part.folders]
     if reason:
         return DoctorFinding(name, "cannot be used" if built else "cannot be built", "", reason, part.serves)

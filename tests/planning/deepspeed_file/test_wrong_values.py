@@ -16,7 +16,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.deepspeed_file.flags import merge_file
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.zero.values import check_values
+from rapidformer_templates.switches.zero.file_switch import check_values
 from tests.support.requests import GPUS, config_of, on
 
 FILE = {

@@ -16,7 +16,6 @@ from typing import Literal
 import pytest
 
 from rapidformer_templates.planning.plan import EngineOptions, Plan
-from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as parts
 
 # Builds like torch.utils.cpp_extension: it holds a file `lock` while it compiles, and a killed process leaves it.
@@ -78,7 +77,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tools / name).write_text("#!/bin/sh\nexit 0\n")
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(build_tools, "missing_library", lambda part, device: None)
+    monkeypatch.setattr(parts, "missing_library", lambda part, device: None)
     monkeypatch.setattr(parts, "OWN_LOCK_TIMEOUT", 0.3)
     return parts.folder("cpu")
 
@@ -130,7 +129,7 @@ def test_needed_parts(offload: Literal["cpu", "nvme"] | None, needed: tuple[str,
 
 
 def test_built_once_with_a_message(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    parts.prepare(Plan("Trainer", engine=parts.ENGINE, engine_options=EngineOptions(offload="cpu")))
+    parts.build_parts(Plan("Trainer", engine=parts.ENGINE, engine_options=EngineOptions(offload="cpu")))
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "building DeepSpeed's cpu_adam (about a minute, once for this version) …"
     assert lines[1].startswith("built DeepSpeed's cpu_adam in ")
@@ -138,15 +137,15 @@ def test_built_once_with_a_message(root: Path, capfd: pytest.CaptureFixture[str]
     assert os.environ[parts.ACCELERATOR] == "cpu"
     assert root.name.startswith("deepspeed-9.9-torch-")
     assert parts.is_built("cpu_adam", root)
-    parts.prepare(Plan("Trainer", engine=parts.ENGINE, engine_options=EngineOptions(offload="cpu")))
+    parts.build_parts(Plan("Trainer", engine=parts.ENGINE, engine_options=EngineOptions(offload="cpu")))
     assert capfd.readouterr().err == ""
     assert builds(root) == 1
 
 
 def test_other_engines_and_zero_alone_build_nothing(root: Path) -> None:
-    parts.prepare(Plan("Trainer", engine_options=EngineOptions(offload="cpu")))
+    parts.build_parts(Plan("Trainer", engine_options=EngineOptions(offload="cpu")))
     assert parts.FOLDER not in os.environ
-    parts.prepare(Plan("Trainer", engine=parts.ENGINE))
+    parts.build_parts(Plan("Trainer", engine=parts.ENGINE))
     assert os.environ[parts.FOLDER] == str(root)
     assert builds(root) == 0
 
@@ -291,12 +290,12 @@ def test_failed_build_shows_the_last_lines(root: Path, monkeypatch: pytest.Monke
 def test_missing_tools(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = tmp_path / "tools"
     monkeypatch.setenv("PATH", str(tools))
-    monkeypatch.setattr(build_tools.sysconfig, "get_path", lambda name: str(tmp_path / name))
-    assert build_tools.problems("cpu_adam") is None
+    monkeypatch.setattr(parts.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    assert parts.problems("cpu_adam") is None
     (tools / "ninja").unlink()
-    assert build_tools.problems("cpu_adam") == "no ninja on PATH: pip install ninja"
+    assert parts.problems("cpu_adam") == "no ninja on PATH: pip install ninja"
     (tools / "c++").unlink()
-    assert build_tools.problems("cpu_adam") == "no C++ compiler (c++) on PATH: apt-get install g++"
+    assert parts.problems("cpu_adam") == "no C++ compiler (c++) on PATH: apt-get install g++"
     monkeypatch.setenv("CXX", "clang++-99 -v")
     with pytest.raises(parts.PartError) as error:
         parts.build(["cpu_adam"], "cpu")
@@ -311,13 +310,13 @@ def test_missing_libaio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     compiler.write_text("#!/bin/sh\ncat >/dev/null\necho 'fatal error: libaio.h: No such file' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(build_tools.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(parts.sysconfig, "get_path", lambda name: str(tmp_path))
     (tmp_path / "Python.h").touch()
-    found = build_tools.missing_library("async_io", "cpu")
+    found = parts.missing_library("async_io", "cpu")
     assert found == ("libaio's header or library is missing", "apt-get install libaio-dev")
-    assert build_tools.missing_library("cpu_adam", "cpu") is None
+    assert parts.missing_library("cpu_adam", "cpu") is None
     (tmp_path / "Python.h").unlink()
-    assert build_tools.missing_library("cpu_adam", "cpu") == (
+    assert parts.missing_library("cpu_adam", "cpu") == (
         "Python's C headers (Python.h) are missing",
         "apt-get install python3-dev",
     )
@@ -330,7 +329,7 @@ def test_ninja_of_a_virtual_environment_that_is_not_active(
     scripts.mkdir()
     (tools / "ninja").rename(scripts / "ninja")
     monkeypatch.setenv("PATH", str(tools))
-    monkeypatch.setattr(build_tools.sysconfig, "get_path", lambda name: str(scripts))
+    monkeypatch.setattr(parts.sysconfig, "get_path", lambda name: str(scripts))
     parts.export("cpu")
     assert os.environ["PATH"].split(os.pathsep) == [str(scripts), str(tools)]
 
@@ -342,7 +341,7 @@ def test_ninja_of_the_environment_goes_before_another_on_path(
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     shutil.copy(tmp_path / "tools" / "ninja", scripts)
-    monkeypatch.setattr(build_tools.sysconfig, "get_path", lambda name: str(scripts))
+    monkeypatch.setattr(parts.sysconfig, "get_path", lambda name: str(scripts))
     parts.export("cpu")
     assert shutil.which("ninja") == str(scripts / "ninja")
 
@@ -350,7 +349,7 @@ def test_ninja_of_the_environment_goes_before_another_on_path(
 def test_parts_of_another_ninja_are_built_anew(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts.build(["cpu_adam"], "cpu")
     assert parts.is_built("cpu_adam", root)
-    monkeypatch.setattr(build_tools, "find_ninja", lambda: str(tmp_path / "tools" / "c++"))
+    monkeypatch.setattr(parts, "find_ninja", lambda: str(tmp_path / "tools" / "c++"))
     assert not parts.is_built("cpu_adam", root)
 
 
@@ -366,7 +365,7 @@ def test_folder_that_cannot_be_written(root: Path, tmp_path: Path, monkeypatch: 
 def test_real_build_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``kill -9`` the compilers of DeepSpeed's own build. torch's lock remains, and the next build succeeds."""
     pytest.importorskip("deepspeed", reason="needs the deepspeed extra")
-    if reason := build_tools.problems("cpu_adam"):
+    if reason := parts.problems("cpu_adam"):
         pytest.skip(reason)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in (parts.FOLDER, "LOCAL_RANK"):

@@ -10,7 +10,7 @@ import pytest
 
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.switches.zero.loss_scale import restore, state_of
+from rapidformer_templates.switches.zero.engine import loss_scale_state, restore_loss_scale
 from tests.support.jobs import CausalJob
 
 loss_scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", reason="needs DeepSpeed")
@@ -34,7 +34,7 @@ def test_a_dynamic_scale_goes_on_as_if_it_had_never_stopped(saved_after: int) ->
     through, resumed, seen = _dynamic(), _dynamic(), set()
     for overflow in OVERFLOWS[:saved_after]:
         through.update_scale(bool(overflow))
-    restore(resumed, json.loads(json.dumps(state_of(through))))
+    restore_loss_scale(resumed, json.loads(json.dumps(loss_scale_state(through))))
     for overflow in OVERFLOWS[saved_after:]:
         assert resumed.cur_scale == through.cur_scale
         seen.add(through.cur_scale)
@@ -46,10 +46,10 @@ def test_a_dynamic_scale_goes_on_as_if_it_had_never_stopped(saved_after: int) ->
 
 def test_a_fixed_scale_stays_whatever_was_saved() -> None:
     fixed = loss_scaler.LossScaler(scale=128)
-    restore(fixed, state_of(_dynamic()))
+    restore_loss_scale(fixed, loss_scale_state(_dynamic()))
     assert fixed.cur_scale == 128
     ours = DynamicLossScale()
-    ours.load_state(state_of(fixed))  # a run without ZeRO continues from it and grows
+    ours.load_state(loss_scale_state(fixed))  # a run without ZeRO continues from it and grows
     assert float(ours.scale) == 128
 
 

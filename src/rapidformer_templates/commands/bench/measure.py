@@ -26,7 +26,6 @@ from rapidformer_templates.planning.deepspeed_file.settings import bucket_sizes
 from rapidformer_templates.planning.environment import detect_gpu, kind_of
 from rapidformer_templates.planning.optimizer_states import ParameterShape
 from rapidformer_templates.switches.auto_strategy.state_bytes import ON_HOST, PLAIN
-from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 
 SAME_LOSS = {"fp32": 1e-3, "mixed": 2e-2}
@@ -179,7 +178,7 @@ def _absence_reason(request: MeasureRequest, name: str) -> str | None:
     if sizes.global_batch % samples:
         return f"{sizes.global_batch} samples per step cannot be divided by {samples}"
     for part in deepspeed_parts.needed_parts(solution.offload):
-        if problem := build_tools.problems(part, device):
+        if problem := deepspeed_parts.problems(part, device):
             return f"DeepSpeed's {part}: {problem}"
     return None
 

@@ -15,10 +15,12 @@ import hashlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,11 +32,11 @@ from typing import Any, Literal
 
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.system.files import sync, write_json
 from rapidformer_templates.system.replaced_functions import patch_function
 
 ENGINE = "rapidformer_templates.switches.zero.engine:DeepSpeedEngine"
+INSTALL = "pip install 'rapidformer_templates[deepspeed]'"
 FOLDER = "TORCH_EXTENSIONS_DIR"  # where torch looks for compiled parts
 ACCELERATOR = "DS_ACCELERATOR"  # DeepSpeed's device, which also decides how a part is compiled
 
@@ -69,7 +71,7 @@ PARTS = {
 }
 
 
-def prepare(plan: Plan) -> None:
+def build_parts(plan: Plan) -> None:
     """Build the parts that the plan needs, and set DeepSpeed's environment variables. Children inherit the variables.
 
     Call it before the workers start, and again in each worker. If everything is built, it takes a few milliseconds.
@@ -127,7 +129,7 @@ def export(device: str) -> Path:
     root = folder(device)
     os.environ[FOLDER] = str(root)
     os.environ.setdefault(ACCELERATOR, device)
-    ninja = build_tools.find_ninja()
+    ninja = find_ninja()
     if ninja and ninja != shutil.which("ninja"):  # torch searches PATH only
         os.environ["PATH"] = os.pathsep.join([str(Path(ninja).parent), os.environ.get("PATH", os.defpath)])
     return root
@@ -139,7 +141,17 @@ def folder(device: str) -> Path:
     Raises a :class:`PartError` if DeepSpeed or torch is not installed.
     """
     user_folder = os.environ.get(FOLDER)
-    return Path(user_folder) if user_folder and not is_own_folder(Path(user_folder)) else _our_root() / _key(device)
+    if user_folder and not is_own_folder(Path(user_folder)):
+        return Path(user_folder)
+    try:
+        versions = [version(name) for name in ("deepspeed", "torch")]
+    except PackageNotFoundError as error:
+        raise PartError(f"{error.name} is not installed", hint=INSTALL) from error
+    # The name depends on everything that affects a compiled part: versions, device, paths, processor.
+    facts = [str(_source(name)) for name in ("deepspeed", "torch")] + [_processor()]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return _our_root() / f"deepspeed-{versions[0]}-torch-{versions[1]}-{python}-{device}-{digest}"
 
 
 def is_own_folder(root: Path) -> bool:
@@ -151,18 +163,6 @@ def _our_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rapidformer_templates" / "deepspeed"
 
 
-def _key(device: str) -> str:
-    """Return a key that depends on everything that affects a compiled part: versions, device, paths, processor."""
-    try:
-        versions = [version(name) for name in ("deepspeed", "torch")]
-    except PackageNotFoundError as error:
-        raise PartError(f"{error.name} is not installed", hint=build_tools.INSTALL) from error
-    facts = [str(_source(name)) for name in ("deepspeed", "torch")] + [_processor()]
-    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
-    python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    return f"deepspeed-{versions[0]}-torch-{versions[1]}-{python}-{device}-{digest}"
-
-
 def _source(name: str) -> Path:
     spec = importlib.util.find_spec(name)
     return Path(spec.origin or "") if spec else Path()
@@ -172,6 +172,53 @@ def _processor() -> str:
     """Return the instruction sets of the processor. Parts are compiled for it, and machines may share home folders."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def find_ninja() -> str | None:
+    """Return the path of ninja in this Python environment, even if it is not active. Otherwise search PATH.
+
+    Another version of ninja would recompile what this one has built.
+    """
+    return shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
+
+
+def problems(part: str, device: str = "cpu") -> str | None:
+    """Return why a part cannot be built here and what to do about it, or None. Takes at most 0.1 s."""
+    missing = missing_tool() or missing_library(part, device)
+    return f"{missing[0]}: {missing[1]}" if missing else None
+
+
+def missing_tool() -> tuple[str, str] | None:
+    """Return (what is missing, what to do) for the tools that torch needs even to load a part that is already built."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed", INSTALL
+    if shutil.which(_compiler()) is None:
+        return f"no C++ compiler ({_compiler()}) on PATH", "apt-get install g++"
+    if find_ninja() is None:
+        return "no ninja on PATH", "pip install ninja"
+    return None
+
+
+def missing_library(part: str, device: str) -> tuple[str, str] | None:
+    """Return (what is missing, what to do) for the headers and libraries that a part is compiled against."""
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "Python's C headers (Python.h) are missing", "apt-get install python3-dev"
+    if part != "async_io":
+        return None
+    # A program that uses libaio must link, with the search paths of the compiler.
+    command = [_compiler(), "-x", "c++", "-", "-laio", "-o", os.devnull]
+    program = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }\n"
+    if subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode != 0:
+        return "libaio's header or library is missing", "apt-get install libaio-dev"
+    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    if device == "cuda" and not (shutil.which("nvcc") or Path(toolkit, "bin", "nvcc").exists()):
+        return "the CUDA toolkit (nvcc) is missing", "install it in the version of torch's CUDA, and set CUDA_HOME"
+    return None
+
+
+def _compiler() -> str:
+    """Return the compiler that torch uses."""
+    return shlex.split(os.environ.get("CXX") or "c++")[0]
 
 
 def is_built(part: str, root: Path) -> bool:
@@ -186,7 +233,7 @@ def is_built(part: str, root: Path) -> bool:
 def _facts(part: str, root: Path) -> dict[str, Any]:
     """Return the content of the stamp of a built part. If any of it changes, ninja compiles again."""
     libraries = [library for name in PARTS[part].folders for library in sorted((root / name).glob("*.so"))]
-    ninja = build_tools.find_ninja()
+    ninja = find_ninja()
     return {
         "ninja": [ninja, *_stat(Path(ninja))] if ninja else None,
         "files": {str(library.relative_to(root)): _stat(library) for library in libraries},
@@ -214,14 +261,14 @@ def build(parts: Sequence[str], device: str, say: Say = say_once) -> None:
     """
     if not parts:
         return
-    if lacking := build_tools.missing_tool():
+    if lacking := missing_tool():
         raise PartError(f"DeepSpeed's {parts[0]} cannot be used here: {lacking[0]}", hint=lacking[1])
     root = folder(device)
     missing = [part for part in parts if not is_built(part, root)]
     if not missing and not locks(parts, root):
         return
     for part in missing:
-        if lacking := build_tools.missing_library(part, device):
+        if lacking := missing_library(part, device):
             raise PartError(f"DeepSpeed's {part} cannot be built here: {lacking[0]}", hint=lacking[1])
     try:
         root.mkdir(parents=True, exist_ok=True)

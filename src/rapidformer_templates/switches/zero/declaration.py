@@ -27,9 +27,11 @@ from rapidformer_templates.planning.switch import (
     Request,
     Resource,
     Rule,
+    RuleList,
     Switch,
 )
-from rapidformer_templates.switches.zero.file_switch import DEEPSPEED, DEEPSPEED_CONFIG, ENGINE
+from rapidformer_templates.switches.zero.compiled_parts import ENGINE
+from rapidformer_templates.switches.zero.file_switch import DEEPSPEED, DEEPSPEED_CONFIG
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,17 @@ KINDS = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu")
 """Device types, in torch's names, for which DeepSpeed has an accelerator class."""
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF245",
+    "ZeRO needs a device that DeepSpeed knows.",
+    "DeepSpeed would compute on the CPU while the model is elsewhere; it has classes for " + ", ".join(KINDS),
+    "[D]",
+    Example("--zero-1-memory-optimization --world-size 2", machine={"device": "maia"}),
+    refusal="ZeRO on a device that DeepSpeed has no class for.",
+)
 def _knows_device(request: Request) -> list[Finding]:
     device = request.environment.device
     # The engine of 3D layouts has its own ZeRO.
@@ -94,17 +107,6 @@ def _knows_device(request: Request) -> list[Finding]:
     if device in KINDS or not names:
         return []
     return [Finding(f"DeepSpeed does not compute on {device}", request.asked_for(*names), switches=names)]
-
-
-KNOWN_DEVICE = Rule(
-    "RF245",
-    "ZeRO needs a device that DeepSpeed knows.",
-    "DeepSpeed would compute on the CPU while the model is elsewhere; it has classes for " + ", ".join(KINDS),
-    "[D]",
-    _knows_device,
-    Example("--zero-1-memory-optimization --world-size 2", machine={"device": "maia"}),
-    refusal="ZeRO on a device that DeepSpeed has no class for.",
-)
 
 
 def _deepspeed_config(request: Request) -> dict[str, Any]:
@@ -190,9 +192,9 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         family=PARTITIONING,
         claims=claims,
         templates=("Trainer",),
-        rules=(ONLY_IN_TRAINER, KNOWN_DEVICE),
+        rules=(ONLY_IN_TRAINER, *RULES),
         notes=_notes,
-        prepare="rapidformer_templates.switches.zero.values:prepare",
+        prepare="rapidformer_templates.switches.zero.file_switch:prepare",
         engine=ENGINE,
         engine_options=lambda request, options: replace(options, deepspeed=_deepspeed_config(request)),
         receipt=(

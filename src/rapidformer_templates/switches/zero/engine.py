@@ -25,9 +25,8 @@ from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, is_quantized, width_of
 from rapidformer_templates.planning.deepspeed_file.settings import LOUD, fill_bucket_sizes
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.zero import loss_scale as zero_loss_scale
 from rapidformer_templates.switches.zero import state as zero_state
-from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once, leave_out_shm_comm, prepare
+from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once, build_parts, leave_out_shm_comm
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, close_group_by, open_group_alone
 
@@ -43,7 +42,7 @@ class DeepSpeedEngine(SingleEngine):
         self.loss_scale = None  # DeepSpeed has its own, with the same rule
         self.config: dict[str, Any] = dict(plan.engine_options.deepspeed)
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
-        prepare(plan)
+        build_parts(plan)
         _init_communication(workers, loud=any(self.config.get(name) for name in LOUD))
         self._deepspeed: Any
         self._state: zero_state.ZeroState
@@ -212,12 +211,12 @@ class DeepSpeedEngine(SingleEngine):
     def state(self) -> dict[str, Any]:
         state = super().state()
         if self.compute_type == torch.float16:
-            state["loss_scale"] = zero_loss_scale.state_of(self._deepspeed.optimizer.loss_scaler)
+            state["loss_scale"] = loss_scale_state(self._deepspeed.optimizer.loss_scaler)
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if self.compute_type == torch.float16 and "loss_scale" in state:
-            zero_loss_scale.restore(self._deepspeed.optimizer.loss_scaler, state["loss_scale"])
+            restore_loss_scale(self._deepspeed.optimizer.loss_scaler, state["loss_scale"])
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
         return self._state.full_weights()
@@ -252,6 +251,24 @@ def _init_communication(workers: Workers, *, loud: bool) -> None:
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed()
     close_group_by(deepspeed.comm.destroy_process_group)
+
+
+def loss_scale_state(scaler: Any) -> dict[str, float]:
+    """Return the state of DeepSpeed's fixed or dynamic loss scale, in the format of a checkpoint."""
+    state = {"scale": float(scaler.cur_scale), "good_steps": 0}
+    if scaler.dynamic:
+        state["good_steps"] = scaler.cur_iter - scaler.last_overflow_iter - 1
+        state["hysteresis"] = scaler.cur_hysteresis
+    return state
+
+
+def restore_loss_scale(scaler: Any, saved: Mapping[str, float]) -> None:
+    """Restore the loss scale of a checkpoint. A fixed scale does not change."""
+    if not scaler.dynamic:
+        return
+    scaler.cur_scale = float(saved["scale"])
+    scaler.last_overflow_iter = scaler.cur_iter - int(saved["good_steps"]) - 1
+    scaler.cur_hysteresis = min(int(saved.get("hysteresis", scaler.delayed_shift)), scaler.delayed_shift)
 
 
 class Masters:

@@ -1,11 +1,14 @@
-"""The deepspeed-config switch: your DeepSpeed file, with its ``"auto"`` values filled from the flags."""
+"""The deepspeed-config switch: your DeepSpeed file. Flags fill its ``"auto"`` values, and its values are checked."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template, partitions_without_zero, refuse_pair
+from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.deepspeed_file.file import file_of, read, section_at
 from rapidformer_templates.planning.deepspeed_file.flags import (
     contradictions,
@@ -14,8 +17,9 @@ from rapidformer_templates.planning.deepspeed_file.flags import (
     merge_file,
 )
 from rapidformer_templates.planning.deepspeed_file.keys import Problem, idle_keys, unknown_keys
-from rapidformer_templates.planning.deepspeed_file.settings import deepspeed_settings, file_notes
+from rapidformer_templates.planning.deepspeed_file.settings import deepspeed_settings, file_notes, fill_bucket_sizes
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.switch import (
     FORECAST,
     Example,
@@ -29,9 +33,9 @@ from rapidformer_templates.planning.switch import (
     Switch,
     add,
 )
+from rapidformer_templates.switches.zero.compiled_parts import ENGINE, INSTALL, build_parts
 
-ENGINE = "rapidformer_templates.switches.zero.engine:DeepSpeedEngine"
-DEEPSPEED = {"needs_package": "deepspeed", "install": "pip install 'rapidformer_templates[deepspeed]'"}
+DEEPSPEED = {"needs_package": "deepspeed", "install": INSTALL}
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,45 @@ def _acted(measured: Measured) -> str | None:
         return None
     name = differing[0]
     return f"zero_optimization.{name} = {settings[name]} was expected, as in the file; DeepSpeed has {in_effect[name]}"
+
+
+def prepare(config: RunConfig, plan: Plan) -> None:
+    """Build the compiled parts that the run needs, and check the values of the file.
+
+    Raises:
+        PartError: a part cannot be built.
+        ConfigError: a value of the file is invalid.
+    """
+    build_parts(plan)
+    check_values(config, plan)
+
+
+def check_values(config: RunConfig, plan: Plan) -> None:
+    """Validate the sections of a DeepSpeed file with DeepSpeed's own models, in the folder that :func:`build_parts` sets.
+
+    Raises:
+        ConfigError: a value has the wrong type, or is out of range.
+    """
+    text, settings = config.get("deepspeed_config"), plan.engine_options.deepspeed
+    if text is None or not settings:
+        return
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # messages during the import do not matter to a run
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    models = {"fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config, "zero_optimization": DeepSpeedZeroConfig}
+    for section, model in models.items():
+        try:
+            model(**fill_bucket_sizes(section_at(settings, section), width=1))
+        except ValidationError as error:
+            first = error.errors()[0]
+            path = ".".join([section, *map(str, first["loc"])])
+            value = first["input"] if first["loc"] else "this section"
+            file = read(text)
+            raise ConfigError(
+                f"{file.name}: {path} cannot be {value!r}", where=file.where(path), hint=first["msg"]
+            ) from error
 
 
 DEEPSPEED_CONFIG = Switch(
