@@ -132,7 +132,7 @@ def _export(run: RunFolder, options: argparse.Namespace) -> Path:
 
 
 def _merge(adapters: Path, output: Path, base: str | None) -> None:
-    from rapidformer_templates.switches.lora.merge import merge
+    from rapidformer_templates.switches.lora.exported import merge
 
     with explained_without_plan(str(adapters), "merge on a machine with more memory"):
         merge(adapters, output, base)

@@ -28,8 +28,7 @@ from tests.support.worker_pool import run_in_workers
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 from peft import LoraConfig, get_peft_model
 
-from rapidformer_templates.switches.lora.exported import _note_untied, read_config, read_model
-from rapidformer_templates.switches.lora.merge import merge
+from rapidformer_templates.switches.lora.exported import _note_untied, merge, read_config, read_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 

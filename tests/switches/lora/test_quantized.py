@@ -23,7 +23,7 @@ from tests.support.worker_pool import run_in_workers
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
-from rapidformer_templates.switches.lora.quantized import CODINGS, QuantizedLinear  # noqa: E402  (peft first)
+from rapidformer_templates.switches.lora.layers import CODINGS, QuantizedLinear  # noqa: E402  (peft first)
 
 HAS_NF4 = importlib.util.find_spec("bitsandbytes") is not None
 NEEDS_NF4 = pytest.mark.skipif(

@@ -242,7 +242,7 @@ SWITCHES = (
         install="pip install 'rapidformer_templates[peft]'",
         transform="rapidformer_templates.switches.lora.transform:add_adapters",
         exported="rapidformer_templates.switches.lora.exported",
-        receipt_hooks="rapidformer_templates.switches.lora.receipt:TrainedBesideFrozen",
+        receipt_hooks="rapidformer_templates.switches.lora.transform:TrainedBesideFrozen",
         receipt=(
             *("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes"),
             *("adapted_layers", "adapted_routers", "quantized_layers"),

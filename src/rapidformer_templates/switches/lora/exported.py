@@ -1,4 +1,4 @@
-"""Folders of adapters in peft's format, with the configuration of the model that the adapters belong to.
+"""Folders of adapters in peft's format, with the configuration of their model, and models with merged adapters.
 
 Every run imports this module, with or without adapters. So it imports peft only when a folder has adapters.
 """
@@ -16,22 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.adapters import (
-    SETTINGS,
-    FrozenBase,
-    fp32_fingerprint,
-)
-from rapidformer_templates.models.loading import class_of, own_reader
+from rapidformer_templates.models.adapters import SETTINGS, FrozenBase, fp32_fingerprint
+from rapidformer_templates.models.loading import class_of, own_reader, quiet_transformers
 from rapidformer_templates.planning.hub import model_folder
-from rapidformer_templates.switches.mixture_of_experts.exported import with_mixtures
-from rapidformer_templates.system.files import write_json
+from rapidformer_templates.switches.mixture_of_experts.exported import mark, with_mixtures
+from rapidformer_templates.system.files import new_folder, write_json
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -279,3 +276,41 @@ def _note_untied(model: PreTrainedModel) -> None:
             hint="train without adapters of the head and of the embeddings",
         )
     model.config.tie_word_embeddings = False
+
+
+def merge(adapters: Path, output: Path, base_folder: str | None = None) -> None:
+    """Add adapters to the weights of their base model, in fp32, and write the model in transformers' format.
+
+    Args:
+        base_folder: folder of the base, if it is not where the adapters say.
+
+    Raises:
+        ModelError: the base does not exist, has other weights or lacks some, transformers does not have its class, or
+            the output would replace it.
+    """
+    base = Path(base_of(adapters, base_folder)).resolve()
+    if output.resolve() == base:
+        message = f"the base of the adapters, {base}, would be replaced"
+        raise ModelError(message, where="--output", hint="give another folder")
+    config = read_config(adapters)
+    name = (config.architectures or [""])[0]
+    factory = getattr(transformers, name, None)
+    if factory is None:
+        raise ModelError(
+            f"transformers has no class {name or 'for this model'}",
+            where=str(adapters / "config.json"),
+            hint="load the model with its own code and merge with peft: PeftModel.merge_and_unload()",
+        )
+    with quiet_transformers():
+        model, info = read_model(factory, adapters, config, base_folder=base_folder)
+    if info["in_neither"]:
+        message = f"{len(info['in_neither'])} weights are missing in {base}, such as {min(info['in_neither'])}"
+        hint = "the merged model would have random values there: name the folder of the whole base with --base"
+        raise ModelError(message, where=str(base), hint=hint)
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = True  # training switches it off
+    with new_folder(output) as temporary, quiet_transformers():
+        model.save_pretrained(temporary)
+        mark(temporary)
+        if (adapters / "tokenizer_config.json").is_file():
+            AutoTokenizer.from_pretrained(adapters, local_files_only=True).save_pretrained(temporary)

@@ -1,4 +1,4 @@
-"""Add peft's adapters to the layers of a model. They are equal on all workers, with any other switches."""
+"""Transform that adds peft's adapters to layers, equal on all workers, and the receipt of what is trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import COMPUTE_TYPES
+from rapidformer_templates.engines.trained_parameters import TrainedAndFrozen, merge_by_name
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import (
     FrozenBase,
@@ -31,10 +33,16 @@ from rapidformer_templates.models.adapters import (
     new_modules_of,
 )
 from rapidformer_templates.models.blocks import AbsentModule, SkippedBlock, canonical_name, shape_of, whole
-from rapidformer_templates.switches.lora import matrices
 from rapidformer_templates.switches.lora.declaration import LoraFlags
 from rapidformer_templates.switches.lora.exported import ADAPTER, AdapterSettings
-from rapidformer_templates.switches.lora.quantized import QuantizedLinear, quantize_stack
+from rapidformer_templates.switches.lora.layers import (
+    MatrixAdapter,
+    QuantizedLinear,
+    StackAdapter,
+    install,
+    is_quantized,
+    quantize_stack,
+)
 from rapidformer_templates.system.replaced_functions import patch_function
 from rapidformer_templates.system.workers import Workers
 
@@ -67,11 +75,10 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
                 where="--lora-target-modules",
                 hint="name layers of torch.nn.Linear by the ends of their names, such as q_proj,v_proj",
             ) from error
-    matrices.install(model, ADAPTER)
-    if options.quantize_base == "half":
-        _cast_adapted_weights(model, COMPUTE_TYPES[building.plan.precision])
-    elif options.quantize_base:
-        _quantize(model, options.quantize_base, has_values=building.has_values)
+    install(model, ADAPTER)
+    if options.quantize_base:
+        kind = COMPUTE_TYPES.get(building.plan.precision, torch.float32)
+        _quantize(model, options.quantize_base, kind, has_values=building.has_values)
     if building.has_values:
         _initialise(model, torch.initial_seed())
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
@@ -162,7 +169,10 @@ def targets_of(model: nn.Module, names: str, modules_to_save: str | None) -> Tar
         if end == ALL_LINEAR:
             layer_names, matrix_names = _all_linear(model, trained_whole), []
         else:
-            layer_names, matrix_names = _ending_with(model, end), _matrices_ending_with(model, end)
+            layer_names = _ending_with(model, end)
+            # Matrices that end like this, or whose modules do.
+            modules_of = {name: name.rpartition(".")[0] for name in _matrices(model)}
+            matrix_names = [n for n, m in modules_of.items() if any(f".{x}".endswith(f".{end}") for x in (n, m))]
         found_names += [end] if layer_names or matrix_names else []
         owners = {name.rpartition(".")[0] for name in matrix_names}
         layers |= dict.fromkeys(name for name in layer_names if name not in owners)
@@ -191,11 +201,12 @@ def _no_target(model: nn.Module, name: str) -> ModelError:
         return ModelError(
             f"{type(model).__name__} has no linear layer that could get an adapter", where="--lora-target-modules"
         )
+    ends = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LINEAR)})
     others = sorted({".".join(name.split(".")[-2:]) for name in _matrices(model)})
     return ModelError(
         f"{type(model).__name__} has no layer called {name}",
         where="--lora-target-modules",
-        hint=f"its linear layers end in {', '.join(_ends(model))}"
+        hint=f"its linear layers end in {', '.join(ends)}"
         + (f"; its other matrices in {', '.join(others)}" if others else ""),
     )
 
@@ -224,11 +235,6 @@ def _matrices(model: nn.Module) -> list[str]:
             most = max(sizes.values(), default=0)  # in a module with stacks, two-dimensional parameters are biases
             matrices += [f"{name}.{key}" for key, dimensions in sizes.items() if dimensions == most and most in (2, 3)]
     return matrices
-
-
-def _matrices_ending_with(model: nn.Module, end: str) -> list[str]:
-    """Return the matrices whose names, or the names of their modules, end with ``end``."""
-    return [n for n in _matrices(model) if any(f".{name}".endswith(f".{end}") for name in (n, n.rpartition(".")[0]))]
 
 
 def _check_matrices(model: nn.Module, targets: Targets, options: LoraFlags) -> None:
@@ -269,18 +275,17 @@ def _inject(config: LoraConfig, model: nn.Module) -> None:
 
 def renamed_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Return the names that peft would map to other layers in this architecture."""
-    if not hasattr(getattr(model, "config", None), "model_type"):
-        return set()
-    return {name for name in names if _matches_other_layer(name.rpartition(".")[2], model)}
-
-
-def _matches_other_layer(end: str, model: nn.Module) -> bool:
-    tried = LoraConfig(target_modules=[end])
-    try:
-        convert_peft_config_for_transformers(tried, model, None)
-    except ValueError:  # the name is one of several that must be given together
-        return True
-    return set(tried.target_modules or ()) != {end}
+    renamed: set[str] = set()
+    for name in names if hasattr(getattr(model, "config", None), "model_type") else ():
+        end = name.rpartition(".")[2]
+        tried = LoraConfig(target_modules=[end])
+        try:
+            convert_peft_config_for_transformers(tried, model, None)
+        except ValueError:  # the name is one of several that must be given together
+            renamed.add(name)
+        else:
+            renamed |= {name} if set(tried.target_modules or ()) != {end} else set()
+    return renamed
 
 
 def peft_loadable_config(config: LoraConfig, model: nn.Module, targets: Targets) -> LoraConfig:
@@ -308,10 +313,6 @@ def _ending_with(model: nn.Module, end: str) -> list[str]:
     return [name for name in names if name == end or name.endswith(f".{end}")]
 
 
-def _ends(model: nn.Module) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LINEAR)})
-
-
 def _inside(name: str, modules: list[str]) -> bool:
     return any(f".{module}." in f".{name}." for module in modules)
 
@@ -337,28 +338,24 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
             yield name, module
 
 
-def _cast_adapted_weights(model: nn.Module, kind: torch.dtype) -> None:
-    """Store the adapted weights in the type to which autocast would round them in each product.
+def _quantize(model: nn.Module, coding: str, kind: torch.dtype, *, has_values: bool) -> None:
+    """Store the weights that have adapters in fewer bits, except those of routers.
 
-    The weight of a router stays, because it is rounded together with the adapter's product.
+    With ``half``, that is the type to which autocast would round them in each product. A router's weight is rounded
+    together with the adapter's product.
     """
     for _, layer in adapted_layers(model):
-        halved: list[torch.Tensor] = []
-        if isinstance(layer, matrices.StackAdapter):
-            halved = [layer.get_param()]
-        elif not isinstance(layer, matrices.MatrixAdapter):
-            halved = [*layer.get_base_layer().parameters()]
-        for parameter in halved:
-            parameter.data = parameter.data.to(kind)
-
-
-def _quantize(model: nn.Module, coding: str, *, has_values: bool) -> None:
-    """Quantize the weights that have adapters, except those of routers."""
-    for _, layer in adapted_layers(model):
-        if isinstance(layer, matrices.StackAdapter):
-            quantize_stack(layer.get_base_layer(), layer.parameter_name, coding, has_values=has_values)
-        elif not isinstance(layer, matrices.MatrixAdapter):
-            layer.base_layer = QuantizedLinear(layer.get_base_layer(), coding, has_values=has_values)
+        base = layer.get_base_layer()
+        if isinstance(layer, StackAdapter) and coding == "half":
+            layer.get_param().data = layer.get_param().data.to(kind)
+        elif isinstance(layer, StackAdapter):
+            quantize_stack(base, layer.parameter_name, coding, has_values=has_values)
+        elif coding == "half" and not isinstance(layer, MatrixAdapter):
+            for parameter in base.parameters():
+                parameter.data = parameter.data.to(kind)
+        elif not isinstance(layer, MatrixAdapter):
+            assert isinstance(base, LINEAR)
+            layer.base_layer = QuantizedLinear(base, coding, has_values=has_values)
 
 
 def _initialise(model: nn.Module, seed: int) -> None:
@@ -368,3 +365,19 @@ def _initialise(model: nn.Module, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "little"))
             layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+
+
+class TrainedBesideFrozen(TrainedAndFrozen):
+    """Adds the number of adapted layers and stacks, and how many of them have quantized weights."""
+
+    def after_step(self, engine: Engine) -> dict[str, int]:
+        local = {
+            canonical_name(name): (isinstance(layer, MatrixAdapter), is_quantized(layer))
+            for name, layer in adapted_layers(engine.model)
+        }
+        layers = merge_by_name(engine, local).values()
+        return super().after_step(engine) | {
+            "adapted_layers": len(layers),
+            "adapted_routers": sum(is_router for is_router, _ in layers),
+            "quantized_layers": sum(is_coded for _, is_coded in layers),
+        }

@@ -251,7 +251,7 @@ def prepare(config: RunConfig, plan: Plan) -> None:
 
 
 def check_values(config: RunConfig, plan: Plan) -> None:
-    """Validate the sections of a DeepSpeed file with DeepSpeed's own models, in the folder that :func:`build_parts` sets.
+    """Validate the sections of a DeepSpeed file with DeepSpeed's own models. Call :func:`build_parts` before it.
 
     Raises:
         ConfigError: a value has the wrong type, or is out of range.

@@ -1,28 +1,130 @@
-"""Linear layers with frozen weights in 8 or 4 bits. Forward and backward dequantize them to the compute type.
+"""The layers of a model with adapters: adapters of matrices that are not layers, and linear layers in 8 or 4 bits.
 
-The stored weight is a single uint8 tensor, so an engine that converts a model's types leaves it alone.
+Matrices that are not layers are stacks of experts, and the weights of routers. peft supports them with
+``ParamWrapper``, which adds the product of the adapter to the full matrix before each forward. Here the tokens of an
+expert go through its two small matrices instead, as in a linear layer with an adapter. So no second copy of the stack
+is allocated.
+
+A quantized layer dequantizes its frozen weight to the compute type, in the forward and in the backward. The stored
+weight is a single uint8 tensor, so an engine that converts a model's types leaves it alone.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners.lora import ParamWrapper
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from rapidformer_templates.models.adapters import reader_of, set_stack_reader
-from rapidformer_templates.models.blocks import note_shape
+from rapidformer_templates.models.adapters import Factors, reader_of, set_stack_adapter, set_stack_reader
+from rapidformer_templates.models.blocks import note_shape, shape_of
 
 BLOCK = 64
 """Number of values that share a scale in the 4-bit formats (Dettmers et al., *QLoRA*, 2023)."""
 SCALE = torch.float32
 READ_AS = (torch.float32, torch.bfloat16, torch.float16)
 """Types to which bitsandbytes can dequantize."""
+
+
+class Factor(nn.Linear):
+    """One of the two matrices of an adapter. Its forward returns the weight.
+
+    So an engine that shards or gathers the weights of a module also handles this one.
+    """
+
+    def forward(self) -> torch.Tensor:  # type: ignore[override]
+        # Return a view: ZeRO-3 frees the storage of the parameter itself after this forward.
+        return self.weight.view_as(self.weight)
+
+
+class StackAdapter(ParamWrapper):
+    """An adapter for one of the stacks [N, …] of an experts module. The module itself asks for its factors."""
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        return self.base_layer(*args, **kwargs)
+
+    def factors(self) -> Factors | None:
+        """Return the two matrices for each expert, or None while adapters are disabled."""
+        if self.disable_adapters:
+            return None
+        (name,) = self.active_adapters
+        down, up = self.lora_A[name](), self.lora_B[name]()  # [N · rank, in], [out, rank · N]
+        return Factors(
+            down.unflatten(0, (self.num_experts, -1)).transpose(1, 2),
+            up.unflatten(1, (-1, self.num_experts)).permute(2, 1, 0),
+            self.scaling[name],
+        )
+
+
+class MatrixAdapter(ParamWrapper):
+    """An adapter for the weight of a module that multiplies by it in its own way, such as a router."""
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        return self.base_layer(*args, **kwargs)
+
+    def product(self) -> torch.Tensor | None:
+        """Return what the adapter adds to the weight, or None while adapters are disabled."""
+        if self.disable_adapters:
+            return None
+        (name,) = self.active_adapters
+        down, up = self.lora_A[name](), self.lora_B[name]()
+        with torch.autocast(down.device.type, enabled=False):
+            return self.scaling[name] * up @ down
+
+
+class OnAdaptedWeight:
+    """The forward of a module with an adapter. While it runs, the module's weight includes the adapter's product.
+
+    It wraps the module's forward and not the adapter's. So it sees the gathered weight, or the local part of it.
+    """
+
+    def __init__(self, module: nn.Module, adapter: MatrixAdapter) -> None:
+        functools.update_wrapper(self, module.forward)
+        self.module, self.forward = module, module.forward
+        self.name, self.product = adapter.parameter_name, adapter.product
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        product = self.product()
+        if product is None:
+            return self.forward(*args, **kwargs)
+        # No local name for __dict__, because of graph breaks: see OnLocalParameters in layout/tensor_layers.py.
+        before: dict[str, Any] = self.module._parameters
+        self.module.__dict__["_parameters"] = {**before, self.name: before[self.name] + product}
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.module.__dict__["_parameters"] = before
+
+
+def matrix_adapters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
+    """Yield the adapters of matrices that are not layers, with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            yield name, module
+
+
+def install(model: nn.Module, adapter: str) -> None:
+    """Turn peft's wrappers of matrices into instances of the classes above."""
+    for _, wrapper in matrix_adapters(model):
+        for factor in (wrapper.lora_A[adapter], wrapper.lora_B[adapter]):
+            factor.__class__ = Factor
+        is_stack = len(shape_of(wrapper.get_param())) == 3
+        wrapper.__class__ = StackAdapter if is_stack else MatrixAdapter
+        layer: Any = wrapper
+        base = layer.get_base_layer()
+        if is_stack:
+            set_stack_adapter(base, layer.parameter_name, layer)
+        else:
+            base.forward = OnAdaptedWeight(base, layer)
 
 
 @dataclass(frozen=True)
@@ -126,19 +228,14 @@ class NormalFloat(Coding):
         return state.absmax, codes
 
     def decode(self, scales: torch.Tensor, codes: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        from bitsandbytes.functional import dequantize_4bit
+        from bitsandbytes.functional import QuantState, dequantize_4bit
 
         read_as = kind if kind in READ_AS else torch.float32
         # Pass all values as one row. bitsandbytes' CPU kernel (0.50.2) reads wrong values if the length of a row is not
         # a multiple of the block size.
-        row = (1, self.blocks * BLOCK)
-        return dequantize_4bit(codes, _state(scales, row, read_as)).to(kind)
-
-
-def _state(scales: torch.Tensor, shape: tuple[int, int], kind: torch.dtype) -> Any:
-    from bitsandbytes.functional import QuantState
-
-    return QuantState(scales, shape=torch.Size(shape), dtype=kind, blocksize=BLOCK, quant_type="nf4")
+        row = torch.Size((1, self.blocks * BLOCK))
+        state = QuantState(scales, shape=row, dtype=read_as, blocksize=BLOCK, quant_type="nf4")
+        return dequantize_4bit(codes, state).to(kind)
 
 
 def _integers(blocks: torch.Tensor, lowest: int, highest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,17 +252,24 @@ CODINGS: dict[str, type[Coding]] = {"int8": EightBits, "int4": FourBits, "nf4": 
 """Codings by the value of ``--quantize-base``."""
 
 
+class _ProductContext(FunctionCtx):
+    coding: Coding
+    saved_tensors: tuple[torch.Tensor]
+
+
 class _Product(torch.autograd.Function):
     """A linear layer that saves the quantized bytes for the backward, and not the dequantized weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None, coding: Coding) -> Any:
+    def forward(
+        ctx: _ProductContext, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None, coding: Coding
+    ) -> torch.Tensor:
         ctx.save_for_backward(stored)
         ctx.coding = coding
         return functional.linear(x, coding.read(stored, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: _ProductContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (stored,), (gradient,) = ctx.saved_tensors, gradients
         return gradient @ ctx.coding.read(stored, gradient.dtype), None, None, None
 
@@ -178,7 +282,7 @@ class QuantizedLinear(nn.Module):
         bias: the bias of the original layer.
     """
 
-    def __init__(self, layer: Any, coding: str, *, has_values: bool = True) -> None:
+    def __init__(self, layer: nn.Linear | Conv1D, coding: str, *, has_values: bool = True) -> None:
         """Quantize a linear layer.
 
         ``coding`` is a key of ``CODINGS``. Without values, allocate the same number of bytes.
