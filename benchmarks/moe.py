@@ -28,9 +28,7 @@ from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.pretrainer import Pretrainer
 from rapidformer_templates.run.folder import read_metrics
-from rapidformer_templates.switches.mixture_of_experts.experts import Experts
-from rapidformer_templates.switches.mixture_of_experts.gate import Gate, choose
-from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
+from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate, SparseFeedForward, choose
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import plan_of
-from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse
+from rapidformer_templates.switches.mixture_of_experts.transform import MixtureSizes, make_sparse
 from tests.support import jobs, parity
 
 LENGTH, SAMPLES, MICRO = 40, 160, 4

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rapidformer_templates.switches.mixture_of_experts.experts import Experts
-from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
+from rapidformer_templates.switches.mixture_of_experts.layer import Experts, SparseFeedForward
 from tests.support import jobs
 
 

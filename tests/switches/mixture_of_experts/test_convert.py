@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.switches.mixture_of_experts.convert import (
+from rapidformer_templates.switches.mixture_of_experts.transform import (
     FeedForward,
     MixtureSizes,
     find_feed_forward,

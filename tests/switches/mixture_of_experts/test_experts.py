@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rapidformer_templates.switches.mixture_of_experts.experts import grouped_product
+from rapidformer_templates.switches.mixture_of_experts.layer import grouped_product
 
 COUNTS = [3, 0, 7, 1]
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rapidformer_templates.switches.mixture_of_experts.gate import Gate, choose, within_capacity
+from rapidformer_templates.switches.mixture_of_experts.layer import Gate, choose, within_capacity
 from tests.support.mixtures import choices
 
 

@@ -8,9 +8,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from rapidformer_templates.switches.mixture_of_experts.experts import Experts
-from rapidformer_templates.switches.mixture_of_experts.gate import Gate
-from rapidformer_templates.switches.mixture_of_experts.layer import Rearrange, SparseFeedForward
+from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate, Rearrange, SparseFeedForward
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 from tests.support.mixtures import output_of
 

@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.switches.mixture_of_experts.gate import choose
+from rapidformer_templates.switches.mixture_of_experts.layer import choose
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses, balance_loss, z_loss
 from tests.support.mixtures import balance_of
 from tests.support.worker_pool import alone

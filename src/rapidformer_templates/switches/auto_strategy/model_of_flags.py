@@ -30,8 +30,7 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShape
 from rapidformer_templates.switches.auto_strategy.stand_ins import FakeDataReads, no_loss
 from rapidformer_templates.switches.auto_strategy.timing import CommunicationSizes
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
-from rapidformer_templates.switches.mixture_of_experts.experts import Experts
-from rapidformer_templates.switches.mixture_of_experts.gate import Gate
+from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts, routers_of
 from rapidformer_templates.system.workers import Workers
 

@@ -37,7 +37,7 @@ from rapidformer_templates.switches.auto_strategy.tracing import (
     trace,
     without_warnings,
 )
-from rapidformer_templates.switches.mixture_of_experts.experts import Experts
+from rapidformer_templates.switches.mixture_of_experts.layer import Experts
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts
 from rapidformer_templates.switches.optimizer.muon import tables_of
 

@@ -26,9 +26,8 @@ from rapidformer_templates.engines.local import DDPEngine
 from rapidformer_templates.engines.shards import COPIES, NO_COPIES, copies_of, local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import base_of
-from rapidformer_templates.switches.mixture_of_experts.convert import sparse_layers
-from rapidformer_templates.switches.mixture_of_experts.experts import Experts
-from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
+from rapidformer_templates.switches.mixture_of_experts.layer import Experts, group_by_expert, ungroup
+from rapidformer_templates.switches.mixture_of_experts.transform import sparse_layers
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import (
     IMPLEMENTATION,
     grouped_experts,

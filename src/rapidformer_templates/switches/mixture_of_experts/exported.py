@@ -7,29 +7,17 @@ The folder has the format of transformers, except for the ``model_type`` in its 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.model_files import CONVERTED
-from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse
+from rapidformer_templates.switches.mixture_of_experts.transform import KEY, MixtureSizes, make_sparse
 from rapidformer_templates.system.files import write_json
-
-KEY = "mixture_of_experts"
-"""The key in ``config.json`` with the fields of :class:`MixtureSizes`."""
-
-
-def describe(model: nn.Module, sizes: MixtureSizes) -> None:
-    """Store the sizes of the mixtures in the model's configuration, if it has one."""
-    config = getattr(model, "config", None)
-    if config is not None:
-        setattr(config, KEY, asdict(sizes))
 
 
 def mark(folder: Path) -> None:

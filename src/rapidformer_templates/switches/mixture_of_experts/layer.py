@@ -1,18 +1,32 @@
-"""A sparse feed-forward: the gate, the experts, and the grouping of tokens by expert."""
+"""A sparse feed-forward: the gate that chooses the experts of a token, the experts, and the grouping of tokens.
+
+Every decision of the gate depends only on one sample, a row of the batch. So neither the micro batch size nor the
+number of workers changes it. The experts are feed-forwards of one shape. Grouped products compute them together, over
+tokens sorted by expert.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rapidformer_templates.engines.auxiliary_losses import LossLayer
-from rapidformer_templates.models.adapters import base_of
-from rapidformer_templates.switches.mixture_of_experts.experts import Experts
-from rapidformer_templates.switches.mixture_of_experts.gate import Gate
+from rapidformer_templates.engines.shards import local_part
+from rapidformer_templates.models.adapters import ReadStack, base_of, reader_of, stack_factors
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
+
+GROUPED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Types that torch's grouped product supports."""
+
+RANKS = 8
+"""The ranks of adapters are padded to a multiple of this."""
 
 
 class SparseFeedForward(LossLayer):
@@ -52,6 +66,95 @@ class SparseFeedForward(LossLayer):
         outputs = self.experts(grouped.tokens, grouped.counts, all_routed=is_kept is None)
         output = ungroup(outputs, grouped, weights.flatten(0, 1)).to(hidden.dtype).view_as(hidden)
         return output if self.dropout is None else self.dropout(output)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of the tokens of a batch. Shapes: B rows, T tokens each, N experts, K choices.
+
+    Attributes:
+        chosen: [B, T, K], experts in the order of their probability.
+        weights: [B, T, K], the weight of each chosen expert's output. Zero if the choice is dropped.
+        is_kept: [B, T, K], False if the choice is dropped, for padding or a full expert. None if nothing is dropped.
+    """
+
+    chosen: torch.Tensor
+    weights: torch.Tensor
+    is_kept: torch.Tensor | None
+
+
+class Gate(nn.Module):
+    """A linear layer over the experts, computed in fp32 also under mixed precision (Fedus et al., 2021).
+
+    Args:
+        hidden: size of a token.
+        experts: N.
+        top_k: number of experts that process a token.
+        capacity_factor: see :func:`within_capacity`. None drops nothing.
+    """
+
+    def __init__(self, hidden: int, experts: int, top_k: int, capacity_factor: float | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+        self.top_k = top_k
+        self.capacity_factor = capacity_factor
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits [B, T, N] of ``rows`` [B, T, hidden]."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        with torch.autocast(rows.device.type, enabled=False):
+            return F.linear(rows.to(wide), self.weight.to(wide))
+
+    def route(self, logits: torch.Tensor, mask: torch.Tensor | None) -> Routing:
+        """Return the routing for ``logits`` [B, T, N] of whole samples. ``mask`` [B, T] is False for padding."""
+        with torch.autocast(logits.device.type, enabled=False):
+            weights, chosen = choose(logits, self.top_k)
+        is_kept = None if mask is None else mask.unsqueeze(-1).expand_as(chosen)
+        if self.capacity_factor is not None:
+            is_kept = within_capacity(chosen, is_kept, logits.shape[-1], self.capacity_factor)
+        if is_kept is not None:
+            weights = weights * is_kept
+        return Routing(chosen, weights, is_kept)
+
+
+def choose(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (weights, experts) of the ``top_k`` most probable experts, [..., K] each.
+
+    Several weights are normalized to sum to one (Lepikhin et al., 2020; Mixtral). A single weight stays the probability
+    itself, through which the gate learns (Fedus et al., 2021).
+    """
+    weights, chosen = logits.softmax(-1).topk(top_k, -1)
+    if top_k > 1:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, chosen
+
+
+def within_capacity(
+    chosen: torch.Tensor, is_kept: torch.Tensor | None, experts: int, capacity_factor: float
+) -> torch.Tensor:
+    """Return which choices the experts have room for, [B, T, K].
+
+    In a row of T tokens, not counting padding, each expert has room for ``ceil(capacity_factor · K · T / N)`` of them.
+    Tokens are taken in their order, the first choice of a token before its second. In an order by probability, a causal
+    model would see later tokens.
+
+    Args:
+        chosen: [B, T, K].
+        is_kept: [B, T, K], False for padding. None without padding.
+        experts: N.
+        capacity_factor: 1 is just enough for an even load.
+    """
+    rows, tokens, top_k = chosen.shape
+    choices = F.one_hot(chosen.reshape(rows, tokens * top_k), experts)
+    if is_kept is None:
+        room: int | torch.Tensor = math.ceil(capacity_factor * top_k * tokens / experts)
+    else:
+        choices = choices * is_kept.reshape(rows, -1, 1)
+        real = is_kept[..., 0].sum(1)
+        room = torch.ceil(capacity_factor * top_k * real.double() / experts).view(rows, 1)
+    before = (choices.cumsum(1) - choices).gather(2, chosen.reshape(rows, -1, 1)).squeeze(2)
+    fits = (before < room).view_as(chosen)
+    return fits if is_kept is None else fits & is_kept
 
 
 @dataclass(frozen=True)
@@ -128,3 +231,210 @@ class Rearrange(torch.autograd.Function):
         (back,) = ctx.saved_tensors
         gradient = gradients[0].index_select(0, back)
         return gradient if ctx.copies == 1 else gradient.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+class Experts(nn.Module):
+    """N feed-forwards ``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))``, with stacked matrices.
+
+    Args:
+        experts: N.
+        hidden, width: sizes of a token and of the inner layer.
+        activation: activation of the inner layer.
+        gated: whether the activation's output is multiplied with another projection.
+        bias: whether the projections have biases.
+
+    Attributes:
+        tensor_styles: how tensor parallelism divides the parameters.
+        bias_factor: factor of ``down``'s bias. 0 if another worker that shares the matrices adds it.
+        share: which share of the experts the stacks have, if they are divided over workers.
+        is_transposed: whether a matrix is (input, output) features, in the meaning of transformers and peft.
+    """
+
+    up: nn.Parameter
+    down: nn.Parameter
+    gate: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    gate_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    is_transposed: ClassVar[bool] = True
+    tensor_styles: ClassVar[Mapping[str, str]] = {
+        "": "moe_tp_experts",
+        **dict.fromkeys(("up", "gate", "up_bias", "gate_bias"), "experts_colwise"),
+        "down": "experts_rowwise",
+        "down_bias": "replicated_with_grad_allreduce",
+    }
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        width: int,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        gated: bool,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.bias_factor = 1.0
+        self.share = 0
+        shapes = {"up": (hidden, width), "gate": (hidden, width) if gated else None, "down": (width, hidden)}
+        for name, shape in shapes.items():
+            matrix = None if shape is None else nn.Parameter(torch.empty(experts, *shape))
+            offset = None if shape is None or not bias else nn.Parameter(torch.zeros(experts, shape[1]))
+            self.register_parameter(name, matrix)
+            self.register_parameter(f"{name}_bias", offset)
+
+    def forward(self, tokens: torch.Tensor, counts: torch.Tensor, *, all_routed: bool = True) -> torch.Tensor:
+        """Return the outputs of the experts.
+
+        Args:
+            tokens: [S, hidden], sorted by expert.
+            counts: [N], number of tokens of each expert.
+            all_routed: False if there may be tokens after those of the last expert, which no expert takes.
+
+        Returns:
+            [S, hidden]. Tokens that no expert takes are zero.
+        """
+        member = None
+        if self.down_bias is not None:  # [S, N], the expert that takes each row
+            ends, row = counts.cumsum(0), torch.arange(len(tokens), device=counts.device).unsqueeze(1)
+            member = (row < ends) & (row >= ends - counts)
+
+        def project(inputs: torch.Tensor, name: str) -> torch.Tensor:
+            product = stack_product(self, name, inputs, counts, share=self.share, all_routed=all_routed)
+            if member is None:
+                return product
+            offset = local_part(getattr(self, f"{name}_bias")).to(product.dtype)
+            # A matrix product, so that its backward sums in a fixed order, also on a GPU.
+            bias = member.to(product.dtype) @ offset
+            return product + (bias * self.bias_factor if name == "down" else bias)
+
+        if self.gate is not None:
+            inner = self.activation(project(tokens, "gate")) * project(tokens, "up")
+        else:
+            inner = self.activation(project(tokens, "up"))
+        return project(inner, "down")
+
+
+def grouped_product(
+    inputs: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, *, all_routed: bool = True
+) -> torch.Tensor:
+    """Multiply each row with the matrix of its group.
+
+    Args:
+        inputs: [S, in], sorted by group.
+        matrices: [N, in, out].
+        counts: [N], number of rows in each group.
+        all_routed: False if there may be rows after the last group. Their results are zero.
+
+    Returns:
+        [S, out], in autocast's type if autocast is on.
+    """
+    device = inputs.device.type
+    if torch.is_autocast_enabled(device) and inputs.dtype != torch.float64:
+        compute = torch.get_autocast_dtype(device)
+        inputs, matrices = inputs.to(compute), matrices.to(compute)
+    elif inputs.dtype != matrices.dtype:
+        inputs = inputs.to(matrices.dtype)
+    if inputs.dtype not in GROUPED_TYPES:
+        product: torch.Tensor = _SegmentProduct.apply(inputs, matrices, counts.tolist())
+        return product
+    ends = counts.cumsum(0).to(torch.int32)
+    if all_routed:
+        return F.grouped_mm(inputs, matrices, offs=ends)
+    # torch leaves rows after the last group uninitialized, in the product and in the gradient.
+    is_routed = (torch.arange(len(inputs), device=ends.device) < ends[-1]).unsqueeze(1)
+    return F.grouped_mm(inputs.where(is_routed, 0), matrices, offs=ends).where(is_routed, 0)
+
+
+def stack_product(
+    experts: nn.Module,
+    name: str,
+    inputs: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    share: int = 0,
+    all_routed: bool = True,
+) -> torch.Tensor:
+    """Multiply each row with the matrix of its expert in one stack, and add the output of the stack's adapters.
+
+    Args:
+        share: which share of the experts the stack has. The factors of adapters are stored for all experts.
+    """
+    read, stack = reader_of(experts, name), local_part(getattr(experts, name))
+    if read is None:
+        turned = stack if experts.is_transposed else stack.transpose(1, 2)
+        product: torch.Tensor = grouped_product(inputs, turned, counts, all_routed=all_routed)
+    else:
+        device = inputs.device.type
+        coded = inputs
+        if torch.is_autocast_enabled(device) and inputs.dtype != torch.float64:
+            coded = inputs.to(torch.get_autocast_dtype(device))
+        product = _CodesProduct.apply(coded, stack, counts, read, all_routed)
+    factors = stack_factors(experts, name)
+    if factors is None:
+        return product
+    first = share * len(counts)
+    own_rows = slice(first, first + len(counts))
+    # torch's grouped product on a GPU requires rows of a multiple of 16 bytes.
+    more = -factors.down.shape[2] % RANKS
+    down = F.pad(factors.down[own_rows], (0, more)).contiguous()
+    up = F.pad(factors.up[own_rows], (0, 0, 0, more)).contiguous()
+    inner = grouped_product(inputs, down, counts, all_routed=all_routed)
+    return product + grouped_product(inner, up, counts, all_routed=all_routed) * factors.scaling
+
+
+class _CodesContext(FunctionCtx):
+    read: ReadStack
+    all_routed: bool
+    saved_tensors: tuple[torch.Tensor, torch.Tensor]
+
+
+class _CodesProduct(torch.autograd.Function):
+    """A grouped product that saves the quantized codes for the backward, and not the dequantized stack."""
+
+    @staticmethod
+    def forward(
+        ctx: _CodesContext,
+        inputs: torch.Tensor,
+        stored: torch.Tensor,
+        counts: torch.Tensor,
+        read: ReadStack,
+        all_routed: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(stored, counts)
+        ctx.read, ctx.all_routed = read, all_routed
+        return grouped_product(inputs, read(stored, inputs.dtype), counts, all_routed=all_routed)
+
+    @staticmethod
+    def backward(ctx: _CodesContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (stored, counts), (gradient,) = ctx.saved_tensors, gradients
+        turned = ctx.read(stored, gradient.dtype).transpose(1, 2)
+        with torch.autocast(gradient.device.type, enabled=False):
+            return grouped_product(gradient, turned, counts, all_routed=ctx.all_routed), None, None, None, None
+
+
+class _SegmentContext(FunctionCtx):
+    counts: list[int]
+    saved_tensors: tuple[torch.Tensor, torch.Tensor]
+
+
+class _SegmentProduct(torch.autograd.Function):
+    """A grouped product with one matrix product per group, for fp64, which torch's grouped product does not support."""
+
+    @staticmethod
+    def forward(ctx: _SegmentContext, inputs: torch.Tensor, matrices: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(inputs, matrices)
+        ctx.counts = [*counts, len(inputs) - sum(counts)]
+        parts = inputs.split(ctx.counts)
+        products = [part @ matrix for part, matrix in zip(parts, matrices, strict=False)]
+        return torch.cat([*products, inputs.new_zeros(ctx.counts[-1], matrices.shape[2])])
+
+    @staticmethod
+    def backward(ctx: _SegmentContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        inputs, matrices = ctx.saved_tensors
+        groups = list(zip(inputs.split(ctx.counts), gradients[0].split(ctx.counts), matrices, strict=False))
+        to_inputs = [gradient @ matrix.T for _, gradient, matrix in groups]
+        to_matrices = torch.stack([part.T @ gradient for part, gradient, _ in groups])
+        return torch.cat([*to_inputs, inputs.new_zeros(ctx.counts[-1], inputs.shape[1])]), to_matrices, None

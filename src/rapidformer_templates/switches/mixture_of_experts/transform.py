@@ -1,12 +1,25 @@
-"""The transform of the mixture-of-experts switch: put sparse layers into a dense model, or losses onto a mixture."""
+"""Transform that replaces the dense feed-forwards of a new model with sparse ones, or adds losses to a mixture.
+
+A feed-forward is recognized by the names and the order of its linear layers. So one table serves most architectures of
+transformers, and your own models if they are built in the same way.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse, sparse_layers
+from rapidformer_templates.models.blocks import shape_of, whole
 from rapidformer_templates.switches.mixture_of_experts.declaration import MixtureOfExpertsFlags
-from rapidformer_templates.switches.mixture_of_experts.exported import describe
+from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate, SparseFeedForward
+from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import (
     has_own_experts,
     patch_native_experts,
@@ -14,6 +27,9 @@ from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures imp
 
 BALANCE, Z = 0.01, 0.001
 """Coefficients of Fedus et al. (2021) and of Zoph et al. (2022)."""
+
+KEY = "mixture_of_experts"
+"""The key in ``config.json`` with the fields of :class:`MixtureSizes`."""
 
 
 def mixture_of_experts(assembly: Assembly, building: Building[MixtureOfExpertsFlags]) -> None:
@@ -32,22 +48,16 @@ def mixture_of_experts(assembly: Assembly, building: Building[MixtureOfExpertsFl
     if exported:
         losses = exported[0].losses  # of all layers
         losses.balance, losses.z = balance, z
-    else:
-        if "lora" in building.plan.switches:
-            raise ModelError(
-                "adapters leave the rest of a model unchanged, but new experts are untrained",
-                where="--num-experts",
-                hint="train the whole mixture first, then adapters on its export/",
-            )
-        sizes = _sizes(options, balance, z)
-        assembly.losses = make_sparse(model, assembly.blocks, sizes)
-        describe(model, sizes)
-
-
-def _sizes(options: MixtureOfExpertsFlags, balance: float, z: float) -> MixtureSizes:
+        return
+    if "lora" in building.plan.switches:
+        raise ModelError(
+            "adapters leave the rest of a model unchanged, but new experts are untrained",
+            where="--num-experts",
+            hint="train the whole mixture first, then adapters on its export/",
+        )
     if options.num_experts is None:
         raise ModelError("this model has no experts", where="--moe-loss-coeff", hint="give --num-experts")
-    return MixtureSizes(
+    sizes = MixtureSizes(
         options.num_experts,
         min(options.moe_top_k or 2, options.num_experts),
         width=options.moe_ffn_hidden_size,
@@ -56,3 +66,210 @@ def _sizes(options: MixtureOfExpertsFlags, balance: float, z: float) -> MixtureS
         balance=balance,
         z=z,
     )
+    assembly.losses = make_sparse(model, assembly.blocks, sizes)
+    config = getattr(model, "config", None)
+    if config is not None:
+        setattr(config, KEY, asdict(sizes))
+
+
+@dataclass(frozen=True)
+class MixtureSizes:
+    """The sizes and loss coefficients of a mixture.
+
+    Attributes:
+        experts: number of experts in each layer.
+        top_k: number of experts that process a token.
+        width: width of an expert's inner layer. None means the width of the dense feed-forward.
+        interval: one block in ``interval`` has a mixture. 2 means the second, the fourth, and so on.
+        capacity_factor: see :func:`within_capacity`. None drops nothing.
+        balance, z: coefficients of the losses.
+    """
+
+    experts: int
+    top_k: int
+    width: int | None = None
+    interval: int = 1
+    capacity_factor: float | None = None
+    balance: float = 0.01
+    z: float = 0.001
+
+
+@dataclass(frozen=True)
+class FeedForwardNames:
+    """The submodule names of a feed-forward in an architecture.
+
+    ``activation`` and ``dropout`` list alternative names.
+    """
+
+    up: str
+    down: str
+    gate: str | None = None
+    activation: tuple[str, ...] = ("act", "act_fn", "activation_fn", "activation")
+    dropout: tuple[str, ...] = ()
+
+
+SHAPES = (
+    FeedForwardNames("up_proj", "down_proj", gate="gate_proj"),  # llama, mistral, qwen2, qwen3, gemma, olmo2 …
+    FeedForwardNames("c_fc", "c_proj", dropout=("dropout", "residual_dropout")),  # gpt2, gpt_neo, starcoder2
+    FeedForwardNames("dense_h_to_4h", "dense_4h_to_h"),  # gpt_neox, falcon
+    FeedForwardNames("fc_in", "fc_out", dropout=("dropout",)),  # gptj
+    FeedForwardNames("fc1", "fc2"),  # phi
+    FeedForwardNames("up_proj", "down_proj"),  # nemotron
+)
+"""Feed-forwards that are a single module of a block."""
+
+SPLIT = FeedForwardNames("intermediate.dense", "output.dense", activation=("intermediate.intermediate_act_fn",))
+"""The feed-forward of bert, roberta, electra …: two modules. The second also adds the input and normalizes."""
+
+GATE_DEVIATION = 0.02
+"""Standard deviation of the initial weights of a gate."""
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """A dense feed-forward of a block.
+
+    Attributes:
+        block: the block that contains it.
+        name: name of the module in the block that the sparse layer replaces.
+        module: the module to which the names in ``shape`` are relative.
+        shape: the names of its parts.
+    """
+
+    block: nn.Module
+    name: str
+    module: nn.Module
+    shape: FeedForwardNames
+
+    def replace(self, sparse: nn.Module) -> None:
+        self.block.set_submodule(self.name, sparse)
+        if self.shape is SPLIT:
+            self.block.set_submodule(SPLIT.down, nn.Identity())
+
+
+def find_feed_forward(block: nn.Module) -> FeedForward | None:
+    """Return the dense feed-forward of a block, or None if its shape is unknown."""
+    if _fits(block, SPLIT):
+        return FeedForward(block, "intermediate", block, SPLIT)
+    for name, module in block.named_children():
+        for shape in SHAPES:
+            if _fits(module, shape):
+                return FeedForward(block, name, module, shape)
+    return None
+
+
+def _fits(module: nn.Module, shape: FeedForwardNames) -> bool:
+    parts = {n for n, part in module.named_modules() if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"}
+    needed = {name for name in (shape.up, shape.down, shape.gate) if name}
+    # There is no other linear layer, except in a block, which also contains its attention.
+    return needed <= parts and (shape is SPLIT or needed == parts) and _activation(module, shape) is not None
+
+
+def _activation(module: nn.Module, shape: FeedForwardNames) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    activations = (_part(module, name) for name in shape.activation)
+    return next((part for part in activations if callable(part)), None)
+
+
+def _dropout(module: nn.Module, shape: FeedForwardNames) -> nn.Module | None:
+    dropout = next((part for part in (_part(module, name) for name in shape.dropout) if part is not None), None)
+    return nn.Dropout(dropout) if isinstance(dropout, float) else dropout
+
+
+def _part(module: nn.Module, name: str) -> Any:
+    part: object = module
+    for step in name.split("."):
+        part = getattr(part, step, None)
+    return part
+
+
+def make_sparse(model: nn.Module, blocks: Mapping[str, nn.Module], sizes: MixtureSizes) -> BalanceLosses:
+    """Replace the feed-forward of every ``sizes.interval``-th block.
+
+    Experts are initialized like the dense feed-forward: matrices from a normal distribution with the same deviation,
+    and biases with the same values. The gate has a deviation of :data:`GATE_DEVIATION`.
+
+    Raises:
+        ModelError: there are no blocks, or the shape of a feed-forward is unknown.
+    """
+    chosen = list(blocks.items())[sizes.interval - 1 :: sizes.interval]
+    _check(model, chosen, sizes)
+    losses = BalanceLosses(len(chosen), sizes.experts, balance=sizes.balance, z=sizes.z)
+    for number, (name, block) in enumerate(chosen):
+        feed_forward = find_feed_forward(block)
+        if feed_forward is None:
+            raise ModelError(
+                f"the feed-forward of {name} ({type(block).__name__}) has an unknown structure",
+                where="--num-experts",
+                hint="supported are the blocks of gpt2, gpt_neox, gptj, llama, mistral, qwen2, phi, bert, roberta and "
+                "others built like them; mixtral, qwen2_moe, qwen3_moe … already have experts",
+            )
+        feed_forward.replace(_sparse(feed_forward, sizes, losses, number))
+    losses.watch(model)
+    return losses
+
+
+def _check(model: nn.Module, chosen: list[tuple[str, nn.Module]], sizes: MixtureSizes) -> None:
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{type(model).__name__} is an encoder-decoder, whose two masks a mixture cannot tell apart",
+            where="--num-experts",
+            hint="use a decoder such as gpt2 or llama, or an encoder such as bert",
+        )
+    if not chosen:
+        raise ModelError(
+            f"{type(model).__name__} has no block to put experts into",
+            where="--moe-layer-interval" if sizes.interval > 1 else "--num-experts",
+            hint="keep the blocks in an nn.ModuleList, and --moe-layer-interval at most their number",
+        )
+
+
+def _sparse(feed_forward: FeedForward, sizes: MixtureSizes, losses: BalanceLosses, number: int) -> SparseFeedForward:
+    module, shape = feed_forward.module, feed_forward.shape
+    names = {"up": shape.up, "gate": shape.gate, "down": shape.down}
+    dense = {name: _Dense(_part(module, path)) for name, path in names.items() if path}
+    up, activation = dense["up"], _activation(module, shape)
+    assert activation is not None
+    experts = Experts(
+        sizes.experts,
+        up.inputs,
+        sizes.width or up.outputs,
+        activation,
+        gated=shape.gate is not None,
+        bias=up.bias is not None,
+    )
+    gate = Gate(up.inputs, sizes.experts, sizes.top_k, sizes.capacity_factor)
+    with torch.no_grad():
+        for name, layer in dense.items():
+            layer.initialise(getattr(experts, name), getattr(experts, f"{name}_bias"))
+        gate.weight.normal_(std=GATE_DEVIATION)
+    sparse = SparseFeedForward(gate, experts, losses, number, _dropout(module, shape))
+    return sparse if gate.weight.dtype == up.dtype else sparse.to(dtype=up.dtype)
+
+
+class _Dense:
+    """A linear layer of a dense feed-forward, with its matrix in either order. ZeRO-3 may have partitioned it."""
+
+    def __init__(self, layer: nn.Linear | Conv1D) -> None:
+        self.weight = layer.weight
+        self.bias: torch.Tensor | None = layer.bias
+        self.dtype = layer.weight.dtype
+        shape = shape_of(layer.weight)
+        self.inputs, self.outputs = shape if type(layer).__name__ == "Conv1D" else shape[::-1]
+
+    def initialise(self, matrices: torch.Tensor, biases: torch.Tensor | None) -> None:
+        if self.weight.is_meta:
+            return
+        with whole(*(p for p in (self.weight, self.bias) if p is not None)):
+            deviation = float(self.weight.float().std())
+            values = None if self.bias is None else self.bias.clone()
+        matrices.normal_(std=deviation)
+        if biases is not None and values is not None and biases.shape[1] == self.outputs:
+            biases.copy_(values.expand_as(biases))
+
+
+def sparse_layers(model: nn.Module) -> Iterator[tuple[str, SparseFeedForward]]:
+    """Yield the sparse layers of a model with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, SparseFeedForward):
+            yield name, module

@@ -20,8 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import shape_of
 from rapidformer_templates.models.model_files import OWN_EXPERTS
-from rapidformer_templates.switches.mixture_of_experts.experts import stack_product
-from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
+from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, stack_product, ungroup
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 
 IMPLEMENTATION = "rapidformer_grouped"
