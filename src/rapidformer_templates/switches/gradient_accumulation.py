@@ -8,7 +8,6 @@ from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.planning.checks import shown
 from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.switch import (
-    Change,
     Example,
     Finding,
     Measured,
@@ -27,16 +26,6 @@ class GradientAccumulationFlags:
     """Acceleration"""  # it has no flag itself
 
 
-def _same_length(request: Request) -> Change:
-    """Suggest --train-iters with the requested epochs, and show the number of steps if the samples can be counted."""
-    config = request.config
-    epochs, in_epochs = config.training.epochs, Epochs(f"{config.training.epochs}epochs")
-    is_counted = not any(switch.order for switch in request.active.values())
-    steps = steps_of(config, in_epochs, request.sizes.global_batch) if is_counted else None
-    note = f"in place of --epochs {epochs}" + (f": {steps:,} steps" if steps else "")
-    return add({"train_iters": in_epochs, "epochs": None}, note)
-
-
 RULES = RuleList()
 
 
@@ -49,9 +38,14 @@ RULES = RuleList()
     refusal="Gradient accumulation in a run by --epochs.",
 )
 def _only_by_iterations(request: Request) -> list[Finding]:
-    sizes = request.sizes
-    if request.config.training.epochs is None:
+    config, sizes, epochs = request.config, request.sizes, request.config.training.epochs
+    if epochs is None:
         return []
+    # Suggest --train-iters with these epochs, and show the number of steps if the samples can be counted.
+    in_epochs = Epochs(f"{epochs}epochs")
+    is_counted = not any(switch.order for switch in request.active.values())
+    steps = steps_of(config, in_epochs, sizes.global_batch) if is_counted else None
+    note = f"in place of --epochs {epochs}" + (f": {steps:,} steps" if steps else "")
     per_worker, rest = divmod(sizes.global_batch, sizes.data)
     same_batch = [] if rest else [replace({"micro_batch_size": per_worker}, "the same global batch in one forward")]
     return [
@@ -59,7 +53,7 @@ def _only_by_iterations(request: Request) -> list[Finding]:
             f"gradient accumulation ({sizes.accumulation} micro batches per step) needs --train-iters, not --epochs",
             request.asked("micro_batch_size", "global_batch_size", "epochs"),
             changes=(
-                _same_length(request),
+                add({"train_iters": in_epochs, "epochs": None}, note),
                 *same_batch,
                 replace({"global_batch_size": sizes.micro_batch * sizes.data}, "no accumulation"),
             ),

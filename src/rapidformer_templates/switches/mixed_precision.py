@@ -65,7 +65,7 @@ def _notes(request: Request) -> Sequence[str]:
     return notes
 
 
-def _engine_options(request: Request, options: EngineOptions) -> EngineOptions:
+def _options(request: Request, options: EngineOptions) -> EngineOptions:
     if wide_weights(request):
         return options
     types = MasterTypes(request.config.get("grad_accum_dtype"), request.config.get("grad_reduce_dtype"))
@@ -147,7 +147,7 @@ SWITCHES = (
             }
         ),
         notes=_notes,
-        engine_options=_engine_options,
+        engine_options=_options,
         receipt=("parameter_dtypes", "activation_dtypes"),
         acted=_acted,
         changes_result=True,

@@ -230,29 +230,8 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _refuse_operator(name: str) -> None:
-    """Refuse an operator of tensors that tuples lack or define with another meaning."""
+OPERATORS = ("sub", "rsub", "neg", "pow", "matmul", "radd", "rtruediv", "eq", "ne", "lt", "le", "gt", "ge", "contains")
+"""Operators of tensors that tuples lack or define with another meaning."""
 
-    def refuse(self: Logits, *others: Any) -> NoReturn:
-        _refuse(f"the operator {name.strip('_')}")
-
-    setattr(Logits, name, refuse)
-
-
-for _name in (
-    "sub",
-    "rsub",
-    "neg",
-    "pow",
-    "matmul",
-    "radd",
-    "rtruediv",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "contains",
-):
-    _refuse_operator(f"__{_name}__")
+for _name in OPERATORS:
+    setattr(Logits, f"__{_name}__", lambda self, *others, name=_name: _refuse(f"the operator {name}"))

@@ -170,7 +170,7 @@ def _room_for_a_token(request: Request) -> list[Finding]:
     ]
 
 
-def _mixture_notes(request: Request) -> Sequence[str]:
+def _notes(request: Request) -> Sequence[str]:
     if request.config.get("num_experts") is None or _has_experts(request.model):
         return ()
     return (
@@ -179,7 +179,7 @@ def _mixture_notes(request: Request) -> Sequence[str]:
     )
 
 
-def _mixture_acted(measured: Measured) -> str | None:
+def _acted(measured: Measured) -> str | None:
     layers = measured["expert_load_by_layer"]
     if layers and all(any(layer) for layer in layers):
         return None
@@ -215,11 +215,11 @@ SWITCHES = (
             | {"activations": "each token as often as it visits experts", "time": "products of the experts visited"},
             traced=True,
         ),
-        notes=_mixture_notes,
+        notes=_notes,
         transform="rapidformer_templates.switches.mixture_of_experts.transform:mixture_of_experts",
         exported="rapidformer_templates.switches.mixture_of_experts.exported",
         receipt=("expert_load", "expert_load_by_layer", "dropped_choices"),
-        acted=_mixture_acted,
+        acted=_acted,
         changes_result=True,
         rules=(*RULES, HAS_EXPERTS),
     ),

@@ -189,7 +189,12 @@ class BalanceLosses:
     # Calls from the engine.
 
     def begin_step(self, microbatches: Sequence[MicroBatch], workers: Workers) -> None:
-        local_tokens = sum(_tokens_in(microbatch) for microbatch in microbatches if not microbatch.idle)
+        local_tokens = 0  # as the layers see them
+        for microbatch in microbatches:
+            if not microbatch.idle:
+                get = getattr(microbatch.batch, "get", None)
+                mask = token_mask(get("attention_mask") if get else None, microbatch.shape)
+                local_tokens += microbatch.padded_tokens if mask is None else int(mask.sum())
         (tokens,) = workers.sum(
             local_tokens if workers.is_replica_leader else 0
         )  # all workers of a replica have the same batches
@@ -246,13 +251,6 @@ def _load(records: torch.Tensor) -> torch.Tensor:
     """Return the load of each expert relative to an even load, [layers, N]."""
     visits = records[:, 3:]
     return visits / visits.mean(1, keepdim=True).clamp(min=1e-9)
-
-
-def _tokens_in(microbatch: MicroBatch) -> int:
-    """Count the tokens of a micro batch as the layers see them."""
-    get = getattr(microbatch.batch, "get", None)
-    mask = token_mask(get("attention_mask") if get else None, microbatch.shape)
-    return microbatch.padded_tokens if mask is None else int(mask.sum())
 
 
 class _AttachContext(FunctionCtx):

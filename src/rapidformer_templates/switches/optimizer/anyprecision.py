@@ -27,7 +27,7 @@ class AnyPrecisionAdamW(AdamLike):
     updated separately, so shards of parameters give the same result as whole ones.
     """
 
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -38,10 +38,6 @@ class AnyPrecisionAdamW(AdamLike):
                 state[moment] = state[moment].bfloat16()
         if parameter.itemsize == 2 and "compensation" not in state:
             state["compensation"] = torch.zeros_like(parameter)
-        return state
-
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
-        state = self._state_of(parameter)
         state["step"] += 1
         step, (beta1, beta2) = int(state["step"]), options.betas
         gradient = local_part(gradient).float()

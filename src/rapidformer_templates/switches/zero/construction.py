@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -53,12 +53,12 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
     class Partitioned(Init):
         is_over = False
 
-        def _post_init_method(self, module: Any) -> None:
+        def _post_init_method(self, module: nn.Module) -> None:
             if not self.is_over:
                 with gathering.paused():
                     super()._post_init_method(module)
 
-        def __exit__(self, *error: Any) -> None:
+        def __exit__(self, *error: object) -> None:
             decorated = {kind: vars(kind)["__init__"] for kind in _subclasses(nn.Module) if _is_decorated(kind)}
             super().__exit__(*error)
             self.is_over = True
@@ -80,9 +80,8 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
         del known_to_transformers
 
 
-def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    subclasses: list[type[Any]] = kind.__subclasses__()
-    for subclass in subclasses:
+def _subclasses(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    for subclass in kind.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
 
@@ -109,12 +108,12 @@ def _paused_for_others(gathering: _GatherOnUse) -> Iterator[None]:
 
     enter, leave = GatheredParameters.__enter__, GatheredParameters.__exit__
 
-    def gather(self: Any) -> Any:
+    def gather(self: GatheredParameters) -> object:
         gathering.partition_again()
         gathering.pauses += 1
         return enter(self)
 
-    def release(self: Any, *error: Any) -> Any:
+    def release(self: GatheredParameters, *error: object) -> object:
         try:
             return leave(self, *error)
         finally:
@@ -127,6 +126,22 @@ def _paused_for_others(gathering: _GatherOnUse) -> Iterator[None]:
         GatheredParameters.__enter__, GatheredParameters.__exit__ = enter, leave
 
 
+class DividedParameter(Protocol):
+    """A parameter that DeepSpeed has partitioned."""
+
+    data: torch.Tensor
+    ds_shape: torch.Size
+
+    def all_gather(self, parameters: Sequence[DividedParameter]) -> None:
+        """Make these parameters whole."""
+
+    def partition(self, parameters: Sequence[DividedParameter], *, has_been_updated: bool) -> None:
+        """Free all but this worker's part of these parameters."""
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage of the values."""
+
+
 class _GatherOnUse(TorchFunctionMode):
     """Gathers partitioned parameters when a torch function uses them.
 
@@ -137,7 +152,7 @@ class _GatherOnUse(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.pauses = 0
-        self._whole: dict[int, Any] = {}
+        self._whole: dict[int, DividedParameter] = {}
         self._views: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     @contextmanager
@@ -148,7 +163,7 @@ class _GatherOnUse(TorchFunctionMode):
         finally:
             self.pauses -= 1
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if error[0] is None:  # after an error, the other workers may be at another point
             self.partition_again()
@@ -158,7 +173,13 @@ class _GatherOnUse(TorchFunctionMode):
         with self.paused():
             self._partition_again(keep=set(), even_with_views=True)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if self.pauses or func in HARMLESS:
             return func(*args, **kwargs)
@@ -166,8 +187,7 @@ class _GatherOnUse(TorchFunctionMode):
         partitioned = {id(leaf): leaf for leaf in leaves if _is_partitioned(leaf)}
         if partitioned and func in SHAPE_ONLY:
             whole = {
-                key: torch.empty(leaf.__dict__["ds_shape"], dtype=torch.float32, device="meta")
-                for key, leaf in partitioned.items()
+                key: torch.empty(leaf.ds_shape, dtype=torch.float32, device="meta") for key, leaf in partitioned.items()
             }
             args, kwargs = tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
             return func(*args, **kwargs)
@@ -181,7 +201,7 @@ class _GatherOnUse(TorchFunctionMode):
             self._remember_views(result)
         return result
 
-    def _remember_views(self, result: Any) -> None:
+    def _remember_views(self, result: object) -> None:
         if not self._whole:
             return
         owners = {p.untyped_storage().data_ptr(): key for key, p in self._whole.items()}
@@ -211,7 +231,7 @@ class _GatherOnUse(TorchFunctionMode):
         return {key for key, is_alive in zip(keys, alive.tolist(), strict=True) if is_alive}
 
 
-def _is_partitioned(leaf: Any) -> bool:
+def _is_partitioned(leaf: object) -> TypeGuard[DividedParameter]:
     if not isinstance(leaf, torch.nn.Parameter) or "ds_status" not in leaf.__dict__:
         return False
     return bool(leaf.__dict__["ds_status"].name == "NOT_AVAILABLE")
