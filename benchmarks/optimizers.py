@@ -22,11 +22,12 @@ from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.engines.optimizer_state import state_tensors
 from rapidformer_templates.engines.receipt import bytes_by_kind
 from rapidformer_templates.engines.recipe import default_optimizer, schedule, undecayed
+from rapidformer_templates.models.blocks import tables_of
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.optimizer.muon import rule_by_shape, tables_of
+from rapidformer_templates.switches.optimizer.muon import rule_by_shape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -103,6 +103,15 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return longest
 
 
+def tables_of(model: nn.Module) -> frozenset[str]:
+    """Return names of parameters that are read by row or column: embeddings, and the head that scores the tokens."""
+    get_head: object = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    ids = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
+    return frozenset(canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in ids)
+
+
 def width_of(model: nn.Module) -> int:
     """Return the width of ``model`` from its configuration, or else from its matrices.
 

@@ -245,10 +245,28 @@ class _Reader(Protocol):
     ) -> tuple[PreTrainedModel, LoadingInfo]: ...
 
 
+def modules_of_changed_models() -> list[Any]:
+    """Return the modules of switches that write, mark or read models that transformers does not know."""
+    return [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
+
+
 def own_reader(folder: Path) -> _Reader | None:
     """Return the reader of a folder that ``from_pretrained`` cannot load, or None for other folders."""
-    readers: list[Any] = [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
-    return next((reader for reader in readers if reader.is_marked(folder)), None)
+    return next((reader for reader in modules_of_changed_models() if reader.is_marked(folder)), None)
+
+
+def mark_folder(folder: Path) -> None:
+    """Mark a saved folder if transformers would build another model from it."""
+    for module in modules_of_changed_models():
+        if hasattr(module, "mark"):
+            module.mark(folder)
+
+
+def rebuild_layers(model: PreTrainedModel) -> None:
+    """Put the layers into a model that its configuration describes and that transformers does not know."""
+    for module in modules_of_changed_models():
+        if hasattr(module, "rebuild"):
+            module.rebuild(model)
 
 
 def _head_to_leave_out(config: RunConfig, auto_class: str, model_config: PreTrainedConfig) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,8 +22,13 @@ from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import average_of
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.loading import class_of, quiet_transformers, read_config_of
-from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.models.loading import (
+    class_of,
+    mark_folder,
+    modules_of_changed_models,
+    quiet_transformers,
+    read_config_of,
+)
 from rapidformer_templates.run.checkpoint.format import Reader
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saved_model import DESCRIPTION
@@ -59,7 +63,7 @@ def describe_model(run: Run, folder: Path) -> None:
             config.architectures = [class_of(model).__name__]
             config.save_pretrained(temporary)
             _write_generation_config(model, temporary)
-            _mark(temporary)
+            mark_folder(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         decisions = run.task.decisions() if run.task else {}
@@ -99,7 +103,9 @@ def _skeleton(described: Path) -> Assembly | None:
         return None
     config = read_config_of(described)
     kind = getattr(transformers, (config.architectures or [""])[0], None)
-    restore = next((m.restore for m in _exported() if hasattr(m, "restore") and m.is_marked(described)), None)
+    restore = next(
+        (m.restore for m in modules_of_changed_models() if hasattr(m, "restore") and m.is_marked(described)), None
+    )
     if kind is None:
         if restore:
             raise ModelError(
@@ -125,19 +131,11 @@ def _write(assembly: Assembly, weights: Mapping[str, torch.Tensor], folder: Path
         save_file(dict(weights), folder / "model.safetensors")
 
 
-def _exported() -> list[ModuleType]:
-    """Modules of switches for models that transformers does not know. They write such a model, or mark its folder."""
-    return [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
-
-
 def _writer_of(assembly: Assembly) -> ModuleType | None:
-    return next((module for module in _exported() if hasattr(module, "writes") and module.writes(assembly)), None)
-
-
-def _mark(folder: Path) -> None:
-    for module in _exported():
-        if hasattr(module, "mark"):
-            module.mark(folder)
+    return next(
+        (module for module in modules_of_changed_models() if hasattr(module, "writes") and module.writes(assembly)),
+        None,
+    )
 
 
 def _config_of(model: PreTrainedModel) -> PreTrainedConfig:
@@ -159,7 +157,7 @@ def _save_transformers(model: PreTrainedModel, weights: Mapping[str, torch.Tenso
     with quiet_transformers():
         skeleton.save_pretrained(folder, state_dict=dict(weights))
     _write_generation_config(model, folder)
-    _mark(folder)
+    mark_folder(folder)
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:

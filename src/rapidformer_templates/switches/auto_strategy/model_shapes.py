@@ -14,7 +14,7 @@ from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
 from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, buckets_by_key
 from rapidformer_templates.engines.parallel.compute_dtype import cast_to_compute_dtype, parameters_with_masters
-from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of, width_of
+from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of, tables_of, width_of
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
 from rapidformer_templates.planning.plan import ContextKind
@@ -39,7 +39,6 @@ from rapidformer_templates.switches.auto_strategy.tracing import (
 )
 from rapidformer_templates.switches.mixture_of_experts.layer import Experts
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts
-from rapidformer_templates.switches.optimizer.muon import tables_of
 
 TRACED_SAMPLES = (2, 4)
 """Micro-batch sizes to trace if the exact one is not needed. Not 1, because dimensions of size 1 save copies."""

@@ -25,9 +25,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import SETTINGS, FrozenBase, fp32_fingerprint
-from rapidformer_templates.models.loading import class_of, own_reader, quiet_transformers
+from rapidformer_templates.models.loading import class_of, mark_folder, own_reader, quiet_transformers, rebuild_layers
 from rapidformer_templates.planning.hub import model_folder
-from rapidformer_templates.switches.mixture_of_experts.exported import mark, with_mixtures
 from rapidformer_templates.system.files import new_folder, write_json
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def restore(model: PreTrainedModel, folder: Path) -> Assembly:
 
     config = PeftConfig.from_pretrained(str(folder))
     with torch.device("meta"):
-        with_mixtures(model)
+        rebuild_layers(model)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inject_adapter_in_model(config, model)
@@ -311,6 +310,6 @@ def merge(adapters: Path, output: Path, base_folder: str | None = None) -> None:
         model.config.use_cache = True  # training switches it off
     with new_folder(output) as temporary, quiet_transformers():
         model.save_pretrained(temporary)
-        mark(temporary)
+        mark_folder(temporary)
         if (adapters / "tokenizer_config.json").is_file():
             AutoTokenizer.from_pretrained(adapters, local_files_only=True).save_pretrained(temporary)

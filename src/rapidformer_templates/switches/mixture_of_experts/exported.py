@@ -48,12 +48,11 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def with_mixtures(model: PreTrainedModel) -> PreTrainedModel:
+def rebuild(model: PreTrainedModel) -> None:
     """Put mixtures into a model if its configuration describes them. The caller must load their values."""
     sizes = getattr(model.config, KEY, None)
     if sizes:
         make_sparse(model, find_blocks(model), MixtureSizes(**sizes))
-    return model
 
 
 def read_model(
@@ -68,7 +67,8 @@ def read_model(
         base_folder: unused, because the folder has all weights.
     """
     build = getattr(factory, "from_config", factory)  # a model class builds from its own constructor
-    model = with_mixtures(build(config).float())
+    model: PreTrainedModel = build(config).float()
+    rebuild(model)
     model.config.name_or_path = str(folder)  # from_pretrained does so, and adapters record it as base
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):

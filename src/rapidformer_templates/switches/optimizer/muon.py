@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from rapidformer_templates.engines.recipe import GroupOptions, undecayed
-from rapidformer_templates.models.blocks import canonical_name
+from rapidformer_templates.models.blocks import tables_of
 
 
 class Muon(Optimizer):
@@ -68,15 +68,6 @@ class Muon(Optimizer):
             rule.state = self.state
             rule.step()
         return loss
-
-
-def tables_of(model: nn.Module) -> frozenset[str]:
-    """Return names of parameters that are read by row or column: embeddings, and the head that scores the tokens."""
-    get_head: object = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
-    ids = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
-    return frozenset(canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in ids)
 
 
 def groups_of(model: nn.Module) -> GroupOptions:
