@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 aten = torch.ops.aten
 
@@ -130,13 +130,22 @@ def _(
     return torch.empty_like(query), torch.empty_like(key), value.new_empty(value.shape)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+class _PackedContext(FunctionCtx):
+    scale: float
+    saved_tensors: tuple[torch.Tensor, ...]
+
+
+def _save_for_backward(
+    ctx: _PackedContext,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float],
+    output: tuple[torch.Tensor, torch.Tensor],
+) -> None:
     query, key, value, borders, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, *output, borders)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, gradient: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: _PackedContext, gradient: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
     return (*_backward_on_cpu(gradient, *ctx.saved_tensors, ctx.scale), None, None)
 
 

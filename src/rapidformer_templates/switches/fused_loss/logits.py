@@ -102,7 +102,7 @@ class Logits(tuple[object, ...]):
     def dim(self) -> int:
         return self.ndim
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> int | torch.Size:
         return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:

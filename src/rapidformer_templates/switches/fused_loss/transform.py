@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -32,8 +32,8 @@ def fuse_loss(assembly: Assembly, building: Building[object]) -> None:
     if not building.workers.ends_pipeline:
         return
     model = assembly.model
-    find: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = find()
+    find: object = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
     if type(head) is not nn.Linear:
         what = "none" if head is None else f"a {type(head).__name__}"
         raise ModelError(
@@ -42,10 +42,10 @@ def fuse_loss(assembly: Assembly, building: Building[object]) -> None:
             hint=f"leave {SWITCH_FLAG} out; in your own model, let get_output_embeddings() return that layer",
         )
     head.__class__ = FusedHead
-    fused: Any = head
+    assert isinstance(head, FusedHead)
     on_gpu = building.workers.device.type == "cuda"
-    fused.kernel = "liger" if on_gpu and find_spec("liger_kernel") else "torch"
-    fused.used, fused.rows, fused.columns = set(), 0, 0
+    head.kernel = "liger" if on_gpu and find_spec("liger_kernel") else "torch"
+    head.used, head.rows, head.columns = set(), 0, 0
 
 
 class FusedHead(LossHead):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rapidformer_templates.planning.checks import FlagValues, excludes, refuse_pair
 from rapidformer_templates.planning.config import spelling
@@ -108,7 +108,7 @@ def _matrices(request: Request) -> list[str]:
 )
 def _beside_matrices(request: Request) -> list[Finding]:
     named, config = _matrices(request), request.config
-    plain: dict[str, Any] = {"lora_dropout": 0.0, "lora_variant": "lora"}
+    plain: dict[str, object] = {"lora_dropout": 0.0, "lora_variant": "lora"}
     flags = [name for name in plain if config.get(name) not in (plain[name], "rslora")]
     if not named or not flags:
         return []

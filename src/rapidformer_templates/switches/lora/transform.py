@@ -212,9 +212,9 @@ def _no_target(model: nn.Module, name: str) -> ModelError:
 
 
 def _all_linear(model: nn.Module, trained_whole: list[str]) -> list[str]:
-    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    find: object = getattr(model, "get_output_embeddings", None)
     try:
-        head = find()
+        head = find() if callable(find) else None
     except AttributeError:
         if not any(isinstance(module, AbsentModule) for module in model.modules()):
             raise
