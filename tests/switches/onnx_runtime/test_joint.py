@@ -12,7 +12,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend
-from rapidformer_templates.switches.onnx_runtime.partition import dropout_noise
+from rapidformer_templates.switches.onnx_runtime.export import dropout_noise
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])

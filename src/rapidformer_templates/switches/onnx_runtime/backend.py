@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime
@@ -16,7 +18,9 @@ from onnxruntime.capi import _pybind_state
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import default_partition
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.onnx_runtime.export import (
@@ -25,13 +29,38 @@ from rapidformer_templates.switches.onnx_runtime.export import (
     GraphInput,
     Sizes,
     decompositions,
+    dropout_noise,
     export,
+    take_out_dropout,
 )
-from rapidformer_templates.switches.onnx_runtime.partition import dropout_noise, partition, take_out_dropout
+
+aten = torch.ops.aten
 
 GraphResult = GraphInput | None
 
 onnxruntime.set_default_logger_severity(3)  # errors only; the optimiser warns about each constant that it leaves
+
+VIEWS = frozenset(
+    {
+        aten._unsafe_view.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+        operator.getitem,
+    }
+)
+"""Views are free in torch but copies as outputs of an ONNX graph. The backward recomputes them from their sources."""
 
 
 class OnnxBackend:
@@ -90,6 +119,24 @@ class OnnxBackend:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+
+def partition(
+    joint: fx.GraphModule, inputs: Sequence[object], *, num_fwd_outputs: int, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Apply AOTAutograd's default partition after :func:`take_out_dropout`. Views are recomputed, not saved."""
+    take_out_dropout(joint)
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and _is_view(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = 0
+    return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.args[0]) if isinstance(node.args[0], fx.Node) else False
+    return node.target in VIEWS
 
 
 class Graph:

@@ -37,7 +37,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.onnx_runtime.partition import dropout_noise, take_out_idle_expansions
 
 if TYPE_CHECKING:
     from sympy import Expr
@@ -149,6 +148,58 @@ TRANSLATIONS: Mapping[OpOverload, Callable[..., Operand]] = {
     aten.split_with_sizes.default: split_with_sizes,
 }
 """ONNX functions by aten operator, in addition to those of torch's exporter."""
+
+
+# Operators that are written in another way before the export.
+
+
+def dropout_noise(like: torch.Tensor, rate: float) -> torch.Tensor:
+    """Return 1/(1 − rate) with probability 1 − rate, else 0, drawn in the same way as eager dropout on a CPU."""
+    noise = torch.empty_like(like).bernoulli_(1.0 - rate)
+    return noise.div_(1.0 - rate) if rate < 1.0 else noise
+
+
+def take_out_dropout(module: fx.GraphModule) -> None:
+    """Write each dropout as a product with :func:`dropout_noise`, and its backward likewise.
+
+    The noise depends only on the shape of its input, so torch's generator can draw it before the graph runs.
+    """
+    graph = module.graph
+    for node in list(graph.find_nodes(op="call_function", target=aten.native_dropout.default)):
+        value, rate = node.args[:2]
+        with graph.inserting_before(node):
+            noise = graph.call_function(dropout_noise, (value, rate))
+            product = graph.call_function(aten.mul.Tensor, (value, noise))
+        noise.meta = {**node.meta, "val": torch.empty_like(value.meta["val"])}
+        product.meta = {**node.meta, "val": torch.empty_like(value.meta["val"])}
+        for item in list(node.users):
+            if item.args[1] == 0:
+                item.replace_all_uses_with(product)
+            else:
+                _use_noise_for_mask(graph, item, noise)
+            graph.erase_node(item)
+        graph.erase_node(node)
+    module.recompile()
+
+
+def _use_noise_for_mask(graph: fx.Graph, mask: fx.Node, noise: fx.Node) -> None:
+    for user in list(mask.users):
+        if user.target is aten.native_dropout_backward.default:
+            user.target, user.args = aten.mul.Tensor, (user.args[0], noise)
+    if mask.users:
+        with graph.inserting_after(noise):
+            is_kept = graph.call_function(aten.ne.Scalar, (noise, 0))
+        is_kept.meta = dict(mask.meta)
+        mask.replace_all_uses_with(is_kept)
+
+
+def take_out_idle_expansions(graph: fx.Graph) -> None:
+    """Remove expansions to the tensor's own shape. In ONNX they are copies if the shape is known only at run time."""
+    for node in graph.find_nodes(op="call_function", target=aten.expand.default):
+        source = node.args[0]
+        if tuple(map(str, source.meta["val"].shape)) == tuple(map(str, node.meta["val"].shape)):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
 
 
 # The export.
