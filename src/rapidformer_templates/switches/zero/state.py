@@ -194,7 +194,9 @@ class ZeroState(ABC):
             with self.partition(index, write=True) as flat:
                 if optimizer_state:
                     self.optimizer.optimizer.state[flat] = self._read_state(flat, fragments, reader)
-                    self._read_group(self._group(index), [f.name for f in fragments], reader)
+                    optimizer, group = self.optimizer.optimizer, self._group(index)
+                    values = group_values.read(optimizer, group, [f.name for f in fragments], reader)
+                    optimizer.param_groups[group].update(values)
                 load_weights((fragment.shard(flat) for fragment in fragments), reader)
         for name, tensor in self._unpartitioned_tensors():
             with self._gather_unpartitioned(tensor, write=True) as whole:
@@ -207,10 +209,6 @@ class ZeroState(ABC):
             with self.partition(index, write=True) as flat:
                 weight_average.exchange(flat, self.optimizer.optimizer.state.get(flat, {}))
         self._copy_to_model()
-
-    def _read_group(self, index: int, names: list[str], reader: StateReader) -> None:
-        optimizer = self.optimizer.optimizer
-        optimizer.param_groups[index].update(group_values.read(optimizer, index, names, reader))
 
     def _read_state(self, flat: torch.Tensor, fragments: list[Fragment], reader: StateReader) -> dict[str, Any]:
         """Read the optimizer state of a flat partition. Existing tensors are overwritten in place."""
