@@ -311,7 +311,7 @@ SETATTR = {
     "switches/layout/tensor.py": "sizes of transformers' modules",
     "switches/layout/tracing.py": "it removes a mark",
     "switches/lora/exported.py": "parameters of a layer",
-    "switches/mixture_of_experts/exported.py": "a configuration, which is exported",
+    "switches/mixture_of_experts/transform.py": "a configuration, which is exported",
     "switches/zero/construction.py": "a constructor, which is put back",
     "system/replaced_functions.py": "the function that it replaces",
 }
@@ -364,12 +364,7 @@ def test_options_have_types(kind: type) -> None:
 
 
 SIDEWAYS = {
-    ("cpu_offload", "zero"): "a DeepSpeed file, too, decides whether the states are divided",
-    ("flash_attention", "mixed_precision"): "both need the same generation of GPUs",
     ("layout", "mixture_of_experts"): "it divides the experts",
-    ("lora", "mixture_of_experts"): "adapters of experts are exported with them",
-    ("nvme_offload", "cpu_offload"): "both update the state on the CPU",
-    ("tf32", "mixed_precision"): "both need the same generation of GPUs",
     ("torch_compile", "layout"): "a graph must contain no divided parameter",
 }
 """Switches that import from another one's file or folder, and why. The planner traces all of them."""
@@ -387,7 +382,7 @@ def test_a_switch_imports_another_one_only_for_a_reason() -> None:
 
 CHECKS_NAMING = {
     "frozen_parameters:_adapters_decide": "which of the two switches decides what is frozen",
-    "fsdp:_reduces_in_range": "the precision, which every engine computes in",
+    "fsdp:_options_need_fsdp": "the precision, which every engine computes in",
     "layout:_experts_divide": "experts cannot be divided if there are none",
     "lora:_codes_whole": "quantized experts, which only divided experts cannot read",
     "lora:_half_of_what": "the precision, which every engine computes in",

@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
