@@ -305,19 +305,17 @@ class MaskedLM(Task):
         hidden = batch["input_ids"] == self.tokenizer.mask_token_id
         best = outputs.logits.float().softmax(dim=-1).topk(BEST, dim=-1)
         filled = torch.where(hidden, best.indices[..., 0], batch["input_ids"])
-        return [
-            {
-                "text": self.tokenizer.decode(filled[i][batch["attention_mask"][i] > 0], skip_special_tokens=True),
-                "masks": [
-                    self._candidates(best.indices[i, place].tolist(), best.values[i, place].tolist())
-                    for place in hidden[i].nonzero()[:, 0].tolist()
-                ],
-            }
-            for i in range(len(rows))
-        ]
-
-    def _candidates(self, tokens: list[int], scores: list[float]) -> list[Record]:
-        return [
-            {"token": str(self.tokenizer.decode([token])).strip(), "score": round_score(score)}
-            for token, score in zip(tokens, scores, strict=True)
-        ]
+        records: list[Record] = []
+        for i in range(len(rows)):
+            masks = []
+            for place in hidden[i].nonzero()[:, 0].tolist():
+                candidates = zip(best.indices[i, place].tolist(), best.values[i, place].tolist(), strict=True)
+                masks.append(
+                    [
+                        {"token": str(self.tokenizer.decode([token])).strip(), "score": round_score(score)}
+                        for token, score in candidates
+                    ]
+                )
+            text = self.tokenizer.decode(filled[i][batch["attention_mask"][i] > 0], skip_special_tokens=True)
+            records.append({"text": text, "masks": masks})
+        return records

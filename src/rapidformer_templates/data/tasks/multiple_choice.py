@@ -158,6 +158,7 @@ class MultipleChoice(Task):
             shown = ", ".join(map(str, sorted(filter(None, counts))))
             message = f"the sets of the mixture have different numbers of choices ({shown})"
             raise DataError(message, where="--data-name", hint="mix sets with the same number of choices")
+        (self.choices,) = counts
 
     def _columns(self, part: DataPart, *, with_label: bool) -> ChoiceColumns:
         context, names = self.column(part, "text_column", CONTEXT_COLUMNS), part.table.column_names

@@ -268,10 +268,16 @@ class QuestionAnswering(Task):
     def _windows(self, part: DataPart, examples: list[QuestionExample]) -> Iterator[tuple[int, Encoding]]:
         """Yield (index of the example, encoding) for each window."""
         stride = min(128, self.seq_length // 4)
+        room = self.seq_length - self.tokenizer.num_special_tokens_to_add(pair=True) - stride
         for start in range(0, len(examples), 1000):
             chunk = examples[start : start + 1000]
             for row, example in enumerate(chunk, start):
-                self._check_question(example, stride, part.where(row))
+                if len(example.question) < room:
+                    continue  # a token has at least one character
+                tokens = len(self.tokenizer(example.question, add_special_tokens=False, verbose=False)["input_ids"])
+                if tokens >= room:
+                    message = f"the question has {tokens} tokens and leaves no room for its context"
+                    raise DataError(message, where=part.where(row), hint="use a greater --seq-length")
             encoded = self.tokenizer(
                 [example.question for example in chunk],
                 [example.context for example in chunk],
@@ -285,15 +291,6 @@ class QuestionAnswering(Task):
             assert encoded.encodings is not None  # fast tokenizers always have encodings
             for row, encoding in zip(encoded["overflow_to_sample_mapping"], encoded.encodings, strict=True):
                 yield start + row, encoding
-
-    def _check_question(self, example: QuestionExample, stride: int, where: str) -> None:
-        room = self.seq_length - self.tokenizer.num_special_tokens_to_add(pair=True) - stride
-        if len(example.question) < room:
-            return  # a token has at least one character
-        tokens = len(self.tokenizer(example.question, add_special_tokens=False, verbose=False)["input_ids"])
-        if tokens >= room:
-            message = f"the question has {tokens} tokens and leaves no room for its context"
-            raise DataError(message, where=where, hint="use a greater --seq-length")
 
     def begin_evaluation(self, name: str) -> None:
         self.features, self.examples = self._read[part_name(name)]
