@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,9 +59,9 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
         )
     config = _completed(config, name)
     if config.get("auto_strategy"):
-        return _with_planned_layout(template, config, "auto_strategy", _with_best_layout)
+        return _with_planned_layout(template, config, "auto_strategy")
     if config.get("pipeline_stages") == AUTO_MEMORY:
-        return _with_planned_layout(template, config, "pipeline_stages", _balanced_by_memory)
+        return _with_planned_layout(template, config, "pipeline_stages")
     return config
 
 
@@ -95,10 +95,7 @@ OF_A_MODEL = ("build_model", "build_data", "compute_loss", "build_optimizer")
 """Hooks that change the cost of a step."""
 
 
-Search = Callable[[RunConfig, Environment], RunConfig]
-
-
-def _with_planned_layout(template: type[Template], config: RunConfig, requesting: str, search: Search) -> RunConfig:
+def _with_planned_layout(template: type[Template], config: RunConfig, requesting: str) -> RunConfig:
     """Add the planner's results to the configuration. ``requesting`` is the flag that requests them.
 
     Raises:
@@ -121,16 +118,11 @@ def _with_planned_layout(template: type[Template], config: RunConfig, requesting
         for name, (value, origin) in chosen["values"].items():
             config = config.replace(origin, **{name: value})
         return dataclasses.replace(config, chosen=tuple(chosen["lines"]))
-    return search(config, _environment(template, config))
+    environment = _environment(template, config)
+    if requesting == "auto_strategy":
+        from rapidformer_templates.switches.auto_strategy.command import best_layout
 
-
-def _with_best_layout(config: RunConfig, environment: Environment) -> RunConfig:
-    from rapidformer_templates.switches.auto_strategy.command import best_layout
-
-    return config.replace(AUTO_STRATEGY, **best_layout(config, environment))
-
-
-def _balanced_by_memory(config: RunConfig, environment: Environment) -> RunConfig:
+        return config.replace(AUTO_STRATEGY, **best_layout(config, environment))
     from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
 
     return with_stages_by_memory(config, environment)

@@ -6,9 +6,9 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -17,7 +17,7 @@ from rapidformer_templates.planning.environment import version_of_package
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.best import LOSS
-from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
+from rapidformer_templates.run.folder import MetricsLine, RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.performance import Meter
 from rapidformer_templates.run.receipts import Measurements
 from rapidformer_templates.run.run import Run
@@ -166,13 +166,13 @@ Points = list[tuple[int, float]]
 RATE = "samples per second"
 
 
-def curves_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]:
+def curves_of(lines: Sequence[MetricsLine]) -> dict[str, dict[str, Points]]:
     """Return the curves of ``metrics.jsonl`` by panel and label. Curves and panels without a point are left out."""
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "loss" not in line and not is_test_line(line)]
     names = dict.fromkeys(name for line in evaluations for name in line if name == LOSS or name.endswith("/loss"))
 
-    def points(lines: Sequence[Mapping[str, Any]], name: str) -> Points:
+    def points(lines: Sequence[MetricsLine], name: str) -> Points:
         return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
     losses = {"training": points(steps, "loss")}

@@ -147,7 +147,8 @@ def check_folder(config: RunConfig) -> None:
         raise ConfigError("--profile needs --save, the run folder that it writes to", where=config.origin("profile"))
     if folder:
         folder.check(resume=training.resume, overwrite=training.overwrite)
-        _check_overwritten(config, folder)
+        if training.overwrite:
+            _check_overwritten(config, folder)
         try_folder(folder.path)
 
 
@@ -157,8 +158,6 @@ def _check_overwritten(config: RunConfig, folder: RunFolder) -> None:
     Raises:
         ConfigError: a flag refers to such a file. The error names the flag.
     """
-    if not config.training.overwrite:
-        return
     for name, value in config.items():
         paths = value if isinstance(value, list | tuple) else [value]
         if name == "save" or name not in config.origins:

@@ -11,12 +11,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.contract import Engine
@@ -36,7 +35,7 @@ from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.system.files import new_folder, write_json
 
 
-def export_model(engine: Engine, tokenizer: Any, folder: Path) -> None:
+def export_model(engine: Engine, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
     """Write weights, config and tokenizer. Call it on every rank. Rank 0 writes.
 
     A model that is not from transformers is exported only as ``model.safetensors``.
@@ -126,7 +125,12 @@ def _write(assembly: Assembly, weights: Mapping[str, torch.Tensor], folder: Path
     if writer:
         writer.write(assembly, weights, folder)
     elif isinstance(assembly.model, PreTrainedModel):
-        _save_transformers(assembly.model, weights, folder)
+        # An empty model of the original class saves in the format that transformers expects.
+        skeleton = _empty(class_of(assembly.model), _config_of(assembly.model))
+        with quiet_transformers():
+            skeleton.save_pretrained(folder, state_dict=dict(weights))
+        _write_generation_config(assembly.model, folder)
+        mark_folder(folder)
     else:
         save_file(dict(weights), folder / "model.safetensors")
 
@@ -149,15 +153,6 @@ def _empty(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedM
     with torch.device("meta"):
         model: PreTrainedModel = kind(config)
     return model
-
-
-def _save_transformers(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    # An empty model of the original class saves in the format that transformers expects.
-    skeleton = _empty(class_of(model), _config_of(model))
-    with quiet_transformers():
-        skeleton.save_pretrained(folder, state_dict=dict(weights))
-    _write_generation_config(model, folder)
-    mark_folder(folder)
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:

@@ -31,6 +31,9 @@ CONTENTS = (
 Summary = dict[str, Any]
 """The content of ``summary.json``, which ``fit`` returns. docs/run-folder.md lists its fields."""
 
+MetricsLine = Mapping[str, Any]
+"""A line of ``metrics.jsonl``: ``step``, and other values by name."""
+
 TRASH = "overwritten.tmp"
 """The folder into which ``--overwrite`` moves files before it deletes them."""
 
@@ -105,22 +108,19 @@ class RunFolder:
         """
         trash = self.path / TRASH
         with writing(self.path):
-            if overwrite:
-                self._move_into(trash)
             shutil.rmtree(trash, ignore_errors=True)  # also that of a run that was killed here
+            if overwrite:
+                trash.mkdir()
+                # Its checkpoints first, because no run can resume from the rest.
+                for name in sorted(CONTENTS, key=lambda name: name != "checkpoints"):
+                    if (self.path / name).exists():
+                        (self.path / name).rename(trash / name)
+                sync(self.path)
+                shutil.rmtree(trash, ignore_errors=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             write_json(self.plan, plan)
             if "deepspeed" in plan["engine_options"]:
                 write_json(self.path / "deepspeed.json", plan["engine_options"]["deepspeed"])
-
-    def _move_into(self, trash: Path) -> None:
-        """Move an earlier run to the trash, its checkpoints first. No run can resume from the rest."""
-        shutil.rmtree(trash, ignore_errors=True)
-        trash.mkdir()
-        for name in sorted(CONTENTS, key=lambda name: name != "checkpoints"):
-            if (self.path / name).exists():
-                (self.path / name).rename(trash / name)
-        sync(self.path)
 
 
 class MetricsFile:
@@ -157,7 +157,7 @@ class MetricsFile:
         self._file.close()
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+def _lines(path: Path) -> Iterator[tuple[int, MetricsLine | None]]:
     """Yield (number, line) for each complete line, with None for a line that is not valid.
 
     A killed run may leave half a line at the end, and a damaged disk anything in the middle.
@@ -173,7 +173,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
         yield number, value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[MetricsLine]:
     """Return the readable lines of a ``metrics.jsonl``."""
     return [line for _, line in _lines(path) if line is not None]
 

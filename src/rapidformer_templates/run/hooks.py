@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.types import Batch, Data, kind_of
@@ -29,7 +30,7 @@ from rapidformer_templates.system.workers import Workers
 class Hooks(Protocol):
     """The part of a :class:`rapidformer_templates.Trainer` that a run calls. ``Trainer`` documents each member."""
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase | None
     uses_task: bool
 
     @property
@@ -41,15 +42,15 @@ class Hooks(Protocol):
     def count_targets(self, batch: Batch) -> float: ...
     def build_optimizer(self) -> OptimizerSpec: ...
     def build_scheduler(self, total_steps: int) -> Schedule: ...
-    def read_outputs(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]: ...
-    def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]: ...
+    def read_outputs(self, outputs: object, batch: Batch) -> tuple[Sequence[object], Sequence[object]]: ...
+    def compute_metrics(self, predictions: Sequence[object], references: Sequence[object]) -> Mapping[str, float]: ...
 
     def on_train_start(self) -> None: ...
     def on_step_end(self, step: int, result: StepResult) -> None: ...
     def on_epoch_end(self, epoch: int) -> None: ...
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def on_checkpoint(self, step: int, folder: Path) -> None: ...
-    def on_train_end(self, summary: Mapping[str, Any]) -> None: ...
+    def on_train_end(self, summary: Mapping[str, object]) -> None: ...
 
 
 def checked_model(model: object) -> nn.Module:
@@ -125,7 +126,7 @@ def checked_count(count: object) -> float:
     )
 
 
-def checked_predictions(result: object, samples: int) -> tuple[Sequence[Any], Sequence[Any]]:
+def checked_predictions(result: object, samples: int) -> tuple[Sequence[object], Sequence[object]]:
     """Return the result of ``read_outputs`` for a batch of ``samples`` samples if it is valid.
 
     Raises:
@@ -199,6 +200,9 @@ class Callback:
         """Restore the state that :meth:`state_dict` returned. A resumed run calls this on every worker."""
 
 
+CallbackStates = dict[str, dict[str, Any]]
+"""The states of callbacks, plain values, by the names of the callbacks."""
+
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
@@ -228,7 +232,7 @@ def checked_callbacks(callbacks: Sequence[object]) -> tuple[Callback, ...]:
     return tuple(callbacks)
 
 
-def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
+def states_of(callbacks: Sequence[Callback]) -> CallbackStates:
     """Return the state of each callback that has one, by its name.
 
     Raises:
@@ -249,7 +253,7 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
     return {name: state for name, state in states.items() if state}
 
 
-def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any], workers: Workers) -> None:
+def restore_callbacks(callbacks: Sequence[Callback], saved: CallbackStates, workers: Workers) -> None:
     """Restore each callback's state from a checkpoint. Callbacks without a saved state start fresh."""
     named = dict(_named(callbacks))
     dropped, new = sorted(saved.keys() - named.keys()), sorted(states_of(callbacks).keys() - saved.keys())
@@ -264,7 +268,7 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any], w
         say(workers, f"the checkpoint has no state of {', '.join(new)}: starting afresh", loud=True)
 
 
-def load_callback_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> None:
+def load_callback_states(callbacks: Sequence[Callback], states: CallbackStates) -> None:
     """Load the states from the workers that this process started into its own callbacks."""
     for name, callback in _named(callbacks):
         if name in states:

@@ -165,7 +165,7 @@ def predict(template: Template, run: Run, samples: Any, batch_size: int, generat
     is_single = not isinstance(samples, list) and not is_dataset(samples)
     is_single |= task is not None and task.chat_column is not None and is_conversation(samples)
     several = [samples] if is_single else samples
-    predictions: list[Any]
+    predictions: Sequence[object]
     if task is not None:
         with kept_process_state():
             predictions = predict_samples(task, run.model, several, batch_size, generation)
@@ -175,10 +175,10 @@ def predict(template: Template, run: Run, samples: Any, batch_size: int, generat
     return predictions[0] if is_single else predictions
 
 
-def _read(run: Run, samples: Sequence[Any], batch_size: int) -> list[Any]:
+def _read(run: Run, samples: Sequence[object], batch_size: int) -> list[object]:
     """Return the results of ``read_outputs`` for samples in the form of the template's own data."""
     requests = eval_requests(None, len(samples), 0, rank=0, data_size=1, micro_batch=batch_size)
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     for microbatch in load(samples, run.data, requests, workers=0, pin_memory=False):
         microbatch.targets = checked_count(run.hooks.count_targets(microbatch.batch))
         run.index_limits.check(microbatch, "samples")
@@ -196,7 +196,7 @@ def _read(run: Run, samples: Sequence[Any], batch_size: int) -> list[Any]:
     return predictions
 
 
-def _has_columns(data: Any) -> bool:
+def _has_columns(data: object) -> bool:
     """Whether data are rows with the columns of the task's files, not samples of the template's own data.
 
     Raises:
@@ -238,7 +238,7 @@ def _read_rows(task: Task, data: Any) -> tuple[Task, Any]:
     return own_task, samples
 
 
-def _part_of(run: Run, data: Any) -> str:
+def _part_of(run: Run, data: object) -> str:
     """Return the name under which the task knows a data set.
 
     Raises:

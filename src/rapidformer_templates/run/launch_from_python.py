@@ -89,8 +89,9 @@ def _pickled(template: Template) -> bytes:
         return cloudpickle.dumps(bare)
     except Exception as error:
         name, culprit = _culprit(bare, type(template).__name__, set())
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
         raise ConfigError(
-            f"{name}, {kind_of(culprit)}, cannot be sent to workers: {_first_line(error)}",
+            f"{name}, {kind_of(culprit)}, cannot be sent to workers: {reason}",
             where="fit(workers=…)",
             hint="make it in the hook that needs it (build_data, build_model …), which runs in each worker",
         ) from None
@@ -130,10 +131,6 @@ def _can_pickle(value: object) -> bool:
     return True
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]
-
-
 def _worker_error(folder: Path, report: ReportedError) -> Exception:
     """Return the exception of a worker, or its text if it could not be sent."""
     file = folder / f"error-{report.rank}.pickle"
@@ -165,20 +162,17 @@ def main(folder: Path) -> None:
             template: Template = pickle.loads((folder / TEMPLATE).read_bytes())
             summary = join_and_train(template, store_weights)
         except Exception as error:
-            _store_error(error, folder / f"error-{rank}.pickle")
+            file = folder / f"error-{rank}.pickle"
+            try:
+                file.write_bytes(cloudpickle.dumps(error))
+            except Exception:  # its text is reported in any case
+                file.unlink(missing_ok=True)
             raise
         if rank == "0":
             outcome = {"summary": summary, "callbacks": states_of(template.callbacks)}
             (folder / OUTCOME).write_text(json.dumps(outcome), encoding="utf-8")
 
     launch.report_errors(train)
-
-
-def _store_error(error: Exception, file: Path) -> None:
-    try:
-        file.write_bytes(cloudpickle.dumps(error))
-    except Exception:  # its text is reported in any case
-        file.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flag_values import chosen_trackers
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.run.folder import MetricsFile, RunFolder, Summary, is_test_line, read_metrics
+from rapidformer_templates.run.folder import MetricsFile, MetricsLine, RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.trackers import KINDS, IsLogged, RunName, Tracker
 from rapidformer_templates.system.accelerator import HostCopy
@@ -76,7 +76,11 @@ class Trackers:
         self.workers = workers
         self.folder = folder
         self.failed: dict[str, str] = {}
-        self._known: dict[str, dict[str, Any]] = _read(folder.trackers / RUN_IDS)
+        ids = folder.trackers / RUN_IDS
+        self._known: dict[str, dict[str, str | bool]] = (
+            json.loads(ids.read_text(encoding="utf-8")) if ids.exists() else {}
+        )
+        """The identities that an earlier process of this run stored."""
         self._open: dict[str, Tracker] = {}
         self._is_logged: dict[str, IsLogged] = {}
         self._row: dict[str, float] = {}
@@ -90,7 +94,7 @@ class Trackers:
 
     def _open_tracker(self, name: str, run_name: RunName, parameters: Mapping[str, Parameter]) -> None:
         saved = self._known.get(name, {})
-        identity = {key: value for key, value in saved.items() if key != CONFIGURED}
+        identity = {key: str(value) for key, value in saved.items() if key != CONFIGURED}
         self._open[name] = tracker = KINDS[name](self.folder.trackers, run_name, identity)
         self._remember(name, {**tracker.identity, CONFIGURED: saved.get(CONFIGURED, False)})
         if tracker.sends_later or not saved.get(CONFIGURED):
@@ -98,11 +102,11 @@ class Trackers:
             self._remember(name, {**tracker.identity, CONFIGURED: True})
         self._is_logged[name] = tracker.logged()
 
-    def _remember(self, name: str, identity: dict[str, Any]) -> None:
+    def _remember(self, name: str, identity: dict[str, str | bool]) -> None:
         self._known[name] = identity
         write_json(self.folder.trackers / RUN_IDS, self._known)
 
-    def log(self, line: Mapping[str, Any]) -> None:
+    def log(self, line: MetricsLine) -> None:
         """Log a line of metrics. Lines of one step are combined, because some trackers accept each step only once."""
         if is_test_line(line):
             return  # part of the summary, because its step (the best one) may be earlier
@@ -170,14 +174,6 @@ def open_trackers(run: Run) -> Trackers | None:
         return None
     run_name = RunName(training.run_name or folder.path.resolve().name, training.project_name)
     return Trackers(folder, names, run_name, run.config, run.plan, run.workers)
-
-
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the identities that an earlier process of this run stored."""
-    if not path.exists():
-        return {}
-    identities: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    return identities
 
 
 def run_parameters(config: RunConfig, plan: Plan) -> dict[str, Parameter]:
@@ -267,7 +263,7 @@ class Progress:
         self._loss = copy
         return self._text
 
-    def logged(self, line: Mapping[str, Any]) -> None:
+    def logged(self, line: MetricsLine) -> None:
         """Show a line of ``metrics.jsonl``."""
         skipped = "  skipped" if line["skipped"] else ""
         numbers = f"loss {line['loss']:.4f}  grad norm {line['grad_norm']:.4f}  lr {line['lr']:.3g}"
@@ -300,7 +296,7 @@ class Log:
     trackers: Trackers | None
     progress: Progress
 
-    def record(self, line: Mapping[str, Any]) -> None:
+    def record(self, line: MetricsLine) -> None:
         """Write a line of metrics to the file and the trackers."""
         if self.metrics:
             self.metrics.write(line)

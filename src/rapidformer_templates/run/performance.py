@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import torch
 from torch._C._autograd import DeviceType
@@ -128,6 +128,29 @@ Interval = tuple[float, float]
 """(start, end) in microseconds."""
 
 
+class ProfileSummary(TypedDict):
+    """The summary of a recording, in milliseconds per step.
+
+    Attributes:
+        steps: number of recorded steps.
+        operators_ms: time in torch operators.
+        outside_operators_share: fraction of the time outside of them.
+        host_waits_a_step: how often the host waits for the device, by the name of the call.
+        device_busy_ms, device_idle_share: time with a running kernel, and the fraction without one. Only on a GPU.
+    """
+
+    steps: int
+    step_ms: float
+    operators_ms: float
+    waiting_for_data_ms: float
+    exchange_between_workers_ms: float
+    python_ms: float
+    outside_operators_share: float
+    host_waits_a_step: dict[str, float]
+    device_busy_ms: NotRequired[float]
+    device_idle_share: NotRequired[float]
+
+
 class Profile:
     """Records ``steps`` steps after a warm-up, then writes the results to ``folder``."""
 
@@ -200,7 +223,7 @@ def _device_activities(device: torch.device) -> list[ProfilerActivity]:
     return [own[device.type]] if device.type in own else []
 
 
-def summary(events: Sequence[FunctionEvent], steps: int) -> dict[str, Any]:
+def summary(events: Sequence[FunctionEvent], steps: int) -> ProfileSummary:
     """Summarize a recording, in milliseconds per step.
 
     Args:
@@ -217,7 +240,7 @@ def summary(events: Sequence[FunctionEvent], steps: int) -> dict[str, Any]:
     }
     in_operators = _length(_intersection(operators, whole))
     rest = wall - in_operators - sum(outside.values())
-    result: dict[str, Any] = {
+    result: ProfileSummary = {
         "steps": steps,
         "step_ms": _ms(wall, steps),
         "operators_ms": _ms(in_operators, steps),
@@ -238,7 +261,7 @@ def summary(events: Sequence[FunctionEvent], steps: int) -> dict[str, Any]:
     return result
 
 
-def describe(measured: dict[str, Any]) -> str:
+def describe(measured: ProfileSummary) -> str:
     """Format the summary as readable text."""
     waits = ", ".join(f"{name} {count:g}" for name, count in measured["host_waits_a_step"].items() if count) or "none"
     lines = [
@@ -256,9 +279,9 @@ def describe(measured: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
+def read_summary(folder: Path) -> ProfileSummary:
     """Read the summary that a run has written."""
-    run_summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    run_summary: ProfileSummary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return run_summary
 
 

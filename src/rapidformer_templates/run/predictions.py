@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
 from rapidformer_templates.data.finetuning.chat_samples import ChatTemplate
@@ -22,6 +23,9 @@ from rapidformer_templates.models.architectures import positions_of
 from rapidformer_templates.system.process_state import capture, restore
 from rapidformer_templates.system.workers import Workers
 
+if TYPE_CHECKING:
+    import datasets
+
 GREEDY = Generation()
 """Always choose the most likely token."""
 
@@ -29,7 +33,7 @@ GREEDY = Generation()
 def predict_samples(
     task: Task,
     model: Any,
-    samples: Sequence[Any],
+    samples: Sequence[object],
     batch_size: int = 8,
     generation: Generation = GREEDY,
 ) -> list[Record]:
@@ -67,7 +71,7 @@ def samples_as_part(samples: Sequence[Any], text_column: str = "text", chat_colu
     """
     if is_dataset(samples):
         return part_of_table(samples, "the samples")
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for number, sample in enumerate(samples, start=1):
         if isinstance(sample, str):
             rows.append({text_column: sample})
@@ -92,7 +96,7 @@ def is_conversation(samples: object) -> bool:
     return isinstance(samples, list | tuple) and bool(samples) and all(map(is_message, samples))
 
 
-def is_dataset(samples: object) -> bool:
+def is_dataset(samples: object) -> TypeGuard[datasets.Dataset]:
     """Whether samples are a ``datasets.Dataset``."""
     library = sys.modules.get("datasets")  # an object of a library exists only if its module was imported
     return library is not None and isinstance(samples, library.Dataset)
@@ -147,7 +151,7 @@ def batches_of(inputs: Inputs, batch_size: int) -> list[list[int]]:
 
 
 @contextmanager
-def _predicting(model: Any) -> Iterator[None]:
+def _predicting(model: nn.Module) -> Iterator[None]:
     """Context for forwards without side effects. It restores the mode and the random state, without gradients."""
     random_state, training = capture(), model.training
     model.eval()
@@ -176,7 +180,11 @@ class Conversation:
     """
 
     def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerFast, generation: Generation, system: str | None = None
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerFast,
+        generation: Generation,
+        system: str | None = None,
     ) -> None:
         self.model, self.tokenizer, self.generation = model, tokenizer, generation
         self._template = ChatTemplate(tokenizer)

@@ -120,7 +120,11 @@ class Receipts:
     @contextmanager
     def _recording_leaves(self) -> Iterator[None]:
         """Record the output types of leaf modules only. Sums between them (a residual stream) keep the wider type."""
-        hooks = [leaf.register_forward_hook(self._record_output) for leaf in self._leaves(self.engine.model)]
+
+        def record_output(module: nn.Module, inputs: object, output: object) -> None:
+            self._activations |= set(_types([t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]))
+
+        hooks = [leaf.register_forward_hook(record_output) for leaf in self._leaves(self.engine.model)]
         try:
             yield
         finally:
@@ -142,9 +146,6 @@ class Receipts:
         self._gradient_elements = storage_elements(self.engine.local_tensors()["gradients"])
         if "buckets" in sizes:
             self._first_step["bucket_bytes"] = sizes["buckets"]
-
-    def _record_output(self, module: nn.Module, inputs: object, output: object) -> None:
-        self._activations |= set(_types([t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]))
 
     def measured(self) -> Measurements:
         """Return all requested measurements, after the first step."""

@@ -122,7 +122,7 @@ class Precomputed:
             columns = zip(*values[name], strict=True)
             samples.fields |= {field: list(column) for field, column in zip(fields, columns, strict=True)}
 
-    def _read(self, path: Path, compared: Sequence[str]) -> Mapping[str, Any]:
+    def _read(self, path: Path, compared: Sequence[str]) -> Mapping[str, list[list[float]]]:
         try:
             with safe_open(path, framework="pt") as file:
                 of = json.loads(file.metadata()["of"])

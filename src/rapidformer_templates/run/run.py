@@ -21,7 +21,7 @@ from rapidformer_templates.engines.recipe import GroupOptions, undecayed
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.run.folder import RunFolder
-from rapidformer_templates.run.hooks import Callback, Hooks, checked_count
+from rapidformer_templates.run.hooks import Callback, CallbackStates, Hooks, checked_count
 from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.run.step_errors import IndexLimits
 from rapidformer_templates.system.workers import Workers
@@ -60,14 +60,14 @@ class Position:
     data: dict[str, object] = field(default_factory=dict)
     base: str | None = None
     stream: Bookmark | None = None
-    callbacks: dict[str, Any] = field(default_factory=dict)
+    callbacks: CallbackStates = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, int]:
         """Completed steps, samples and tokens: the units of an interval."""
         return {"steps": self.step, "samples": self.samples, "tokens": self.tokens}
 
-    def to_state(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, object]:
         """Return the values for a checkpoint. ``waited`` is the key of the evaluations since the best one."""
         state = dataclasses.asdict(self)
         state["waited"] = state.pop("evaluations_since_best")

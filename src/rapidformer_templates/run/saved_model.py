@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, settable_by_files
@@ -32,7 +32,19 @@ OF_THE_SAMPLES = (
 """Fields of a run that also determine how its model reads inputs after training."""
 
 DESCRIPTION = "task.json"
-"""File in ``model/`` of a run folder, see :meth:`SavedModel.described`."""
+"""File in ``model/`` of a run folder with its :class:`TaskDescription`."""
+
+
+class TaskDescription(TypedDict, total=False):
+    """What a run stores about its task.
+
+    Attributes:
+        hooks: names of the hooks that its script overrides.
+        decisions: what its data have decided, such as the labels.
+    """
+
+    hooks: list[str]
+    decisions: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -47,9 +59,9 @@ class SavedModel:
 
     folder: Path
     run: Path | None
-    values: Mapping[str, tuple[Any, str]]
+    values: Mapping[str, tuple[object, str]]
 
-    def config(self, names: Sequence[str] = OF_THE_SAMPLES, user: type | None = None, **overrides: Any) -> RunConfig:
+    def config(self, names: Sequence[str] = OF_THE_SAMPLES, user: type | None = None, **overrides: object) -> RunConfig:
         """Return the flags for using the model: those of the run with these names, and the given ones.
 
         Args:
@@ -68,16 +80,15 @@ class SavedModel:
     def decisions(self, task: str | None) -> dict[str, Any]:
         """Return what the data of the run has decided. Empty if the model is used for another task."""
         is_of_task = self.values.get("task", (None, ""))[0] == task
-        decisions: dict[str, Any] = self.described().get("decisions", {}) if is_of_task else {}
-        return decisions
+        return self.described().get("decisions", {}) if is_of_task else {}
 
-    def described(self) -> dict[str, Any]:
-        """Return the run's description of its task: ``hooks`` that its script overrides, ``decisions`` of its data."""
+    def described(self) -> TaskDescription:
+        """Return the run's description of its task. Empty without one."""
         file = RunFolder(self.run).model / DESCRIPTION if self.run else None
         if file is None or not file.is_file():
             return {}
         try:
-            description: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            description: TaskDescription = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             hint = "export the run again from a checkpoint: rapidformer export RUN --output FOLDER"
             raise ConfigError(f"it is not JSON: {error}", where=str(file), hint=hint) from error
@@ -110,7 +121,7 @@ def find_saved(path: str | Path) -> SavedModel:
     return SavedModel(folder, run_of, values_of(run_of) if run_of else {})
 
 
-def values_of(run: Path) -> dict[str, tuple[Any, str]]:
+def values_of(run: Path) -> dict[str, tuple[object, str]]:
     """Return the flags of a run by field name, each with its origin, but not those that the user's script declares.
 
     Flags that only the command line may set are also left out, because anyone can have written the file.

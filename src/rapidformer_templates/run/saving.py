@@ -127,7 +127,15 @@ def restore_engine(reader: Reader, engine: Engine, training: TrainingFlags, work
     _check_optimizer(reader, engine)
     engine.load(reader if training.ema_decay is not None else WithoutAverages(reader), optimizer=True)
     engine.load_state(reader.state["engine"])
-    _restore_random_state(reader, training.seed, int(reader.state["step"]), workers)
+
+    saved = reader.state.get("layout", [1, reader.state["world"], 1])
+    if saved == workers.dimensions:
+        restore(*reader.random_state(workers.rank))
+        return
+    # Other workers have other random streams. Seeding them with the step avoids repeating earlier numbers.
+    seed_all(training.seed + 1 + workers.stream + int(reader.state["step"]) * workers.world)
+    by = f"{' × '.join(map(str, saved))} workers" if math.prod(saved) > saved[1] else f"{saved[1]} workers"
+    say(workers, f"random states were saved by {by}: reseeded for {workers.world}")
 
 
 NOT_COMPARED = {"template", "--resume", "--save", "--load", "--overwrite", "--config", "--user-script"}
@@ -261,14 +269,3 @@ def check_base(reader: Reader, identity: str | None) -> None:
             "export it, and train adapters of that folder",
         )
     raise CheckpointError(what, where=str(reader.folder), hint=hint)
-
-
-def _restore_random_state(reader: Reader, seed: int, step: int, workers: Workers) -> None:
-    saved = reader.state.get("layout", [1, reader.state["world"], 1])
-    if saved == workers.dimensions:
-        restore(*reader.random_state(workers.rank))
-        return
-    # Other workers have other random streams. Seeding them with the step avoids repeating earlier numbers.
-    seed_all(seed + 1 + workers.stream + step * workers.world)
-    by = f"{' × '.join(map(str, saved))} workers" if math.prod(saved) > saved[1] else f"{saved[1]} workers"
-    say(workers, f"random states were saved by {by}: reseeded for {workers.world}")

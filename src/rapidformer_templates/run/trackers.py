@@ -16,9 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import environ
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
 
 PROJECT = "rapidformer"
 """The default project."""
@@ -72,7 +75,7 @@ class Tracker(ABC):
         self._started()
 
     @abstractmethod
-    def _open(self) -> Any:
+    def _open(self) -> GeneralTracker:
         """Return accelerate's tracker of this run, not yet started."""
 
     def _started(self) -> None:  # noqa: B027 - some have nothing to add
@@ -101,7 +104,7 @@ class Tracker(ABC):
         self.tracker.finish()
 
 
-def _tracker(name: str, /, *arguments: Any, **keywords: Any) -> Any:
+def _tracker(name: str, /, *arguments: object, **keywords: object) -> GeneralTracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     return LOGGER_TYPE_TO_CLASS[name](*arguments, **keywords)
@@ -134,7 +137,7 @@ class TensorBoard(Tracker):
     def _events(self) -> Path:
         return self.folder / "tensorboard" / self.identity["name"].replace("/", "-")
 
-    def _open(self) -> Any:
+    def _open(self) -> GeneralTracker:
         return _tracker("tensorboard", self._events.name, self._events.parent)
 
     def logged(self) -> IsLogged:
@@ -161,7 +164,7 @@ class WandB(Tracker):
     sends_later = True
     project_variable = "WANDB_PROJECT"
 
-    def _open(self) -> Any:
+    def _open(self) -> GeneralTracker:
         self.identity.setdefault("id", uuid.uuid4().hex[:8])
         options = {"id": self.identity["id"], "name": self.identity["name"], "dir": str(self.folder)}
         return _tracker("wandb", self.identity["project"], resume="allow", **options)
@@ -195,7 +198,7 @@ class MLflow(Tracker):
     has_summary = True
     project_variable = "MLFLOW_EXPERIMENT_NAME"
 
-    def _open(self) -> Any:
+    def _open(self) -> GeneralTracker:
         import mlflow
 
         if "uri" in self.identity:
@@ -247,7 +250,7 @@ class Trackio(Tracker):
     sends_later = True
     project_variable = "TRACKIO_PROJECT"
 
-    def _open(self) -> Any:
+    def _open(self) -> GeneralTracker:
         from trackio.sqlite_storage import SQLiteStorage
 
         if "id" not in self.identity:

@@ -24,7 +24,7 @@ from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
 
-Parts = Generator[Callable[[], Any], Any, str | None]
+Parts = Generator[Callable[[], object], Any, str | None]
 
 
 class AsyncSaver:
@@ -57,7 +57,7 @@ class AsyncSaver:
         """Whether this rank's thread is working."""
         return self._part is not None and not self._part.done()
 
-    def start(self, step: int, engine: ShardSource, progress: Mapping[str, Any], protected: int | None) -> None:
+    def start(self, step: int, engine: ShardSource, progress: Mapping[str, object], protected: int | None) -> None:
         """Copy the state and start to write it. No save may be pending.
 
         Args:

@@ -69,15 +69,29 @@ class ShardSource(Protocol):
         """Return the remaining state as plain values for JSON."""
 
 
+Location = tuple[str, str, list[int]]
+"""Where a box is stored: (file, key in the file, offset in the whole tensor)."""
+
+IndexEntry = tuple[str, str, list[int], Location]
+"""A box in the index: (kind, name, whole shape, location)."""
+
+
+class TensorLocations(TypedDict):
+    """A tensor in the index."""
+
+    shape: list[int]
+    boxes: list[Location]
+
+
 class Written(TypedDict):
     """The result of writing on one rank.
 
     Attributes:
-        index: (kind, name, whole shape, [file, key, offset]) of each box.
+        index: the boxes.
         files: seal (size and checksum) of each file by name.
     """
 
-    index: list[tuple[str, str, list[int], list[Any]]]
+    index: list[IndexEntry]
     files: dict[str, Seal]
 
 
@@ -87,11 +101,11 @@ class TensorFile:
 
     name: str
     tensors: dict[str, torch.Tensor]
-    index: list[tuple[str, str, list[int], list[Any]]]
+    index: list[IndexEntry]
     metadata: dict[str, str] | None = None
 
 
-def save(root: Path, step: int, engine: ShardSource, progress: Mapping[str, Any], workers: Workers) -> Path:
+def save(root: Path, step: int, engine: ShardSource, progress: Mapping[str, object], workers: Workers) -> Path:
     """Write a checkpoint. Call it on every rank: all return or all raise.
 
     Args:
@@ -118,7 +132,7 @@ class Attempt:
     """
 
     def __init__(
-        self, root: Path, step: int, engine: Mapping[str, Any], progress: Mapping[str, Any], workers: Workers
+        self, root: Path, step: int, engine: Mapping[str, object], progress: Mapping[str, object], workers: Workers
     ) -> None:
         self.root = root
         self.workers = workers
@@ -129,12 +143,13 @@ class Attempt:
 
     def begin(self) -> None:
         """Create an empty folder, and delete what a run that was killed during a save has left."""
-        self.run_together(lambda: self._make_folder() if self.workers.is_main else None)
 
-    def _make_folder(self) -> None:
-        for stale in self.root.glob("step-*.tmp"):
-            shutil.rmtree(stale, ignore_errors=stale != self.folder)
-        self.folder.mkdir(parents=True)
+        def make_folder() -> None:
+            for stale in self.root.glob("step-*.tmp"):
+                shutil.rmtree(stale, ignore_errors=stale != self.folder)
+            self.folder.mkdir(parents=True)
+
+        self.run_together(make_folder if self.workers.is_main else lambda: None)
 
     def write_share(self, engine: ShardSource) -> Written:
         """Write the tensors of this rank."""
@@ -149,7 +164,7 @@ class Attempt:
 
     def finish(self, by_rank: Sequence[Written]) -> None:
         """Write index, state and manifest on one rank after all have written. Renaming makes the checkpoint count."""
-        index: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+        index: dict[str, dict[str, TensorLocations]] = {kind: {} for kind in KINDS}
         files: dict[str, Seal] = {}
         for written in by_rank:
             files |= written["files"]
@@ -180,18 +195,9 @@ class Attempt:
             results.append(body())
         except Exception as error:  # the other ranks wait for the outcome
             failure = error
-        self.raise_failures(failure)
-        return results[0]
-
-    def raise_failures(self, failure: Exception | None) -> None:
-        """Abort on all ranks if one of them has failed.
-
-        Raises:
-            CheckpointError, Exception: see :meth:`run_together`.
-        """
         failures = [t for t in self.workers.gather(_describe_failure(failure)) if t is not None]
         if not failures:
-            return
+            return results[0]
         if self.workers.is_main:
             shutil.rmtree(self.folder, ignore_errors=True)
         if failure is not None and not isinstance(failure, FAILURES):
@@ -240,8 +246,8 @@ def _files(engine: ShardSource, rank: int) -> Iterator[TensorFile]:
     for kind in KINDS:
         for number, boxes in enumerate(_files_of_boxes(_boxes(engine.shards(kind)))):
             name = f"{kind}-{rank:05d}-{number:05d}.safetensors"
-            index: list[tuple[str, str, list[int], list[Any]]] = [
-                (kind, box.name, list(box.shape), [name, key, list(box.offset)]) for key, box in boxes.items()
+            index: list[IndexEntry] = [
+                (kind, box.name, list(box.shape), (name, key, list(box.offset))) for key, box in boxes.items()
             ]
             file = TensorFile(name, {key: box.values for key, box in boxes.items()}, index)
             boxes.clear()
@@ -304,9 +310,11 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, safe_open] = {}
         with self._readable("index.json or state.json"):
-            self.index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+            self.index: dict[str, dict[str, TensorLocations]] = json.loads(
+                (folder / "index.json").read_text(encoding="utf-8")
+            )
             self.state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
 
     def names(self, kind: str) -> dict[str, tuple[int, ...]]:
@@ -338,7 +346,7 @@ class Reader:
         source = self._file(f"random-{rank:05d}.safetensors")
         return {key: source.get_tensor(key) for key in source.keys()}, source.metadata()  # noqa: SIM118
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> safe_open:
         if Path(name).name != name:
             raise CheckpointError(f"{name} is not a file of the checkpoint", where=str(self.folder))
         if name not in self._open:

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rapidformer_templates.system import accelerator
@@ -96,13 +96,19 @@ def copy_to_memory(
     header, by_itemsize, size = _header_and_tensors(tensors, metadata)
     if memory is None or len(memory) < size:
         memory = host_memory(size, pinned=any(accelerator.is_asynchronous(tensor.device) for tensor in by_itemsize))
+
+    def copy_batch(batch: Batch) -> None:
+        for target, source in batch:
+            np.copyto(target, source)  # releases Python's lock
+
     # Not torch's threads: they wait for each other after each tensor, for a long time if other jobs use the cores.
     with ThreadPoolExecutor(min(torch.get_num_threads(), COPY_THREADS)) as pool:
-        deque(pool.map(_copy_together, _batches(memory, [_tensor_of(header), *map(_bytes_of, by_itemsize)])), maxlen=0)
+        deque(pool.map(copy_batch, _batches(memory, [_tensor_of(header), *map(_bytes_of, by_itemsize)])), maxlen=0)
     return Copy(memory, size)
 
 
-Batch = list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+Bytes = npt.NDArray[np.uint8]
+Batch = list[tuple[Bytes, Bytes]]
 
 
 def _batches(memory: torch.Tensor, sources: list[torch.Tensor]) -> Iterator[Batch]:
@@ -123,11 +129,6 @@ def _batches(memory: torch.Tensor, sources: list[torch.Tensor]) -> Iterator[Batc
                 yield batch
                 batch, size = [], 0
     yield batch
-
-
-def _copy_together(batch: Batch) -> None:
-    for target, source in batch:
-        np.copyto(target, source)  # releases Python's lock
 
 
 def write_copy(path: Path, copy: Copy) -> Seal:
