@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from rapidformer_templates.commands.main import main
-from rapidformer_templates.run import script_workers
+from rapidformer_templates.run import scripts
 from tests.support.desk import converted_files, lay_out, save_models
 from tests.support.manual import PAGES, ROOT, name, steps
 from tests.support.programs import one_thread, run_script
@@ -151,7 +151,7 @@ def _status(words: list[str]) -> int:
     program, *rest = words
     if program.startswith("MODEL="):
         return 0  # the model and the data of the demo are on the desk
-    with mock.patch.object(script_workers, "_outcomes", []):  # those of earlier commands, which were other processes
+    with mock.patch.object(scripts, "_outcomes", []):  # those of earlier commands, which were other processes
         if program == "python":
             return run_script(Path(rest[0]), *rest[1:], *shlex.split(SCRIPTS.get(rest[0], "")))
         if program == "rapidformer":

@@ -20,7 +20,7 @@ from tests.support.lines import FLAGS, Line
 SCRIPT = """
 import json, os, sys, time
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.run import script_workers
+from rapidformer_templates.run import scripts
 from rapidformer_templates.system import launch
 
 def note(what):
@@ -35,10 +35,10 @@ def fit(name, count, **asked):
         return {"name": name, **asked}
 
     if not launch.is_worker():
-        return script_workers.record_outcome(
-            lambda: script_workers.train_in_new_workers("Job", asked, count) if count > 1 else train()
+        return scripts.record_outcome(
+            lambda: scripts.train_in_new_workers("Job", asked, count) if count > 1 else train()
         )
-    return script_workers.train_in_this_worker("Job", asked, asked.update, train)
+    return scripts.train_in_this_worker("Job", asked, asked.update, train)
 
 note("begins")
 summaries = [fit("alone", 1), fit("one", 2, folder=f"runs/{time.time_ns()}")]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rapidformer_templates.errors import ConfigError, Interrupted, ReportedError
-from rapidformer_templates.run import script_workers
+from rapidformer_templates.run import scripts
 from rapidformer_templates.run.fit import join_and_train
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system import launch
@@ -59,7 +59,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
     """Capture the output of workers that start as in a new program, without the calls of earlier tests."""
     end_pool()
-    monkeypatch.setattr(script_workers, "_outcomes", [])
+    monkeypatch.setattr(scripts, "_outcomes", [])
     return capfd
 
 

@@ -37,16 +37,6 @@ class BestMetric:
         return value < best["value"] if self.direction == "min" else value > best["value"]
 
 
-def loss_beside(metric: str, sets: Iterable[str]) -> str:
-    """Return the name of the loss of the validation set that a metric belongs to."""
-    return metric_name(next((name for name in sets if name and metric.startswith(f"{name}/")), ""), LOSS)
-
-
-def loss_of(sets: Iterable[str]) -> BestMetric:
-    """Return the loss of the first validation set."""
-    return BestMetric(metric_name(next(iter(sets)), LOSS), "min")
-
-
 def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_task: bool = True) -> None:
     """Check that the library's own evaluation computes the metric of ``--metric-for-best``.
 
@@ -129,9 +119,10 @@ class BestStep:
             if best is not None and best["metric"] == metric.name:
                 say(self.run.workers, f"{problem}: step {step} is not a new best", loud=True)
                 return
-            self.metric = metric = loss_of(sets)
+            self.metric = metric = BestMetric(metric_name(next(iter(sets)), LOSS), "min")
             say(self.run.workers, f"{problem}: the best checkpoint is the one with the lowest {metric.name}", loud=True)
-        value, loss = metrics[metric.name], metrics.get(loss_beside(metric.name, sets), math.inf)
+        own_set = next((name for name in sets if name and metric.name.startswith(f"{name}/")), "")
+        value, loss = metrics[metric.name], metrics.get(metric_name(own_set, LOSS), math.inf)
         if not math.isfinite(value):
             say(self.run.workers, f"the {metric.name} of step {step} is {value}: not a new best", loud=True)
             return

@@ -38,7 +38,7 @@ from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.run import Run, Template, begin_run
 from rapidformer_templates.run.saving import Checkpoints, restore_run, show_changes
-from rapidformer_templates.run.script_workers import (
+from rapidformer_templates.run.scripts import (
     record_outcome,
     train_in_new_workers,
     train_in_this_worker,
@@ -219,7 +219,10 @@ def train(run: Run, stop: StopRequest, then: AfterTraining | None = None) -> Sum
             describe_model(run, folder.model)
     workers.barrier()
     if precomputed:
-        saved = folder if continues else _loaded_run(training) if run.position.step else None
+        saved = folder if continues else None
+        if not continues and run.position.step:  # the run that --load refers to, directly or through its checkpoint
+            path = Path(str(training.load))
+            saved = RunFolder(path.parent.parent if is_checkpoint(path) else path)
         precomputed.attach(folder, saved=saved)
 
     # 4. The training loop.
@@ -236,12 +239,6 @@ def train(run: Run, stop: StopRequest, then: AfterTraining | None = None) -> Sum
         if then:
             then(run)
         return summary
-
-
-def _loaded_run(training: TrainingFlags) -> RunFolder:
-    """The run folder that ``--load`` refers to, either directly or through one of its checkpoints."""
-    path = Path(str(training.load))
-    return RunFolder(path.parent.parent if is_checkpoint(path) else path)
 
 
 def _build_loop(run: Run, metric: BestMetric | None) -> Loop:
@@ -281,7 +278,14 @@ def _finish(loop: Loop, metrics: dict[str, float]) -> Summary:
     if loop.validation and not metrics:  # the best weights replaced the last ones, or the run was already complete
         metrics = loop.validation.evaluate()
     if run.config.data.evaluate_test:
-        metrics |= _evaluate_test(loop)
+        samples, step = run.data.test, loop.exported_step
+        assert samples is not None, "build_data checks that there is a test part"
+        test_metrics = Evaluator(run, samples, name=TEST).evaluate()
+        metrics |= test_metrics
+        # They are recorded once, even if the run is completed twice.
+        lines = read_metrics(folder.metrics) if folder and loop.log.metrics else None
+        if lines is not None and not any(is_test_line(line) and line["step"] == step for line in lines):
+            loop.log.record({"step": step, **test_metrics})
     if folder and training.export_model:
         export_model(run.engine, run.hooks.tokenizer, folder.export)
     receipts = loop.receipts.measured_by_rank() if loop.meter.steps else {}
@@ -313,15 +317,3 @@ def _load_best_weights(run: Run) -> bool:
     averages = run.config.training.ema_decay is not None  # the averages are part of the optimizer state
     run.engine.load(Reader(checkpoint), optimizer=averages)
     return True
-
-
-def _evaluate_test(loop: Loop) -> dict[str, float]:
-    """Metrics of the exported weights on the test set. They are recorded once, even if the run is completed twice."""
-    run, step, samples = loop.run, loop.exported_step, loop.run.data.test
-    assert samples is not None, "build_data checks that there is a test part"
-    metrics = Evaluator(run, samples, name=TEST).evaluate()
-    if loop.log.metrics and run.folder:
-        written = any(is_test_line(line) and line["step"] == step for line in read_metrics(run.folder.metrics))
-        if not written:
-            loop.log.record({"step": step, **metrics})
-    return metrics

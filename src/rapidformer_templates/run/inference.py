@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +58,10 @@ def build_single_process(template: Template, weights: Weights | None) -> Run:
 
     Args:
         weights: trained weights. None keeps those of ``build_model``.
+
+    Raises:
+        ConfigError: this process is a worker. Or the reference was precomputed and not stored, and is not the model as
+            built.
     """
     if launch.is_worker():
         raise ConfigError(
@@ -71,33 +74,22 @@ def build_single_process(template: Template, weights: Weights | None) -> Run:
         run = begin_run(template, workers)
         build_data(run)
         build_engine(run)
-        _attach_precomputed(run)
+        precomputed = precomputed_reference(run)
+        if precomputed is not None:
+            # Read from the run folder, or computed here with the model as built.
+            folder = RunFolder(run.config.training.save) if run.config.training.save else None
+            saved = folder if folder is not None and folder.reference.is_file() else None
+            if saved is None and run.config.training.load:
+                raise ConfigError(
+                    "the reference was computed once, and its log-probabilities were not saved",
+                    where="--precompute-reference",
+                    hint="give --save FOLDER, in which the run keeps them, or train without --precompute-reference",
+                )
+            precomputed.attach(saved, saved=saved)
     if weights is not None:
         run.engine.load(_WeightReader(weights), optimizer=False)
     run.model.eval()
     return run
-
-
-def _attach_precomputed(run: Run) -> None:
-    """Add the reference's log-probabilities to the data: read from the run folder, or computed before training.
-
-    Raises:
-        ConfigError: the run has not stored them, and its reference is not the model as built.
-    """
-    precomputed = precomputed_reference(run)
-    if precomputed is None:
-        return
-    save = run.config.training.save
-    folder = RunFolder(Path(save)) if save else None
-    is_saved = folder is not None and folder.reference.is_file()
-    if not is_saved and run.config.training.load:
-        raise ConfigError(
-            "the reference was computed once, and its log-probabilities were not saved",
-            where="--precompute-reference",
-            hint="give --save FOLDER, in which the run keeps them, or train without --precompute-reference",
-        )
-    saved = folder if is_saved else None
-    precomputed.attach(saved, saved=saved)
 
 
 def evaluate(template: Template, run: Run, data: Any = None) -> dict[str, float]:

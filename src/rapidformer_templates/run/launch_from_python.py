@@ -13,7 +13,7 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 
@@ -27,7 +27,7 @@ from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.run.hooks import load_callback_states, states_of
 from rapidformer_templates.run.inference import Weights, whole_weights
 from rapidformer_templates.run.run import Run, Template
-from rapidformer_templates.run.script_workers import record_outcome
+from rapidformer_templates.run.scripts import record_outcome
 from rapidformer_templates.system import launch
 
 RUN_ATTRIBUTES = ("_run", "_model", "_model_run", "_local_run", "_weights", "_trained_in_workers", "task")
@@ -46,34 +46,27 @@ def fit(template: Template) -> tuple[Summary, Weights]:
     trained: list[Weights] = []
 
     def train() -> Summary:
-        more, resumes = check_before_workers(template)
-        summary, weights = _train_in_workers(template, template.config.launch.nproc_per_node or 1, more, resumes)
-        trained.append(weights)
+        variables, resumes = check_before_workers(template)
+        variables = {**variables, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        count, port = template.config.launch.nproc_per_node or 1, template.config.launch.master_port
+        with tempfile.TemporaryDirectory(prefix="rapidformer-") as name:
+            folder = Path(name)
+            (folder / TEMPLATE).write_bytes(_pickled(template))
+            command = [sys.executable, "-m", "rapidformer_templates.run.launch_from_python", str(folder)]
+            try:
+                launch.run_workers(command, count, port, variables, resumes, shown=not launch.is_script())
+            except ReportedError as report:
+                raise _worker_error(folder, report) from None
+            if not (folder / OUTCOME).exists():
+                hint = "one of your hooks may have called sys.exit()"
+                raise WorkerFailed("the workers ended without a result", hint=hint)
+            outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
+            load_callback_states(template.callbacks, outcome["callbacks"])
+            trained.append(torch.load(folder / WEIGHTS, weights_only=True))
+            summary: Summary = outcome["summary"]
         return summary
 
     return record_outcome(train), trained[0]
-
-
-def _train_in_workers(
-    template: Template, count: int, variables: Mapping[str, str], resumes: Callable[[], bool]
-) -> tuple[Summary, Weights]:
-    with tempfile.TemporaryDirectory(prefix="rapidformer-") as name:
-        folder = Path(name)
-        (folder / TEMPLATE).write_bytes(_pickled(template))
-        command = [sys.executable, "-m", "rapidformer_templates.run.launch_from_python", str(folder)]
-        python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        port, shown = template.config.launch.master_port, not launch.is_script()
-        try:
-            launch.run_workers(command, count, port, {**variables, "PYTHONPATH": python_path}, resumes, shown=shown)
-        except ReportedError as report:
-            raise _worker_error(folder, report) from None
-        if not (folder / OUTCOME).exists():
-            raise WorkerFailed(
-                "the workers ended without a result", hint="one of your hooks may have called sys.exit()"
-            )
-        outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
-        load_callback_states(template.callbacks, outcome["callbacks"])
-        return outcome["summary"], torch.load(folder / WEIGHTS, weights_only=True)
 
 
 def _pickled(template: Template) -> bytes:

@@ -225,7 +225,15 @@ def lock_folder(folder: Path, workers: Workers) -> Iterator[bool]:
             _all_or_none(workers, lambda: lock.allow_sharing() if workers.is_main else None)
             first = workers.local_rank == 0
             visible = _all_or_none(workers, lambda: workers.is_main or lock.acquire_shared(token, write=first))
-            _check_visible(folder, visible, workers)
+            hosts = workers.gather(socket.gethostname())
+            blind = [f"{rank} on {hosts[rank]}" for rank, sees in enumerate(visible) if not sees]
+            if blind:
+                raise ConfigError(
+                    f"{folder} is not one folder for all workers: what rank 0 writes there on {hosts[0]} is not "
+                    f"visible to rank {', '.join(blind[:8])}{' …' if len(blind) > 8 else ''}",
+                    where="--save",
+                    hint="give a folder that all nodes share, such as one on NFS or Lustre, by the same path",
+                )
         together = workers.world == 1
         yield lock.works
         together = True
@@ -247,21 +255,3 @@ def _all_or_none(workers: Workers, body: Callable[[], T]) -> list[T]:
         if other is not None:
             raise other
     return [value for values, _ in results for value in values]
-
-
-def _check_visible(folder: Path, visible: list[bool], workers: Workers) -> None:
-    """Check that all workers see the same folder.
-
-    Raises:
-        ConfigError: some worker sees another folder.
-    """
-    hosts = workers.gather(socket.gethostname())
-    blind = [rank for rank, sees in enumerate(visible) if not sees]
-    if blind:
-        names = ", ".join(f"{rank} on {hosts[rank]}" for rank in blind[:8]) + (" …" if len(blind) > 8 else "")
-        raise ConfigError(
-            f"{folder} is not one folder for all workers: what rank 0 writes there on {hosts[0]} is not visible "
-            f"to rank {names}",
-            where="--save",
-            hint="give a folder that all nodes share, such as one on NFS or Lustre, by the same path",
-        )

@@ -1,27 +1,37 @@
-"""The user's script: checks of the hooks that it defines, and a run only until its training starts.
+"""The user's script: checks of its hooks, planning it, and running it again in workers.
 
 The checks find misspelt names, and flags that an override leaves without effect.
 
 All scripts, including those that call ``main()``, train through :meth:`Trainer.fit`. While :func:`capture_template`
 runs a script for ``rapidformer plan``, ``fit`` is intercepted. The first template that reaches it is captured, with the
-class, the values and the flags that the script has set. This module does not import torch.
+class, the values and the flags that the script has set.
+
+Workers of ``fit`` run the script again, for exactly this one call, because its classes and functions are defined there.
+Each worker reaches the same calls of ``fit`` in the same order. Earlier calls return their known results without
+training. In this call the worker trains, and then it exits, so that the rest of the script runs only once, in the
+process that started the workers. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import re
 import runpy
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
-from rapidformer_templates.errors import ConfigError, RapidformerError, alike
+from rapidformer_templates.errors import ConfigError, RapidformerError, ReportedError, WorkerFailed, alike
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.run.folder import Summary
+from rapidformer_templates.system import launch
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.run import Template
@@ -288,36 +298,29 @@ def capture_template(script: str, argv: Sequence[str], inspect: Callable[[Templa
         RapidformerError: raised by the script's template.
         SystemExit: the script ends itself with a nonzero exit status, after it has reported the reason.
     """
-    name = Path(script).name
-    with _intercept_fit(inspect), redirect_stdout(sys.stderr):
-        try:
+    global _inspect
+    name, argv_before, path_before = Path(script).name, sys.argv, list(sys.path)
+    _inspect = inspect
+    try:
+        with redirect_stdout(sys.stderr):
             run_script(script, argv)
-        except _Captured as captured:
-            return cast(T, captured.answer)
-        except RapidformerError:
+    except _Captured as captured:
+        return cast(T, captured.answer)
+    except RapidformerError:
+        raise
+    except SystemExit as end:
+        if end.code:
             raise
-        except SystemExit as end:
-            if end.code:
-                raise
-        except Exception as error:
-            raise _failure(script, error) from error
+    except Exception as error:
+        raise _failure(script, error) from error
+    finally:
+        _inspect = None
+        sys.argv, sys.path[:] = argv_before, path_before
     raise ConfigError(
         f"{name} ended without training: nothing in it called main() or fit()",
         where="--user-script",
         hint=f"the last line of {name} must be YourTemplate.main()",
     )
-
-
-@contextmanager
-def _intercept_fit(inspect: Callable[[Template], object]) -> Iterator[None]:
-    global _inspect
-    argv, path = sys.argv, list(sys.path)
-    _inspect = inspect
-    try:
-        yield
-    finally:
-        _inspect = None
-        sys.argv, sys.path[:] = argv, path
 
 
 def _failure(script: str, error: Exception) -> ConfigError:
@@ -334,3 +337,120 @@ def _failure(script: str, error: Exception) -> ConfigError:
         where=f"{file.name}:{line}" if line else file.name,
         hint=f"python {script} … shows the whole stack",
     )
+
+
+CALL = "RAPIDFORMER_CALL"
+"""Environment variable of workers that ``fit`` has started: the folder with the data of the call."""
+
+
+class Outcome(TypedDict, total=False):
+    """The result of a call of ``fit``: a summary, or the text of an error and its exit status."""
+
+    summary: Summary
+    error: str
+    status: int
+
+
+class Call(TypedDict):
+    """The call of ``fit`` that workers are started for.
+
+    Attributes:
+        template: name of the class whose ``fit`` was called.
+        flags: values of its flags, which the workers must use.
+        outcomes: results of the earlier calls.
+    """
+
+    template: str
+    flags: Mapping[str, object]
+    outcomes: list[Outcome]
+
+
+_outcomes: list[Outcome] = []
+"""Results of this process's calls, in order."""
+
+
+def record_outcome(train: Callable[[], Summary]) -> Summary:
+    """Run a call in the first process and record its result. Workers of later calls return the same result."""
+    try:
+        summary = train()
+    except Exception as error:
+        text = error.render() if isinstance(error, RapidformerError) else f"{type(error).__name__}: {error}"
+        _outcomes.append({"error": text, "status": getattr(error, "exit_status", 1)})
+        raise
+    _outcomes.append({"summary": summary})
+    return summary
+
+
+def train_in_new_workers(
+    template: str,
+    flags: Mapping[str, object],
+    count: int,
+    port: int | None = None,
+    variables: Mapping[str, str] | None = None,
+    resumes: Callable[[], bool] = lambda: False,
+) -> Summary:
+    """Start workers for this call, wait for them, and return the summary of rank 0.
+
+    Args:
+        template, flags: see :class:`Call`.
+        count, port, variables, resumes: see :func:`launch.run_workers`.
+
+    Raises:
+        WorkerFailed: the workers ended without an error, but have not trained.
+    """
+    with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder:
+        call = Call(template=template, flags=flags, outcomes=_outcomes)
+        Path(folder, "call.json").write_text(json.dumps(call), encoding="utf-8")
+        launch.run_workers(launch.program_command(), count, port, {**(variables or {}), CALL: folder}, resumes)
+        result = Path(folder, "summary.json")
+        if not result.exists():
+            raise WorkerFailed(
+                f"the workers ended without reaching this call of {template}.fit()",
+                hint="each of them runs the script again, which must take the same path every time",
+            )
+        summary: Summary = json.loads(result.read_text(encoding="utf-8"))
+    return summary
+
+
+def train_in_this_worker(
+    template: str,
+    flags: Mapping[str, object],
+    override_flags: Callable[[Mapping[str, object]], None],
+    train: Callable[[], Summary],
+) -> Summary:
+    """Run a call in a worker. The call for which the worker was started is its last, whether or not it fails.
+
+    Args:
+        template, flags: see :class:`Call`.
+        override_flags: takes values of the first process that differ here, such as a folder name with the time.
+        train: runs the training.
+
+    Raises:
+        ReportedError: an earlier call, which has also failed in the first process.
+    """
+    if CALL not in os.environ:  # torchrun, not fit(), has started this worker
+        return launch.report_errors(train)
+    folder = Path(os.environ[CALL])
+    call: Call = json.loads((folder / "call.json").read_text(encoding="utf-8"))
+    number = len(_outcomes)
+    if number < len(call["outcomes"]):
+        outcome = call["outcomes"][number]
+        _outcomes.append(outcome)
+        if "error" in outcome:
+            raise ReportedError(outcome["error"], outcome["status"])
+        return outcome["summary"]
+
+    def train_for_the_call() -> None:
+        if template != call["template"]:
+            raise ConfigError(
+                f"a worker reached {template}.fit() while the process that started it was at {call['template']}.fit()",
+                hint="each worker runs the script again, which must take the same path every time",
+            )
+        values = json.loads(json.dumps(flags))
+        override_flags({name: value for name, value in call["flags"].items() if values.get(name) != value})
+        summary = train()
+        if os.environ["RANK"] == "0":
+            (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+
+    launch.report_errors(train_for_the_call)
+    raise SystemExit(0)

@@ -44,7 +44,7 @@ from rapidformer_templates.run.performance import Meter
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.run import Position, Template, begin_run
 from rapidformer_templates.run.saving import check_base, checkpoint_to_load, restore_engine
-from rapidformer_templates.run.script_workers import CALL
+from rapidformer_templates.run.scripts import CALL
 from rapidformer_templates.run.step_errors import locate_device_errors
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import seed_all

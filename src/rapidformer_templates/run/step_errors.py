@@ -54,9 +54,12 @@ class IndexLimits:
         """
         readers = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
         vocabularies = [size for size in map(_vocabulary_of, readers) if size]
+        classes = _size_of(readers[0].get_output_embeddings, "out_features") if readers else None
+        if readers and classes is None and type(readers[0]).__name__.endswith(CLASSIFIERS):
+            classes = readers[0].config.num_labels
         return cls(
             vocabulary=max(vocabularies, default=None),
-            classes=_classes_of(readers[0]) if readers else None,
+            classes=int(classes) if classes and classes > 1 else None,
             allows_negative=own_loss,
         )
 
@@ -121,14 +124,6 @@ def _vocabulary_of(model: PreTrainedModel) -> int | None:
         if name.startswith(OTHER_INPUTS) and name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     ]
     return None if size is None or any(value >= size for value in placeholders) else int(size)
-
-
-def _classes_of(model: PreTrainedModel) -> int | None:
-    """Return the number of classes that the labels of a model choose from, or None if it is unknown."""
-    size = _size_of(model.get_output_embeddings, "out_features")
-    if size is None and type(model).__name__.endswith(CLASSIFIERS):
-        size = model.config.num_labels
-    return int(size) if size and size > 1 else None
 
 
 def _size_of(find: Callable[[], nn.Module | None], attribute: str) -> int | None:

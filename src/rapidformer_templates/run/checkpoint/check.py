@@ -36,8 +36,15 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
             return problem
     if rank:
         return None
+    needed = {"index.json", "state.json"}
     try:
-        absent = sorted(_needed(folder) - set(files))
+        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        for rank in range(state["world"]):
+            needed |= {f"random-{rank:05d}.safetensors", *(f"{kind}-{rank:05d}-00000.safetensors" for kind in KINDS)}
+        for kind in KINDS:
+            needed |= {box[0] for entry in index[kind].values() for box in entry["boxes"]}
+        absent = sorted(needed - set(files))
     except CHECKPOINT_JSON_ERRORS as error:
         return f"index.json or state.json cannot be read ({error})"
     return f"the manifest does not list {', '.join(map(str, absent))}" if absent else None
@@ -58,18 +65,6 @@ def _problem_of_file(folder: Path, name: str, size: int, crc: int, *, contents: 
         return f"{name!r} is not the name of a file"
     except OSError as error:
         return f"{name} cannot be read: {explain(error)[0]}"
-
-
-def _needed(folder: Path) -> set[str]:
-    """Return the files that a checkpoint must have according to its index and state."""
-    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    needed = {"index.json", "state.json"}
-    for rank in range(state["world"]):
-        needed |= {f"random-{rank:05d}.safetensors", *(f"{kind}-{rank:05d}-00000.safetensors" for kind in KINDS)}
-    for kind in KINDS:
-        needed |= {box[0] for entry in index[kind].values() for box in entry["boxes"]}
-    return needed
 
 
 def problem_on_all_ranks(folder: Path, workers: Workers) -> str | None:

@@ -244,7 +244,7 @@ def for_each_file(engine: ShardSource, rank: int, body: Callable[[TensorFile], N
 def _files(engine: ShardSource, rank: int) -> Iterator[TensorFile]:
     """Yield each file as soon as it is full. Earlier files do not stay in memory."""
     for kind in KINDS:
-        for number, boxes in enumerate(_files_of_boxes(_boxes(engine.shards(kind)))):
+        for number, boxes in enumerate(_files_of_boxes(engine.shards(kind))):
             name = f"{kind}-{rank:05d}-{number:05d}.safetensors"
             index: list[IndexEntry] = [
                 (kind, box.name, list(box.shape), (name, key, list(box.offset))) for key, box in boxes.items()
@@ -273,29 +273,26 @@ class SavedBox(NamedTuple):
     values: torch.Tensor
 
 
-def _boxes(shards: Iterable[Shard]) -> Iterator[tuple[str, SavedBox]]:
-    """Yield the boxes that this rank writes with their keys: the name, plus a number from the second box on."""
+def _files_of_boxes(shards: Iterable[Shard]) -> Iterator[dict[str, SavedBox]]:
+    """Group the boxes that this rank writes into files. Without boxes there is one empty file.
+
+    The key of a box is its name, plus a number from the second box of a tensor on.
+    """
     counts: Counter[str] = Counter()
+    file: dict[str, SavedBox] = {}
+    size, is_first = 0, True
     for shard in shards_to_write(shards):
         for offset, values in shard.parts():
+            length = values.numel() * values.itemsize
+            if file and size + length > PART_BYTES:
+                yield file
+                file, size, is_first = {}, 0, False
             number = counts[shard.name]
             counts[shard.name] += 1
             key = f"{shard.name}#{number}" if number else shard.name
-            yield key, SavedBox(shard.name, shard.shape, offset, values.contiguous())
-
-
-def _files_of_boxes(boxes: Iterable[tuple[str, SavedBox]]) -> Iterator[dict[str, SavedBox]]:
-    """Group boxes into files. Without boxes there is one empty file."""
-    file: dict[str, SavedBox] = {}
-    size, number = 0, 0
-    for key, box in boxes:
-        length = box.values.numel() * box.values.itemsize
-        if file and size + length > PART_BYTES:
-            yield file
-            file, size, number = {}, 0, number + 1
-        file[key] = box
-        size += length
-    if file or not number:
+            file[key] = SavedBox(shard.name, shard.shape, offset, values.contiguous())
+            size += length
+    if file or is_first:
         yield file
 
 
