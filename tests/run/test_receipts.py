@@ -88,7 +88,7 @@ def _broken(workers: Any, found: Combination, name: str, act: str) -> None:
         complete.plan, complete.config = asked.plan, asked.config
         return Receipts(complete, order)
 
-    with mock.patch.dict(REGISTRY._switches_by_name, plain), mock.patch.object(fit, "Receipts", receipts):
+    with mock.patch.dict(REGISTRY._by_name, plain), mock.patch.object(fit, "Receipts", receipts):
         trained.fit()
 
 
