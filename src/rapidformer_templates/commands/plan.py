@@ -25,7 +25,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.resolve import choose_template, resolve, with_template_defaults
 from rapidformer_templates.run import scripts
-from rapidformer_templates.run.best import check_metric
+from rapidformer_templates.run.early_checks import check_metric
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.planning.environment import version_of_package
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.run.best import LOSS
 from rapidformer_templates.run.folder import MetricsLine, RunFolder, Summary, is_test_line, read_metrics
 from rapidformer_templates.run.performance import Meter
 from rapidformer_templates.run.receipts import Measurements
 from rapidformer_templates.run.run import Run
+from rapidformer_templates.run.steps import LOSS
 from rapidformer_templates.system.files import finite, write_json
 from rapidformer_templates.system.terminal import console, print_lines
 from rapidformer_templates.system.workers import Workers

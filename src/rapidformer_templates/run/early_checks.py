@@ -5,24 +5,24 @@ Importing torch takes seconds, and a user who mistyped a flag should not wait fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rapidformer_templates.data.finetuning.column_names import check_training_columns
 from rapidformer_templates.data.finetuning.locating import check_data_folder, check_located, is_on_hub
 from rapidformer_templates.data.text.files import no_corpus_error, prefix_of, text_files
-from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector
+from rapidformer_templates.errors import CheckpointError, ConfigError, MistakeCollector, did_you_mean
 from rapidformer_templates.models.model_files import check_model_files, check_tokenizer_files
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
 from rapidformer_templates.planning.environment import ask_torch_if_needed
 from rapidformer_templates.planning.flag_parser import parse
-from rapidformer_templates.planning.flag_values import weighted
+from rapidformer_templates.planning.flag_values import named_sets, weighted
 from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.metrics import metric_name, metrics_of
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.run import configure
-from rapidformer_templates.run.best import check_metric
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.lock import try_folder
 from rapidformer_templates.run.push_to_hub import check_push, create_repository
@@ -131,6 +131,30 @@ def _check_data(config: RunConfig) -> None:
     elif not config.data.streaming:
         check_located(config.data)
         check_training_columns(config.data)
+
+
+def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_task: bool = True) -> None:
+    """Check that the library's own evaluation computes the metric of ``--metric-for-best``.
+
+    Args:
+        sets: names of the validation sets. By default those that the flags name.
+        of_task: whether the task's metrics are computed. Otherwise there is only the loss.
+
+    Raises:
+        ConfigError: it does not compute this metric.
+    """
+    name = config.training.metric_for_best
+    if sets is None:
+        sets = ("", *named_sets(config.data.eval_data_name, "--eval-data-name"))
+    names = [metric_name(of, metric) for of in sets for metric in metrics_of(config, of_task=of_task)]
+    if name is None or name in names:
+        return
+    known = f"there are: {', '.join(names)}; your own compute_metrics can return others"
+    raise ConfigError(
+        f"{config.training.task if of_task else 'this run'} has no metric '{name}'",
+        where=f"--metric-for-best ({config.origin('metric_for_best')})",
+        hint=did_you_mean(name, names, known),
+    )
 
 
 def check_folder(config: RunConfig) -> None:

@@ -18,13 +18,12 @@ from rapidformer_templates.planning.data_rules import check_data_flags
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.run import out_of_memory
-from rapidformer_templates.run.best import BestMetric, BestStep, best_metric, check_metric
 from rapidformer_templates.run.building import build_data, build_engine, choose_allocation, prepare_switches
 from rapidformer_templates.run.checkpoint.check import problem_on_all_ranks
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of, is_checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import show_plan, show_results, summarise
-from rapidformer_templates.run.early_checks import check_folder
+from rapidformer_templates.run.early_checks import check_folder, check_metric
 from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
 from rapidformer_templates.run.folder import RunFolder, Summary, is_test_line, read_metrics
@@ -43,7 +42,17 @@ from rapidformer_templates.run.scripts import (
     train_in_new_workers,
     train_in_this_worker,
 )
-from rapidformer_templates.run.steps import EVALUATE, SAVE, Intervals, build_order, count_steps, log_intervals
+from rapidformer_templates.run.steps import (
+    EVALUATE,
+    SAVE,
+    BestMetric,
+    BestStep,
+    Intervals,
+    best_metric,
+    build_order,
+    count_steps,
+    log_intervals,
+)
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.process_state import kept_process_state

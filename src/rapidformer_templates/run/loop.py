@@ -11,7 +11,6 @@ from rapidformer_templates.data.loader import MicroBatch, load, on_device, train
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss
-from rapidformer_templates.run.best import BestStep
 from rapidformer_templates.run.evaluation import Validation, evaluating
 from rapidformer_templates.run.hooks import states_of
 from rapidformer_templates.run.layer_grad_norms import LayerGradNorms
@@ -21,7 +20,7 @@ from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saving import Checkpoints
 from rapidformer_templates.run.step_errors import locate_device_errors, locate_index_errors
-from rapidformer_templates.run.steps import EVALUATE, SAVE, Intervals
+from rapidformer_templates.run.steps import EVALUATE, SAVE, BestStep, Intervals
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.processes import StopRequest
 from rapidformer_templates.system.terminal import say

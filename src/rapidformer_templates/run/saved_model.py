@@ -36,7 +36,7 @@ DESCRIPTION = "task.json"
 
 
 class TaskDescription(TypedDict, total=False):
-    """What a run stores about its task.
+    """The task of a run, as its folder describes it.
 
     Attributes:
         hooks: names of the hooks that its script overrides.

@@ -29,7 +29,7 @@ from rapidformer_templates.planning.environment import DEVICE_KINDS, OPTIONAL_PA
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.tasks import TASKS
-from rapidformer_templates.run.best import check_metric
+from rapidformer_templates.run.early_checks import check_metric
 from rapidformer_templates.system.files import write_text, writing
 
 FORMATS: Mapping[str, Callable[[dict[str, Value], Options], Result]] = {
