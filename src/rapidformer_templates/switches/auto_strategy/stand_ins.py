@@ -1,4 +1,4 @@
-"""What a trace runs on: tensors without data, and workers that do not exist but divide a model with this one."""
+"""Stand-ins for a trace: tensors without data, and workers that do not exist but divide a model with this one."""
 
 from __future__ import annotations
 

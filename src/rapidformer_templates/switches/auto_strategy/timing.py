@@ -291,8 +291,8 @@ def predict_seconds(
     in_a_node = sharers <= local_world and (layout.copies == 1 or local_world % sharers == 0)
     inside = near if in_a_node else far
     between = near if layout.world <= local_world else far
-    sums, gathered = _data_seconds(layout, setting, facts, width, inside, between)
-    hidden = OVERLAP * _hides(layout, setting) * computed
+    sums, gathered, overlapping = _data_seconds(layout, setting, facts, width, inside, between)
+    hidden = OVERLAP * overlapping * computed
     replicas = layout.shares if layout.partitioning != "none" else 1
     traffic = ADAM_TRAFFIC + (2 if setting.masters else 0)  # plus the 16-bit weight
     local_parameters = facts.parameters - facts.experts + facts.experts / layout.experts
@@ -324,9 +324,10 @@ def exposed_copies(copied: float, computed: float) -> float:
 
 def _data_seconds(
     layout: Layout, setting: MemoryOptions, facts: CommunicationSizes, width: int, inside: float, between: float
-) -> tuple[float, float]:
-    """Seconds that replicas exchange in a step during forward and backward, and after the update, without any overlap.
+) -> tuple[float, float, float]:
+    """Seconds that replicas exchange in a step, without any overlap: during forward and backward, and after the update.
 
+    The third number says how many micro batches compute while the first exchange runs.
     Source: Rajbhandari et al., 2020, section 7.
 
     Args:
@@ -334,7 +335,7 @@ def _data_seconds(
         between: bytes per second that it sends to workers with the same share of other copies.
     """
     if layout.replicas == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     parameters = facts.parameters / (layout.tensor * layout.pipeline)
     # Elements that a worker sends in a sum. It has only some of the divided experts, and fewer peers for them.
     expert_copies = layout.shares / layout.experts
@@ -345,27 +346,22 @@ def _data_seconds(
     gradient, weight = (setting.masters.reduce, width) if setting.masters else (4, 4)
     match layout.partitioning:
         case "none":
-            return 2 * ring * gradient, 0.0
+            return 2 * ring * gradient, 0.0, BACKWARD_SHARE  # that of the last micro batch
         case "zero-1" | "distributed-optimizer" | "oss-sdp":
-            # the two halves of an all-reduce: shares of gradients, then of weights
-            return ring * gradient, ring * weight
+            # The two halves of an all-reduce: shares of gradients, then of weights.
+            # DeepSpeed's exchange begins after the last backward.
+            is_late = layout.partitioning == "zero-1" and not by_parallel_engine
+            return ring * gradient, ring * weight, 0.0 if is_late else BACKWARD_SHARE
         case "oss":
-            return 2 * ring * gradient, ring * weight  # an all-reduce of gradients, and the weights from their owners
+            # An all-reduce of gradients, and the weights from their owners.
+            return 2 * ring * gradient, ring * weight, BACKWARD_SHARE
         case "zero-2":
             # Gradients go to their owner in each micro batch. Weights come back once.
             sent = gradient if by_parallel_engine else width
-            return layout.accumulation * ring * sent, ring * (weight if by_parallel_engine else width)
+            gathered = ring * (weight if by_parallel_engine else width)
+            return layout.accumulation * ring * sent, gathered, layout.accumulation * BACKWARD_SHARE
         case _:
             # Weights for each forward and backward. FSDP sums gradients once, ZeRO-3 in each micro batch.
             sums = 1 if layout.partitioning == "fsdp" else layout.accumulation
             copies = (layout.copies - 1) / layout.copies * parameters / layout.shares / between
-            return (2 * layout.accumulation * width + sums * 4) * ring + 2 * sums * 4 * copies, 0.0
-
-
-def _hides(layout: Layout, setting: MemoryOptions) -> float:
-    """Number of micro batches whose computation the exchange can overlap with."""
-    if layout.partitioning == "zero-1" and not setting.by_parallel_engine(layout):
-        return 0.0  # DeepSpeed's exchange begins after the last backward
-    if layout.partitioning in ("none", "oss", "oss-sdp", "zero-1", "distributed-optimizer"):
-        return BACKWARD_SHARE  # that of the last micro batch
-    return layout.accumulation * (1.0 if layout.partitioning in ("fsdp", "zero-3") else BACKWARD_SHARE)
+            return (2 * layout.accumulation * width + sums * 4) * ring + 2 * sums * 4 * copies, 0.0, layout.accumulation
