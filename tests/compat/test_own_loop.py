@@ -27,7 +27,7 @@ from tests.support.worker_pool import alone, run_in_workers
 DRAW = torch.Generator().manual_seed(0)
 ROWS = [{"x": torch.randn(6, generator=DRAW), "labels": i % 3} for i in range(11)]
 HEAD = torch.randn(3, 3, generator=DRAW)
-FLAGS = "--device cpu --clip-grad 0 --global-batch-size 4"
+FLAGS = "--device cpu --clip-grad 0"
 
 
 class Drawn(Sampler[int]):
@@ -66,11 +66,15 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
 
 
-def looped(kind: str, flags: str = "", ends: Callable[[], None] | None = None) -> dict[str, torch.Tensor]:
+def looped(
+    kind: str, flags: str = "", ends: Callable[[], None] | None = None, batch_size: int = 4
+) -> dict[str, torch.Tensor]:
     """Return the weights after a pass that is stopped in its second step, followed by a complete pass."""
     made = build_model()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.5)
-    engine, model, optimizer, batches = composed(f"{FLAGS} {flags}", loader_of(kind), model=made, optimizer=optimizer)
+    engine, model, optimizer, batches = composed(
+        f"{FLAGS} --global-batch-size {batch_size} {flags}", loader_of(kind), model=made, optimizer=optimizer
+    )
     updates = 0
     try:
         for batch in batches:
@@ -115,6 +119,7 @@ def _everywhere(workers: Any) -> dict[str, Any]:
     return {
         "shuffled": looped("shuffled"),
         "weighted": looped("weighted", "--zero-2-memory-optimization"),
+        "idle bf16": looped("weighted", "--mixed-precision bf16", batch_size=8),
         "drawn": looped("drawn", ends=_raises),
         "drawn bf16": looped("drawn", "--mixed-precision bf16 --zero-3-memory-optimization", ends=_raises),
     }
@@ -130,6 +135,9 @@ def in_workers() -> dict[str, Any]:
 def test_any_sampler_draws_once_for_all_workers(in_workers: dict[str, Any]) -> None:
     for kind in ("shuffled", "weighted"):
         torch.testing.assert_close(in_workers[kind], torchs(kind))
+    # In the last step of a pass, each worker has one batch and repeats it, and the repeated one does not count.
+    rounded = {name: value.float() for name, value in in_workers["idle bf16"].items()}
+    torch.testing.assert_close(rounded, looped("weighted", batch_size=8), atol=0.02, rtol=0.02)
     alone_drawn = looped("drawn")
     torch.testing.assert_close(in_workers["drawn"], alone_drawn)
     rounded = {name: value.float() for name, value in in_workers["drawn bf16"].items() if value.numel()}

@@ -225,7 +225,8 @@ class ShardedGradients:
     def _accumulate_in_fp32(self, index: int) -> None:
         """Add a 16-bit gradient to the accumulated one, and free it."""
         gradient = self.trained[index].gradient
-        assert gradient is not None
+        if gradient is None:  # of a micro batch that does not count
+            return
         if index in self._fp32_accumulated:
             self._fp32_accumulated[index] += gradient
         else:
