@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer_templates.engines.loss_scale import DynamicLossScale
+from rapidformer_templates.engines.step import DynamicLossScale
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.jobs import CausalJob
 

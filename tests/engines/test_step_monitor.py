@@ -99,7 +99,7 @@ def test_non_finite_loss_is_heard_of_late_and_has_touched_nothing(interval: str,
 
 @pytest.mark.usefixtures("ahead")
 def test_overflow_in_fp16_skips_its_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rapidformer_templates.engines.loss_scale import DynamicLossScale
+    from rapidformer_templates.engines.step import DynamicLossScale
 
     monkeypatch.setattr("rapidformer_templates.engines.local.DynamicLossScale", lambda: DynamicLossScale(2.0**20))
     job = Line([*FLAGS, "--train-iters", "8", "--mixed-precision", "fp16", "--no-save"])

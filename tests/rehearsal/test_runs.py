@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from rapidformer_templates.engines import local
-from rapidformer_templates.engines.loss_scale import DynamicLossScale
+from rapidformer_templates.engines.step import DynamicLossScale
 from tests.support import parity, stand_in
 from tests.support.dropout_runs import DropoutJob
 from tests.support.jobs import OTHERS, CausalJob

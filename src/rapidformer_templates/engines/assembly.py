@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses, LossLayer
+from rapidformer_templates.engines.loss import AuxiliaryLosses, LossLayer
 from rapidformer_templates.models.adapters import FrozenBase
 from rapidformer_templates.models.blocks import Placement, find_blocks
 from rapidformer_templates.planning.plan import Plan

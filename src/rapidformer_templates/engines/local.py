@@ -22,12 +22,10 @@ from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines.assembly import Assembly
-from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.embedding_noise import rows_of
 from rapidformer_templates.engines.host_optimizer import HostOptimizer, is_in_host_memory
-from rapidformer_templates.engines.loss import Recorder, loss_and_count
-from rapidformer_templates.engines.loss_scale import DynamicLossScale
+from rapidformer_templates.engines.loss import AuxiliaryLosses, Recorder, loss_and_count
 from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
 from rapidformer_templates.engines.optimizer_state import load_optimizer, optimizer_shards, state_tensors
 from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule
@@ -46,8 +44,7 @@ from rapidformer_templates.engines.shards import (
     shard_of,
 )
 from rapidformer_templates.engines.side_effects import preserve_state, restored_buffers
-from rapidformer_templates.engines.step import Step
-from rapidformer_templates.engines.step_monitor import StepMonitor
+from rapidformer_templates.engines.step import DynamicLossScale, Step, StepMonitor
 from rapidformer_templates.engines.unused_parameters import with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +14,9 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.shards import local_part
+from rapidformer_templates.models.blocks import bytes_of, canonical_name, shape_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,3 +98,29 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """
     local = local_part(tensor).detach()
     return local.view(WHOLE_NUMBERS[local.element_size()]).sum(dtype=torch.int64)
+
+
+class TrainedAndFrozen(Receipt):
+    """Elements and bytes of the trained and of the frozen parameters, in full size and over all pipeline stages."""
+
+    def after_step(self, engine: Engine) -> dict[str, int]:
+        whole_name = engine.assembly.placement.whole_name
+        local = {
+            whole_name(canonical_name(name)): (p.requires_grad, math.prod(shape_of(p)), bytes_of(p))
+            for name, p in engine.model.named_parameters()
+        }
+        parameters = merge_by_name(engine, local).values()
+        return {
+            "trained_parameters": sum(count for trained, count, _ in parameters if trained),
+            "trained_bytes": sum(size for trained, _, size in parameters if trained),
+            "frozen_parameters": sum(count for trained, count, _ in parameters if not trained),
+            "frozen_bytes": sum(size for trained, _, size in parameters if not trained),
+        }
+
+
+def merge_by_name(engine: Engine, local: dict[str, T]) -> dict[str, T]:
+    """Merge the reports of all workers, by name in the whole model. The first worker that has a part counts."""
+    merged: dict[str, T] = {}
+    for of_worker in reversed(engine.workers.gather(local)):
+        merged |= of_worker
+    return merged

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import spelling
@@ -18,6 +19,9 @@ from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.optimizers import RULES
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.schedules import STYLES, FileSchedule, deepspeed_rates, warmup_steps
+
+COUNTED_FROM_ONE = ("cosine_warmup_with_min_lr",)
+"""Schedules that reach their end in the last step of the decay, not after it."""
 
 Schedule = Callable[[int], float]
 """Returns the learning rate of a step (from 0) as a fraction of the peak."""
@@ -122,9 +126,7 @@ def schedule(
             message = f"a warmup of {warmup} steps is longer than the {what} of {steps} steps"
             raise ConfigError(message, where=spelling(by))
     if STYLES[style].of_transformers:
-        from rapidformer_templates.engines.transformers_schedules import schedule_of_transformers
-
-        return schedule_of_transformers(training, warmup, decay_steps)
+        return _schedule_of_transformers(training, warmup, decay_steps)
     floor = training.min_lr / training.lr if training.lr else 0.0
     shape = {
         "linear": lambda progress: 1.0 - progress,
@@ -139,3 +141,43 @@ def schedule(
         return floor + (1.0 - floor) * shape(progress)
 
     return factor
+
+
+def _schedule_of_transformers(training: TrainingFlags, warmup: int, decay_steps: int) -> Schedule:
+    """Return a schedule from transformers' ``get_scheduler``. After the decay the rate stays constant.
+
+    Args:
+        warmup: number of warmup steps.
+        decay_steps: number of steps of warmup and decay together.
+
+    Raises:
+        ConfigError: the warmup leaves no step for the decay, or fewer than its last part needs.
+    """
+    from transformers import get_scheduler
+
+    name, style = training.lr_decay_style, STYLES[training.lr_decay_style]
+    floor = training.min_lr / training.lr if training.lr else 0.0
+    options_by_name: dict[str, dict[str, Any]] = {
+        "cosine_with_restarts": {"num_cycles": training.lr_num_cycles},
+        "polynomial": {"lr_end": training.min_lr, "power": training.lr_power},
+        "cosine_with_min_lr": {"min_lr_rate": floor},
+        "cosine_warmup_with_min_lr": {"min_lr_rate": floor},
+        "warmup_stable_decay": {
+            "num_decay_steps": training.lr_wsd_decay_iters or math.ceil(decay_steps / 10),
+            "decay_type": training.lr_wsd_decay_style,
+            "min_lr_ratio": floor,
+        },
+    }
+    options = options_by_name.get(name, {})
+    last = options.get("num_decay_steps", 1)
+    if style.decays and warmup + last > decay_steps:
+        raise ConfigError(
+            f"a warmup of {warmup} steps leaves {decay_steps - warmup} to decay in, and {name} needs {last}",
+            where=spelling("lr_wsd_decay_iters" if training.lr_wsd_decay_iters else "lr_decay_style"),
+        )
+    # transformers reads only the peak from the optimizer.
+    optimizer = SGD([nn.Parameter(torch.empty(0))], lr=training.lr or 1.0)
+    scheduler: Any = get_scheduler(name, optimizer, warmup, decay_steps, scheduler_specific_kwargs=options)
+    share: Schedule = scheduler.lr_lambdas[0]
+    end = decay_steps - (name in COUNTED_FROM_ONE)
+    return (lambda step: share(min(step, end))) if style.decays else share

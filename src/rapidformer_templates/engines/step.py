@@ -1,11 +1,16 @@
-"""One optimizer step. Its guarantees are the same for all engines, and for losses that come from a user's own loop."""
+"""One optimizer step: its parts, the results that the host reads later, and the loss scale of fp16.
+
+Its guarantees are the same for all engines, and for losses that come from a user's own loop.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -13,11 +18,16 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines.contract import StepResult
-from rapidformer_templates.engines.loss import Recorder, weighted_loss
+from rapidformer_templates.engines.loss import HookCount, Recorder, weighted_loss, wrong_count_error
 from rapidformer_templates.engines.unused_parameters import reached_parameters
+from rapidformer_templates.errors import NonFiniteLoss
+from rapidformer_templates.system.accelerator import HostCopy
 
 if TYPE_CHECKING:
     from rapidformer_templates.engines.local import SingleEngine
+
+MAX_STEPS_IN_FLIGHT = 1
+"""Number of unread steps when a new one starts. This keeps the device busy."""
 
 
 class Step:
@@ -197,3 +207,110 @@ class Step:
             counts = workers.sum(*flags.tolist())
             engine._drop_unused([index for index, count in enumerate(counts) if count == workers.world])
         return total
+
+
+@dataclass
+class _StepValues:
+    """Values of one step: loss, gradient norm, whether the run must end, and the counts of the user's hook."""
+
+    number: int
+    values: HostCopy
+    microbatches: list[MicroBatch]
+
+
+@dataclass
+class StepMonitor:
+    """Steps whose results the device has and the host has not read yet.
+
+    Reading a loss in every step makes the host wait for the device, and then the device for the host. Instead, the
+    device itself skips the update of a failed step and of all later steps. The host reads the result while the next
+    step is computed. So the weights are as before the failed step when it does.
+
+    Attributes:
+        hook_counts: counts of the hook in this step's micro batches so far. They are compared on the device.
+    """
+
+    device: torch.device
+    hook_counts: list[HookCount] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ended = torch.zeros((), dtype=torch.bool, device=self.device)
+        self._unread: deque[_StepValues] = deque()
+        self._started = 0
+
+    def begin(self) -> None:
+        """Start a step, and read all results except that of the previous step. Raises like :meth:`poll`."""
+        self._started += 1
+        self.hook_counts = []
+        self.poll(MAX_STEPS_IN_FLIGHT)
+
+    def check(self, loss: torch.Tensor, norm: torch.Tensor, *, may_overflow: bool) -> torch.Tensor:
+        """Return a device scalar (fp32): 1 if the update of this step must be skipped, else 0.
+
+        Args:
+            may_overflow: whether a step that is not finite is only skipped and the run continues (fp16).
+        """
+        overflow = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        wrong = overflow
+        if may_overflow:
+            wrong = torch.zeros_like(overflow)
+        counts = [count.to(torch.float64) for count, _ in self.hook_counts]
+        for count, (_, microbatch) in zip(counts, self.hook_counts, strict=True):
+            wrong = wrong | (count != microbatch.targets)
+        self._ended = self._ended | wrong
+        values = torch.stack([loss.to(torch.float64), norm.to(torch.float64), wrong.to(torch.float64), *counts])
+        self._unread.append(
+            _StepValues(self._started, HostCopy(values), [microbatch for _, microbatch in self.hook_counts])
+        )
+        return (self._ended | overflow).to(torch.float32)
+
+    def poll(self, running: int = 0) -> None:
+        """Read the results of all steps except the last ``running`` ones. All workers read the same steps.
+
+        Raises:
+            NonFiniteLoss: a step failed. The ``age`` of the error is the number of steps since.
+            RapidformerError: the hook's count of targets differs from ``count_targets``.
+        """
+        while len(self._unread) > running:
+            step = self._unread.popleft()
+            loss, norm, wrong, *counts = step.values.values()
+            if not wrong:
+                continue
+            self._unread.clear()  # their updates were skipped
+            for count, microbatch in zip(counts, step.microbatches, strict=True):
+                if count != microbatch.targets:
+                    raise wrong_count_error(count, microbatch)
+            raise NonFiniteLoss(f"loss {loss}, gradient norm {norm}", age=self._started - step.number)
+
+
+class DynamicLossScale:
+    """Grows after steps without overflow, and halves on an overflow (Micikevicius et al., 2018).
+
+    Torch's ``GradScaler`` checks the gradients on one rank. With sharded gradients, ranks would disagree. This class
+    uses the global gradient norm instead, which is the same on every rank.
+
+    Attributes:
+        scale: a device scalar (fp32), so that the host need not wait for it.
+    """
+
+    def __init__(self, scale: float = 65536.0, growth_interval: int = 2000) -> None:
+        self.scale = torch.tensor(scale, dtype=torch.float32)
+        self.growth_interval = growth_interval
+        self._good_steps = torch.zeros((), dtype=torch.int32)
+
+    def to(self, device: torch.device) -> None:
+        """Move the scale to ``device``."""
+        self.scale, self._good_steps = self.scale.to(device), self._good_steps.to(device)
+
+    def update(self, *, overflow: bool | torch.Tensor) -> None:
+        """Update the scale after a step. A tensor is 1 (fp32, on the device) for an overflow, else 0."""
+        overflowed = torch.as_tensor(overflow, dtype=torch.float32, device=self.scale.device)
+        torch._amp_update_scale_(self.scale, self._good_steps, overflowed, 2.0, 0.5, self.growth_interval)
+        self.scale.clamp_(min=1.0)
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": float(self.scale), "good_steps": int(self._good_steps)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.scale.fill_(float(state["scale"]))
+        self._good_steps.fill_(int(state["good_steps"]))

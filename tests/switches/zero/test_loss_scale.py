@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.engines.loss_scale import DynamicLossScale
+from rapidformer_templates.engines.step import DynamicLossScale
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.switches.zero.engine import loss_scale_state, restore_loss_scale
 from tests.support.jobs import CausalJob

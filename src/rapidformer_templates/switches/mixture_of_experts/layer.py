@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from rapidformer_templates.engines.auxiliary_losses import LossLayer
+from rapidformer_templates.engines.loss import LossLayer
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.adapters import ReadStack, base_of, reader_of, stack_factors
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses

@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.auxiliary_losses import DividedSequences
+from rapidformer_templates.engines.loss import DividedSequences
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers
 
@@ -71,7 +71,7 @@ Recorded = tuple[object, tuple[int, ...], dict[int, torch.Tensor]]
 
 
 class BalanceLosses:
-    """The losses of all sparse layers of a model. See :class:`engines.auxiliary_losses.AuxiliaryLosses`.
+    """The losses of all sparse layers of a model. See :class:`engines.loss.AuxiliaryLosses`.
 
     A layer attaches its losses to the weights of its choices. A forward may run twice for a micro batch, if activations
     are recomputed, but a backward runs once. So losses and expert loads are recorded in the backward.

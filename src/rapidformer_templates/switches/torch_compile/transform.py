@@ -16,8 +16,8 @@ from torch import nn
 from torch._dynamo.utils import counters, get_compilation_metrics, set_compilation_metrics_limit
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.auxiliary_losses import LossLayer
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.loss import LossLayer
 from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.engines.recomputation import checkpointed_forward
 from rapidformer_templates.errors import ModelError
