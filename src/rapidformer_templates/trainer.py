@@ -538,8 +538,13 @@ def template_of_session(
     }
     if optimizer is not None:
         # Switches replace some parameters, so the recipe is made once, from those that the optimizer was created for.
-        recipe = cache(lambda *names: as_recipe(optimizer, model, _explicit_flags(template.config, *names)))
-        hooks["build_optimizer"] = lambda self: recipe(*OF_A_CLASS)
+        @cache
+        def recipe() -> OptimizerSpec:
+            config = template.config
+            flags = {name: config.get(name) for name in OF_A_CLASS if name in config.origins}
+            return as_recipe(optimizer, model, flags)
+
+        hooks["build_optimizer"] = lambda self: recipe()
     if compute_loss is not None:
         hooks["compute_loss"] = lambda self, model, batch: compute_loss(model, batch)
     if count_targets is not None:
@@ -549,11 +554,6 @@ def template_of_session(
     if optimizer is not None:
         template.build_optimizer()  # refuse an unusable optimizer before a worker starts
     return template
-
-
-def _explicit_flags(config: RunConfig, *names: str) -> dict[str, Any]:
-    """Return the values of those flags in ``names`` that were given."""
-    return {name: config.get(name) for name in names if name in config.origins}
 
 
 def _caller() -> FrameType:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 UNCOUNTED = "the loop's loss", "engine.compose(…, count_targets=function): from a batch to the number of its targets"
 """Parts of the error message for a batch whose number of targets is unknown."""
 
-Call = tuple[tuple[Any, ...], dict[str, Any], bool]
+Call = tuple[tuple[object, ...], dict[str, object], bool]
 """Positional arguments, keyword arguments, and whether gradients are enabled."""
 
 
@@ -156,7 +156,7 @@ class OwnLoop:
                 hint="call optimizer.step() after every engine.backward(loss): it updates when a step is complete",
             )
 
-    def forward(self, *arguments: Any, **named: Any) -> Any:
+    def forward(self, *arguments: object, **named: object) -> Any:
         """Return the model's output. Outside of a batch of the loop, the forward has no gradients."""
         if not self._is_open:
             return self.session.forward(*arguments, **named)
@@ -215,7 +215,7 @@ class ComposedModel:
     def __init__(self, loop: OwnLoop) -> None:
         self._loop = loop
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: object, **named: object) -> Any:
         return self._loop.forward(*arguments, **named)
 
     def __getattr__(self, name: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
@@ -308,9 +308,9 @@ class DynamicLossScale:
         torch._amp_update_scale_(self.scale, self._good_steps, overflowed, 2.0, 0.5, self.growth_interval)
         self.scale.clamp_(min=1.0)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         return {"scale": float(self.scale), "good_steps": int(self._good_steps)}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, float]) -> None:
         self.scale.fill_(float(state["scale"]))
         self._good_steps.fill_(int(state["good_steps"]))

@@ -312,7 +312,7 @@ class Session:
         receipts = self._receipts.measured_by_rank() if self._meter.steps else {}
         return what_was_done(self._run, self._meter, receipts)
 
-    def forward(self, *arguments: Any, **named: Any) -> Any:
+    def forward(self, *arguments: object, **named: object) -> Any:
         """Return the model output, without gradients or side effects. Call it on every worker, in the same order."""
         nothing = MicroBatch((arguments, named), [], idle=True)
         return self._run.engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
