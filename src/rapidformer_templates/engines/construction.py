@@ -72,6 +72,7 @@ class DividedStorage:
     Attributes:
         storage: the storage that the parameter and its views use. It has no bytes while it is divided.
         size: its bytes.
+        number: how many others were added before. The same on all workers.
         share: this worker's share of the bytes. None before the first division.
         is_whole: whether the storage has all of its bytes on this worker.
         is_changed: whether it was written since its last division.
@@ -79,6 +80,7 @@ class DividedStorage:
 
     storage: torch.UntypedStorage
     size: int
+    number: int
     share: torch.Tensor | None = None
     is_whole: bool = True
     is_changed: bool = True
@@ -116,7 +118,7 @@ class ModelUnderConstruction:
         self.is_paused = False
         self._storages: dict[int, DividedStorage] = {}
         self._whole: dict[int, DividedStorage] = {}  # in the order of their last use
-        self._whole_bytes = self._all_bytes = 0
+        self._whole_bytes = self._all_bytes = self._added = 0
 
     def add(self, parameter: nn.Parameter) -> None:
         """Divide a parameter's storage when memory is needed. Small and sparse parameters stay whole."""
@@ -131,7 +133,8 @@ class ModelUnderConstruction:
         if not storage.resizable() or storage.nbytes() > own_bytes:  # a part of a mapped file, or of a larger tensor
             parameter.data = parameter.data.clone()
             storage = parameter.untyped_storage()
-        added = DividedStorage(storage, storage.nbytes())
+        added = DividedStorage(storage, storage.nbytes(), self._added)
+        self._added += 1
         self._all_bytes += added.size
         self._make_room(added)
         self._storages[added.key] = added
@@ -198,8 +201,13 @@ class ModelUnderConstruction:
     def finish(self) -> None:
         """Gather what is still divided, for an engine that needs it whole."""
         with self.paused():
-            for storage in list(self._storages.values()):
-                self._gather(storage)
+            # A worker may have forgotten a parameter that no longer exists and that others still have.
+            numbers: list[list[int]] = [[]] * self.world
+            dist.all_gather_object(numbers, sorted(s.number for s in self._storages.values()), group=self.group)
+            common = set.intersection(*map(set, numbers))
+            for storage in sorted(self._storages.values(), key=lambda storage: storage.number):
+                if storage.number in common:
+                    self._gather(storage)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -327,13 +327,15 @@ def evaluated_sets(flags: DataFlags) -> dict[str, DataFlags]:
     Raises:
         DataError: a name cannot be used.
     """
-    alone = replace(flags, eval_data_name=None, evaluate_test=False, data_config=None, data_split=None)
     folder = Path(flags.data_dir or ".")
-    if folder.is_file():
+    is_file = folder.is_file()
+    if is_file:
         folder = folder.parent
-        alone = replace(alone, data_dir=str(folder))
     sets = {}
     for name, of in named_sets(flags.eval_data_name, "--eval-data-name").items():
+        alone = replace(flags, eval_data_name=None, evaluate_test=False, data_config=None, data_split=None)
+        if is_file:
+            alone = replace(alone, data_dir=str(folder))
         path = next((path for path in (folder / of, Path(of)) if path.is_dir() or path.is_file()), None)
         if path is None:
             sets[name] = replace(alone, data_name=of)
