@@ -23,7 +23,7 @@ from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run import building
 from rapidformer_templates.run.receipts import BYTES_BY_RANK
-from rapidformer_templates.system.process_state import M_MMAP_THRESHOLD, use_default_allocator
+from rapidformer_templates.system.process_state import M_MMAP_THRESHOLD, _mallopt, use_default_allocator
 from tests.support.selection import by_default, selected
 from tests.support.worker_pool import start_workers
 
@@ -83,7 +83,7 @@ def _freed_memory_is_given_back() -> Iterator[None]:
     """Return freed memory in every run. Otherwise a run would be measured with memory of the previous one."""
 
     def give_back() -> None:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+        _mallopt({M_MMAP_THRESHOLD: 2**16})
 
     with (
         mock.patch.object(building, "keep_freed_memory", give_back),

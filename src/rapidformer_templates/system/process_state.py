@@ -93,7 +93,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # <malloc.h>
 
 def freed_memory() -> str:
     """Return what happens to freed memory: ``kept``, ``given back`` or ``as usual``, by the allocator's settings."""
-    if M_MMAP_MAX in _changed:
+    if _changed.get(M_MMAP_MAX) == 0:
         return "kept"
     return "given back" if _changed else "as usual"
 
@@ -121,16 +121,17 @@ def give_freed_memory_back() -> None:
 @contextmanager
 def freed_memory_given_back() -> Iterator[None]:
     """Return every freed tensor of a megabyte or more to the system, until this context ends."""
-    before = freed_memory()
-    _mallopt({M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 2**20})
+    before = dict(_changed)
+    _mallopt({M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: min(2**20, before.get(M_MMAP_THRESHOLD, 2**20))})
     try:
         yield
     finally:
         use_default_allocator()
-        if before == "kept":
-            keep_freed_memory()
-        elif before == "given back":
-            give_freed_memory_back()
+        if before:
+            _mallopt(before)
+        else:  # glibc raises its thresholds to these values when large tensors are freed, unless they have been set
+            _mallopt({M_MMAP_THRESHOLD: 2**25, M_TRIM_THRESHOLD: 2**26})
+            _changed.clear()
 
 
 @contextmanager
@@ -157,13 +158,11 @@ def use_default_allocator() -> None:
         _changed.clear()
 
 
-_changed: set[int] = set()
-"""Options that this process has set."""
+_changed: dict[int, int] = {}
+"""Options that this process has set, with their values."""
 
 
 def _mallopt(values: dict[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        for option, value in values.items():
-            if mallopt(option, value):
-                _changed.add(option)
+        _changed.update({option: value for option, value in values.items() if mallopt(option, value)})
