@@ -29,10 +29,10 @@ from rapidformer_templates.data.loader import eval_requests, load, sample_length
 from rapidformer_templates.data.types import Batch, Data, Sample, SampleSet
 from rapidformer_templates.engines.optimizer_instances import as_recipe, as_schedule
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
+from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.models.model_files import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.session import Session
 from rapidformer_templates.system import launch
 from rapidformer_templates.trainer import Trainer
@@ -313,7 +313,7 @@ class _Template:
     def _metrics(self, template: Trainer) -> Mapping[str, float]:
         compute: Callable[..., float | Mapping[str, float]] = self.run_compute_metrics  # type: ignore[attr-defined]
         engine = template.engine
-        with evaluating(engine), engine.averaged(), engine.measuring() as model, torch.no_grad():
+        with evaluating(engine.model), engine.averaged(), engine.measuring() as model, torch.no_grad():
             result = compute(_Models([model]), _Batches(self, template))
         return result if isinstance(result, Mapping) else {"metric": result}
 

@@ -124,11 +124,8 @@ class ModelUnderConstruction:
         """Divide a parameter's storage when memory is needed. Small and sparse parameters stay whole."""
         if type(parameter.data) is not torch.Tensor or parameter.layout != torch.strided:
             return
-        if parameter.device.type != "cpu" or parameter.untyped_storage()._cdata in self._storages:
-            return
-        storage = parameter.untyped_storage()
-        own_bytes = parameter.numel() * parameter.element_size()
-        if own_bytes < LEAST_DIVIDED:
+        storage, own_bytes = parameter.untyped_storage(), parameter.numel() * parameter.element_size()
+        if parameter.device.type != "cpu" or own_bytes < LEAST_DIVIDED or storage._cdata in self._storages:
             return
         if not storage.resizable() or storage.nbytes() > own_bytes:  # a part of a mapped file, or of a larger tensor
             parameter.data = parameter.data.clone()
@@ -154,11 +151,11 @@ class ModelUnderConstruction:
 
     def use(self, tensors: Collection[torch.Tensor], *, written: Collection[torch.Tensor] = ()) -> None:
         """Gather the storages of some tensors, and divide others if there is not enough memory for all."""
-        used = {storage.key: storage for storage in self._storages_of(tensors)}
+        used = {storage.key: storage for storage in self.storages_of(tensors)}
         self._make_room(*used.values())
         for storage in used.values():
             self._gather(storage)
-        for storage in self._storages_of(written):
+        for storage in self.storages_of(written):
             storage.is_changed = True
 
     def overwrite(self, tensor: torch.Tensor) -> bool:
@@ -182,7 +179,7 @@ class ModelUnderConstruction:
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stop dividing whole tensors whose values an engine has taken over. All workers must name the same ones."""
-        for storage in self._storages_of(tensors):
+        for storage in self.storages_of(tensors):
             if storage.is_whole and storage.key in self._storages:
                 del self._storages[storage.key], self._whole[storage.key]
                 self._whole_bytes -= storage.size
@@ -190,8 +187,8 @@ class ModelUnderConstruction:
     def forget_freed(self) -> None:
         """Free the memory of parameters that no longer exist.
 
-        Workers may differ in when they free a parameter. What is done here needs no other worker: the storage still
-        counts among the whole ones until it is its turn to be divided.
+        Workers may free a parameter at different times, so this must not change what they exchange. A whole storage
+        still counts as whole until its turn to be divided comes.
         """
         for key, storage in list(self._storages.items()):
             if not storage.is_changed and torch._C._storage_Use_Count(key) == 1:  # only ours is left
@@ -218,7 +215,8 @@ class ModelUnderConstruction:
         finally:
             self.is_paused = before
 
-    def _storages_of(self, tensors: Iterable[torch.Tensor]) -> list[DividedStorage]:
+    def storages_of(self, tensors: Iterable[torch.Tensor]) -> list[DividedStorage]:
+        """Return the divided storages that some tensors use."""
         return [storage for storage in map(self.find, tensors) if storage is not None]
 
     def _mark_whole(self, storage: DividedStorage) -> None:
@@ -342,13 +340,13 @@ class _Operations(TorchDispatchMode):
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]
     ) -> Any:
         """Make a view. It reads no values, but torch checks its bounds. Memory that nobody writes costs nothing."""
-        divided = {id(s): s for s in map(self.model.find, tensors) if s is not None and not s.is_whole}
-        for storage in divided.values():
+        divided = [storage for storage in self.model.storages_of(tensors) if not storage.is_whole]
+        for storage in divided:
             storage.storage.resize_(storage.size)
         try:
             return func(*args, **kwargs)
         finally:
-            for storage in divided.values():
+            for storage in divided:
                 storage.storage.resize_(0)
 
 

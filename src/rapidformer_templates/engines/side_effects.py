@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from torch import nn
 
 from rapidformer_templates.system import accelerator
+from rapidformer_templates.system.process_state import capture, restore
 
 _BACKWARD_MAY_FOLLOW = ContextVar("a forward leaves a trace", default=True)
 
@@ -42,3 +43,15 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         _BACKWARD_MAY_FOLLOW.reset(before)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context for forwards that must not affect training. It restores the mode and the random state."""
+    random_state, training = capture(), model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+        restore(*random_state)

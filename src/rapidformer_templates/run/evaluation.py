@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, sample_lengths
 from rapidformer_templates.data.types import SampleSet
-from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.planning.metrics import metric_name, metrics_of
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.step_errors import locate_index_errors
-from rapidformer_templates.system.process_state import capture, restore
-
-
-@contextmanager
-def evaluating(engine: Engine) -> Iterator[None]:
-    """Context for forwards that must not affect training. It restores the mode and the random state."""
-    random_state, training = capture(), engine.model.training
-    engine.model.eval()
-    try:
-        yield
-    finally:
-        engine.model.train(training)
-        restore(*random_state)
 
 
 class Evaluator:
@@ -71,7 +57,7 @@ class Evaluator:
         run, task = self.run, self.run.task
         if task:
             task.begin_evaluation(self.part)
-        with evaluating(run.engine), run.engine.averaged():
+        with evaluating(run.engine.model), run.engine.averaged():
             if task and task.needs_prepass:
                 task.prepass(run.engine.eval_batch, self._microbatches(), run.workers)
             total, targets, results = self._results(advance)

@@ -16,12 +16,13 @@ from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.types import kind_of
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.building import build_data, build_engine
-from rapidformer_templates.run.evaluation import Evaluator, Validation, evaluating
+from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import checked_count, checked_predictions
 from rapidformer_templates.run.predictions import (
@@ -162,7 +163,7 @@ def predict(template: Template, run: Run, samples: Any, batch_size: int, generat
         with kept_process_state():
             predictions = predict_samples(task, run.model, several, batch_size, generation)
     else:
-        with kept_process_state(), _single_process_plan(template), evaluating(run.engine):
+        with kept_process_state(), _single_process_plan(template), evaluating(run.engine.model):
             predictions = _read(run, several, batch_size)
     return predictions[0] if is_single else predictions
 

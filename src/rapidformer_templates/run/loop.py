@@ -10,8 +10,9 @@ from typing import NamedTuple
 from rapidformer_templates.data.loader import MicroBatch, load, on_device, train_requests
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
+from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss
-from rapidformer_templates.run.evaluation import Validation, evaluating
+from rapidformer_templates.run.evaluation import Validation
 from rapidformer_templates.run.hooks import states_of
 from rapidformer_templates.run.layer_grad_norms import LayerGradNorms
 from rapidformer_templates.run.log import Log
@@ -209,7 +210,7 @@ class Loop:
             if task and task.measures:
                 task.begin_step(microbatches)
             if task and task.needs_prepass:
-                with evaluating(engine):
+                with evaluating(engine.model):
                     task.prepass(engine.eval_batch, microbatches, workers)
             result = engine.step(microbatches, targets).run(self.schedule(step))
         if task and task.measures:

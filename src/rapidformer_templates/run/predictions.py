@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
 from rapidformer_templates.data.finetuning.chat_samples import ChatTemplate
@@ -18,9 +16,9 @@ from rapidformer_templates.data.finetuning.tables import DataPart, part_of, part
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.base import Inputs, Record
+from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.architectures import positions_of
-from rapidformer_templates.system.process_state import capture, restore
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
@@ -128,11 +126,10 @@ def predict_inputs(
     """
     rank, world = (workers.rank, workers.world) if workers else (0, 1)
     own_records: dict[int, Record] = {}
-    with _predicting(model):
+    with evaluating(model), torch.no_grad():
         for batch in batches_of(inputs, batch_size)[rank::world]:
-            torch.manual_seed(
-                generation.seed + batch[0]
-            )  # seeded per batch, so that it does not matter which worker draws
+            # Each batch has its own seed, so it does not matter which worker draws.
+            torch.manual_seed(generation.seed + batch[0])
             batch_records = task.records(model, [inputs.rows[row] for row in batch], generation)
             own_records |= dict(zip(batch, batch_records, strict=True))
             advance(len(batch))
@@ -148,19 +145,6 @@ def batches_of(inputs: Inputs, batch_size: int) -> list[list[int]]:
     """Group rows of similar length. The batches depend only on the rows, not on the number of workers."""
     order = np.argsort(inputs.lengths, kind="stable").tolist()
     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-
-
-@contextmanager
-def _predicting(model: nn.Module) -> Iterator[None]:
-    """Context for forwards without side effects. It restores the mode and the random state, without gradients."""
-    random_state, training = capture(), model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
-        restore(*random_state)
 
 
 MIN_ROOM = 16

@@ -25,10 +25,10 @@ from rapidformer_templates.data.loader import eval_requests, load
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.tasks.preference import Preference
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.errors import CheckpointError, DataError
 from rapidformer_templates.models.adapters import fingerprint, identity_of, without_adapters
 from rapidformer_templates.planning.flag_values import TEST
-from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.system.files import sync, writing
@@ -150,7 +150,7 @@ class Precomputed:
             micro_batch=sizes.micro_batch,
         )  # fmt: skip
         logps: list[tuple[int, list[float]]] = []
-        with evaluating(run.engine):
+        with evaluating(run.engine.model):
             for microbatch in load(samples, run.data, requests, workers=0, pin_memory=False):
                 outputs = self.task.reference_of(run.engine.eval_batch, microbatch)
                 if workers.is_replica_leader and not microbatch.idle:

@@ -23,6 +23,7 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
+from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.engines.step import Step
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, OutOfMemory
 from rapidformer_templates.planning.config import spelling
@@ -36,7 +37,6 @@ from rapidformer_templates.run.building import build_engine, choose_allocation, 
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import show_plan, what_was_done
-from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.folder import RunFolder, Summary
 from rapidformer_templates.run.hooks import checked_schedule
@@ -248,7 +248,7 @@ class Session:
         targets, _, _ = self._global_counts(microbatches, problem)
         (microbatch,) = microbatches
         self._raise_pending_errors()
-        with self._meter.paused(), evaluating(self._run.engine), self._run.engine.averaged():
+        with self._meter.paused(), evaluating(self._run.engine.model), self._run.engine.averaged():
             loss, output = self._run.engine.eval_batch(microbatch)
         self._placeholder = batch if self._placeholder is None else self._placeholder
         (total,) = self.workers.sum(loss if self.workers.is_replica_leader else 0.0)
