@@ -1,8 +1,8 @@
 """Build a model of which each worker keeps only a share, while the code that builds it sees every tensor whole.
 
 While a model is built and transformed, all workers execute the same code. Each parameter begins whole. When other
-parameters need the memory, its storage is divided: every worker keeps an equal share of the bytes and frees the rest.
-The next operation that reads or writes the parameter, or a view of it, gathers the storage again.
+parameters need the memory, its storage is divided: every worker keeps an equal share of its elements and frees the
+rest. The next operation that reads or writes the parameter, or a view of it, gathers the storage again.
 
 Operations are seen below autograd, by ``TorchDispatchMode``, so a backward gathers what it reads as well. The unit is
 the storage, so views and tied weights need no bookkeeping. FSDP's ``fully_shard`` frees memory in the same way: it
@@ -33,7 +33,7 @@ LEAST_DIVIDED = 4096
 PIECE = 4 << 20
 """Bytes of a share that one exchange moves. Larger exchanges would need as much memory again."""
 ALIGNMENT = 64
-"""Shares begin at multiples of this many bytes."""
+"""Shares begin at multiples of this many elements, whatever their type."""
 
 _aten = torch.ops.aten
 OVERWRITES = frozenset(
@@ -72,14 +72,16 @@ class DividedStorage:
     Attributes:
         storage: the storage that the parameter and its views use. It has no bytes while it is divided.
         size: its bytes.
+        dtype: the type of its elements.
         number: how many others were added before. The same on all workers.
-        share: this worker's share of the bytes. None before the first division.
+        share: the bytes of this worker's share. None before the first division.
         is_whole: whether the storage has all of its bytes on this worker.
         is_changed: whether it was written since its last division.
     """
 
     storage: torch.UntypedStorage
     size: int
+    dtype: torch.dtype
     number: int
     share: torch.Tensor | None = None
     is_whole: bool = True
@@ -130,7 +132,7 @@ class ModelUnderConstruction:
         if not storage.resizable() or storage.nbytes() > own_bytes:  # a part of a mapped file, or of a larger tensor
             parameter.data = parameter.data.clone()
             storage = parameter.untyped_storage()
-        added = DividedStorage(storage, storage.nbytes(), self._added)
+        added = DividedStorage(storage, storage.nbytes(), parameter.dtype, self._added)
         self._added += 1
         self._all_bytes += added.size
         self._make_room(added)
@@ -272,7 +274,8 @@ class ModelUnderConstruction:
         self._mark_whole(storage)
 
     def _share_size(self, storage: DividedStorage) -> int:
-        return -(-storage.size // (self.world * ALIGNMENT)) * ALIGNMENT
+        unit = ALIGNMENT * storage.dtype.itemsize
+        return -(-storage.size // (self.world * unit)) * unit
 
     def _spans(self, piece: slice, size: int) -> list[slice]:
         """Return the bytes of the whole storage that each worker's piece of its share has. The last may end behind."""
