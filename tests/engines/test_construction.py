@@ -19,6 +19,7 @@ from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.switches.fsdp.engine import FSDPEngine
 from rapidformer_templates.system.workers import Workers
 from tests.support.parity import reference, train, weights_apart
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 LEAST = 8 << 10
@@ -108,7 +109,20 @@ def test_a_divided_model_has_the_bits_of_a_whole_one(build: Callable[[], nn.Modu
 
 
 FLAGS = "--train-iters 3 --global-batch-size 8"
-SHARDED = f"{FLAGS} --micro-batch-size 1 --fsdp-memory-optimization"
+EXPERTS, STAGES, TENSOR = "--num-experts 2", "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+LAYOUTS = {
+    "fsdp": (2, "--micro-batch-size 1 --fsdp-memory-optimization"),
+    "tensor": (2, f"--micro-batch-size 8 {TENSOR} --sequence-parallel"),
+    "experts": (2, f"--micro-batch-size 4 {EXPERTS} --expert-model-parallel-size 2"),
+    "stages": (2, f"--micro-batch-size 8 {STAGES} --pipeline-stages 1,1"),
+    "stages with replicas": (4, f"--micro-batch-size 4 {STAGES} --pipeline-stages 1,1 --use-distributed-optimizer"),
+    "stages with tensors": (4, f"--micro-batch-size 8 {STAGES} --pipeline-stages 1,1 {TENSOR}"),
+    "stages with experts": (
+        4,
+        f"--micro-batch-size 4 {EXPERTS} {STAGES} --pipeline-stages 1,1 --expert-model-parallel-size 2",
+    ),
+}
+"""World size and flags of each layout that divides parameters."""
 
 
 def _train(workers: Workers, job: str, flags: str) -> tuple[object, int]:
@@ -129,10 +143,18 @@ def _train(workers: Workers, job: str, flags: str) -> tuple[object, int]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("job", ["causal", "classifier"])
-def test_fsdp_trains_a_model_that_was_built_in_shares(job: str) -> None:
-    wanted = reference(job, True, f"{FLAGS} --micro-batch-size 8")
-    for run, divisions in run_in_workers(2, _train, job, SHARDED):
+@pytest.mark.parametrize(
+    ("layout", "job"),
+    by_default(
+        [("fsdp", "causal"), ("tensor", "causal"), ("stages with replicas", "causal"), ("experts", "classifier")],
+        [(layout, job) for layout in LAYOUTS for job in ("causal", "classifier")],
+    ),
+)
+def test_a_model_that_was_built_in_shares_trains_like_one_process(layout: str, job: str) -> None:
+    world, flags = LAYOUTS[layout]
+    experts = EXPERTS if EXPERTS in flags else ""
+    wanted = reference(job, True, f"{FLAGS} --micro-batch-size 8 {experts}")
+    for run, divisions in run_in_workers(world, _train, job, f"{FLAGS} {flags}"):
         assert divisions > 0
         assert [loss for loss, _ in run["curve"]] == pytest.approx([loss for loss, _ in wanted["curve"]], rel=1e-12)
         assert weights_apart(run["weights"], wanted["weights"]) < 1e-10

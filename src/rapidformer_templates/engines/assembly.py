@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.loss import AuxiliaryLosses, LossLayer
 from rapidformer_templates.models.adapters import FrozenBase
 from rapidformer_templates.models.blocks import Placement, find_blocks
@@ -68,6 +69,7 @@ class Building(Generic[O_co]):
         workers: this process and its peers.
         try_loss: computes the user's loss of one sample with a given model, so that a transform can observe the model.
         has_values: False if only shapes are planned and the tensors of the model have no data.
+        construction: divides the model over the workers while it is built. None if each worker builds all of it.
     """
 
     options: O_co
@@ -75,6 +77,7 @@ class Building(Generic[O_co]):
     workers: Workers
     try_loss: Callable[[nn.Module], Any]
     has_values: bool = True
+    construction: ModelUnderConstruction | None = None
 
 
 Transform = Callable[[Assembly, Building[O_co]], None]

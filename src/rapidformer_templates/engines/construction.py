@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ LEAST_DIVIDED = 4096
 PIECE = 4 << 20
 """Bytes of a share that one exchange moves. Larger exchanges would need as much memory again."""
 ALIGNMENT = 64
-"""Shares begin at multiples of this many elements, whatever their type."""
+"""Shares begin at multiples of this many elements."""
 
 _aten = torch.ops.aten
 OVERWRITES = frozenset(
@@ -90,6 +91,11 @@ class DividedStorage:
     @property
     def key(self) -> int:
         return self.storage._cdata
+
+    def share_size(self, world: int) -> int:
+        """Return the bytes of each share. The last shares may end behind the storage."""
+        unit = ALIGNMENT * self.dtype.itemsize
+        return -(-self.size // (world * unit)) * unit
 
     def all_bytes(self) -> torch.Tensor:
         """Return the bytes of the whole storage as a tensor on the same memory."""
@@ -173,11 +179,49 @@ class ModelUnderConstruction:
         return True
 
     def divide_all(self) -> None:
-        """Divide everything, and forget parameters that no longer exist."""
+        """Divide everything."""
         with self.paused():
             for storage in list(self._whole.values()):
                 self._divide(storage)
-        self.forget_freed()
+
+    def regroup(self, parameters: Iterable[torch.Tensor], groups: Sequence[Sequence[int]]) -> None:
+        """Divide each parameter over those workers alone that still have it.
+
+        From here on, the groups are independent of each other. A worker that is alone in its group gets its parameters
+        whole. Nothing may be computed between the removal of parameters and this call.
+
+        Args:
+            parameters: what remains of the model on the workers of this worker's group.
+            groups: the ranks of each group in ascending order. Together they are all workers.
+        """
+        with self.paused():
+            self.divide_all()
+            remaining = {storage.number for storage in self.storages_of(parameters)}
+            remaining_by: list[set[int]] = [set()] * self.world
+            dist.all_gather_object(remaining_by, remaining, group=self.group)
+            by_number = {storage.number: storage for storage in self._storages.values()}
+            shares: dict[int, torch.Tensor] = {}
+            # The groups take turns, so that a worker gives back about as much memory as it gets.
+            for turn in zip_longest(*(sorted(remaining_by[ranks[0]]) for ranks in groups)):
+                for number, ranks in zip(turn, groups, strict=True):
+                    if number is None:
+                        continue
+                    share = self._send_shares(by_number[number], ranks)
+                    if self.rank in ranks:
+                        shares[number] = share
+                    remaining_by[ranks[0]].remove(number)
+                    if not any(number in remaining_by[others[0]] for others in groups):
+                        by_number[number].share = None
+        own = next(ranks for ranks in groups if self.rank in ranks)
+        if len(own) == 1:
+            self._end()
+            return
+        self.group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+        self.world, self.rank = len(own), own.index(self.rank)
+        self._storages = {key: one for key, one in self._storages.items() if one.number in remaining}
+        self._all_bytes = sum(storage.size for storage in self._storages.values())
+        for storage in self._storages.values():
+            storage.share = shares[storage.number]
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stop dividing whole tensors whose values an engine has taken over. All workers must name the same ones."""
@@ -198,7 +242,9 @@ class ModelUnderConstruction:
                 del self._storages[key]
 
     def finish(self) -> None:
-        """Gather what is still divided, for an engine that needs it whole."""
+        """Gather what is still divided, and stop dividing."""
+        if self.is_paused:  # it has ended before
+            return
         with self.paused():
             # A worker may have forgotten a parameter that no longer exists and that others still have.
             numbers: list[list[int]] = [[]] * self.world
@@ -207,6 +253,12 @@ class ModelUnderConstruction:
             for storage in sorted(self._storages.values(), key=lambda storage: storage.number):
                 if storage.number in common:
                     self._gather(storage)
+        self._end()
+
+    def _end(self) -> None:
+        self._storages.clear()
+        self._whole.clear()
+        self.is_paused = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -230,11 +282,14 @@ class ModelUnderConstruction:
         """Divide what was not used for longest, until there is room for what is used next."""
         room = max(self.least_whole, self._all_bytes // self.world // 20)
         room -= sum(one.size for one in used if one.key not in self._whole)
+        if self._whole_bytes <= room:
+            return
         for storage in list(self._whole.values()):
-            if self._whole_bytes <= room:
-                return
             if storage not in used:
                 self._divide(storage)
+            if self._whole_bytes <= room:
+                break
+        self.forget_freed()
 
     def _divide(self, storage: DividedStorage) -> None:
         """Keep this worker's share of a storage. After a change, all shares come from the first worker."""
@@ -246,7 +301,7 @@ class ModelUnderConstruction:
             del self._storages[storage.key]
             return
         if storage.is_changed:
-            whole, size = storage.all_bytes(), self._share_size(storage)
+            whole, size = storage.all_bytes(), storage.share_size(self.world)
             if storage.share is None:
                 storage.share = torch.empty(size, dtype=torch.uint8)
             for piece in _pieces(size):
@@ -262,7 +317,7 @@ class ModelUnderConstruction:
         if not storage.is_whole:
             assert storage.share is not None
             storage.storage.resize_(storage.size)
-            whole, size = storage.all_bytes(), self._share_size(storage)
+            whole, size = storage.all_bytes(), storage.share_size(self.world)
             for piece in _pieces(size):
                 gathered = torch.empty(self.world * (piece.stop - piece.start), dtype=torch.uint8)
                 all_gather(gathered, storage.share[piece], group=self.group)
@@ -273,9 +328,31 @@ class ModelUnderConstruction:
             storage.is_whole = True
         self._mark_whole(storage)
 
-    def _share_size(self, storage: DividedStorage) -> int:
-        unit = ALIGNMENT * storage.dtype.itemsize
-        return -(-storage.size // (self.world * unit)) * unit
+    def _send_shares(self, storage: DividedStorage, ranks: Sequence[int]) -> torch.Tensor:
+        """Send the shares of a storage to a group of workers, which divide it among themselves.
+
+        Returns:
+            this worker's share in that group, or the whole storage for a group of one. Empty on other workers.
+        """
+        before, after = storage.share_size(self.world), storage.share_size(len(ranks))
+
+        def common(sender: int, receiver: int) -> int:
+            begin = max(sender * before, receiver * after)
+            return max(0, min((sender + 1) * before, (receiver + 1) * after, storage.size) - begin)
+
+        sent, received = [0] * self.world, [0] * self.world
+        for receiver, rank in enumerate(ranks):
+            sent[rank] = common(self.rank, receiver)
+        share = torch.empty(0, dtype=torch.uint8)
+        if self.rank in ranks:
+            received = [common(sender, ranks.index(self.rank)) for sender in range(self.world)]
+            share = torch.empty(after, dtype=torch.uint8)
+            if len(ranks) == 1:
+                storage.storage.resize_(storage.size)
+                share = storage.all_bytes()
+        assert storage.share is not None
+        dist.all_to_all_single(share[: sum(received)], storage.share[: sum(sent)], received, sent, group=self.group)
+        return share
 
     def _spans(self, piece: slice, size: int) -> list[slice]:
         """Return the bytes of the whole storage that each worker's piece of its share has. The last may end behind."""

@@ -13,6 +13,7 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines.assembly import Assembly
+from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.shards import Shard, ShardKind, StateReader
 from rapidformer_templates.system.workers import Workers
@@ -68,10 +69,10 @@ class Engine(Protocol):
     receipts: Mapping[str, object]
     before_update: list[Callable[[], None]]
 
-    def construction(self) -> AbstractContextManager[object]:
-        """Return the context from before ``build_model`` runs until the model is set up.
+    def construction(self) -> AbstractContextManager[ModelUnderConstruction | None]:
+        """Return the context from before ``build_model`` runs until the model is set up, or frozen.
 
-        An engine that shards parameters keeps a worker's memory at its share of the model and its largest module.
+        An engine that divides parameters keeps a worker's memory at its share of the model and its largest module.
         """
 
     def build_context(self) -> AbstractContextManager[object]:

@@ -22,6 +22,7 @@ from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines.assembly import Assembly
+from rapidformer_templates.engines.construction import ModelUnderConstruction, divided_construction
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.embedding_noise import rows_of
 from rapidformer_templates.engines.host_optimizer import HostOptimizer, is_in_host_memory
@@ -67,12 +68,14 @@ class SingleEngine:
       :meth:`_distribute`: how the model is built and sharded, and which optimizer updates it
     - :meth:`step`, :meth:`_begin_step`, :meth:`_accumulation_context`, :meth:`_backward`: the order of micro batches,
       and when gradients are exchanged
+    - :attr:`_divides_model`: whether the model is divided while it is built
     - :attr:`_gradient_divisor`, :meth:`_unused_here`, :meth:`_drop_unused`: how the exchange changes gradients
     - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_iter_update_chunks`, :meth:`_update`, together with
       :meth:`_drop_gradients` and :meth:`_supports_async_step`
     - :meth:`shards`, :attr:`_divides_gradients`: which part of weights, gradients and optimizer state a worker has
     """
 
+    _divides_model = False  # whether a worker keeps only a part of the model's parameters
     _needs_zero_gradients = False  # whether even a batch without targets must produce gradients
     _divides_gradients = False  # whether a worker has only a part of the gradients after the exchange
     _adds_norms_in_fp64 = False  # see global_norm
@@ -95,9 +98,20 @@ class SingleEngine:
         self._lr_factor = 1.0
         self._monitor: StepMonitor | None = None  # None if the host waits for the device
         self._auxiliary: AuxiliaryLosses | None = None
+        self._construction: ModelUnderConstruction | None = None
 
-    def construction(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    @contextmanager
+    def construction(self) -> Iterator[ModelUnderConstruction | None]:
+        if not self._divides_model or self.workers.world == 1:
+            yield None
+            return
+        self._construction = ModelUnderConstruction()
+        try:
+            with divided_construction(self._construction):
+                yield self._construction
+                self._construction.finish()
+        finally:
+            self._construction = None
 
     def build_context(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -135,6 +149,8 @@ class SingleEngine:
 
     def _shard(self, model: nn.Module) -> None:
         """Move a model to the device in place, and shard its parameters if the engine does so."""
+        if self._construction:
+            self._construction.finish()
         accelerator.move(model, self.workers.device)
 
     def _distribute(self) -> nn.Module:

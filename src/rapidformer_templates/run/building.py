@@ -15,6 +15,7 @@ from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.text.bad_lines import add_by_reason, describe_skipped
 from rapidformer_templates.data.types import Endless, SampleSet, checked_data
 from rapidformer_templates.engines.assembly import Assembly, Building
+from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
 from rapidformer_templates.engines.layerwise_rates import FirstUses, depths_of
@@ -84,7 +85,7 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
     plan, training, workers = run.plan, run.config.training, run.workers
     engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=training.clip_grad)
 
-    with engine.construction():
+    with engine.construction() as construction:
         # 1. The model as the user builds it, and what must be known about it before it is transformed.
         model = _build_model(run, engine)
         run.index_limits = IndexLimits.of(model, own_loss=run.overrides("compute_loss"))
@@ -100,7 +101,7 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
             run.depths = depths_of(model, _parameters_by_use(run, model, engine))
 
         # 2. The transforms of the switches.
-        assembly = _transformed(run, model)
+        assembly = _transformed(run, model, construction)
         for note in notes_about(assembly.model):
             say(workers, f"note       {note}")
         if training.neftune_alpha:
@@ -113,7 +114,12 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
         if training.ema_decay is not None:
             engine.keep_average(training.ema_decay)
         run.engine = engine
-        provide_reference(run, build_reference or (lambda: _transformed(run, _build_model(run, engine)).model))
+    with engine.construction() as construction:
+
+        def build_again() -> nn.Module:
+            return _transformed(run, _build_model(run, engine), construction).model
+
+        provide_reference(run, build_reference or build_again)
     if not is_tried:
         with engine.measuring() as whole:
             _try_labels(run, whole)
@@ -134,13 +140,13 @@ def _turn_off_cache(model: nn.Module) -> None:
             settings.use_cache = False
 
 
-def _transformed(run: Run, model: nn.Module) -> Assembly:
+def _transformed(run: Run, model: nn.Module, construction: ModelUnderConstruction | None) -> Assembly:
     """Apply the active switches to the model, in the order of their stages."""
     assembly = Assembly(model)
     for switch in (REGISTRY[name] for name in run.plan.switches):
         if switch.transform:
             options = run.config.switches[switch.name]
-            building = Building(options, run.plan, run.workers, partial(_loss_of_one, run))
+            building = Building(options, run.plan, run.workers, partial(_loss_of_one, run), construction=construction)
             with allow_trial(run.task):
                 load_object(switch.transform)(assembly, building)
     return assembly

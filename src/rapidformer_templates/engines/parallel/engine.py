@@ -33,7 +33,6 @@ from rapidformer_templates.engines.shards import (
 from rapidformer_templates.models.blocks import canonical_name, width_of
 from rapidformer_templates.planning.optimizers import updates_elementwise, updates_in_chunks
 from rapidformer_templates.planning.plan import MasterTypes, Plan
-from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
 
 
@@ -50,13 +49,15 @@ class ParallelEngine(SingleEngine):
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
+        self._divides_model = workers.tensor * workers.pipeline > 1 or plan.engine_options.experts_over > 1
         self._sharding = plan.engine_options.shard_over_data
         self._gradient_types = _gradient_types(plan.engine_options.master_weights)
         self._sharded_gradients: ShardedGradients
         self._last = False  # whether gradients are complete after this micro batch
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
-        self.model = accelerator.move(model, self.workers.device).train()
+        self.model = model.train()
+        self._shard(self.model)
         tied = self._open_groups_of_copies()
         self._sync_initial_weights(tied)
         persistent = model.state_dict(keep_vars=True)

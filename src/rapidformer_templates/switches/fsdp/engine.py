@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.engines.construction import ModelUnderConstruction, divided_construction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.receipt import Receipt, bytes_by_kind, sum_of_bits
@@ -50,7 +49,7 @@ class FSDPEngine(SingleEngine):
             ``gradients_summed_in`` lists the types of the gradient sums.
     """
 
-    _divides_gradients = True
+    _divides_model = _divides_gradients = True
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
@@ -63,21 +62,7 @@ class FSDPEngine(SingleEngine):
         self._in_forward = False
         self._used: set[int] = set()  # ids of the parameters that got a gradient in this step on this worker
         self._views: list[tuple[torch.Tensor, int, nn.Module]] = []
-        self._construction: ModelUnderConstruction | None = None
         self.reduce_type = REDUCE_TYPES[sharding.reduce_dtype or "fp32"]
-
-    @contextmanager
-    def construction(self) -> Iterator[None]:
-        if self.workers.world == 1:
-            yield
-            return
-        self._construction = ModelUnderConstruction()
-        try:
-            with divided_construction(self._construction):
-                yield
-                self._construction.finish()
-        finally:
-            self._construction = None
 
     def _shard(self, model: nn.Module) -> None:
         # None reshards everything except the root, whose parameters the backward needs first.

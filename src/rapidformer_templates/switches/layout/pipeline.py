@@ -57,6 +57,10 @@ def cut_into_stages(assembly: Assembly, building: Building[PipelineParallelFlags
     cut = PipelineCut(assembly, workers.pipeline, building.try_loss)
     sizes = cut.sizes(workers.pipeline * options.virtual_pipeline_size, options.pipeline_stages)
     assembly.placement = cut.remove_other_stages(sizes, workers.pipeline_rank)
+    if building.construction:
+        of_stage = workers.world // workers.pipeline
+        stages = [range(first, first + of_stage) for first in range(0, workers.world, of_stage)]
+        building.construction.regroup(assembly.model.parameters(), stages)
 
 
 class PipelineCut:
