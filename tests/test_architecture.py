@@ -384,7 +384,7 @@ CHECKS_NAMING = {
     "frozen_parameters:_adapters_decide": "which of the two switches decides what is frozen",
     "fsdp:_options_need_fsdp": "the precision, which every engine computes in",
     "layout:_experts_divide": "experts cannot be divided if there are none",
-    "lora:_codes_whole": "quantized experts, which only divided experts cannot read",
+    "lora:_codes_divided": "quantized experts, which only divided experts cannot read",
     "lora:_half_of_what": "the precision, which every engine computes in",
     "lora:_notes": "adapters of experts are larger",
     "nvme_offload:_needs_zero_3": "NVMe offload is a part of ZeRO-3",

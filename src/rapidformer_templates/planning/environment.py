@@ -65,7 +65,7 @@ class Environment:
         device: torch's name of the device type: ``cpu``, ``cuda``, ``xpu`` …
         compute_capability: compute capability of Nvidia's GPU, such as ``(8, 0)``, or None without one.
         accelerator: torch's name of the accelerator type that this machine can use, or None.
-        packages: optional packages that can be imported, with their versions.
+        packages: torch and the optional packages that can be imported, with their versions.
         cxx: the C++ compiler that torch's inductor would call, or None.
         device_origin: what specified the devices, or None for those of this machine.
         device_kind: the key in ``DEVICE_KINDS`` if the plan is for another machine.
@@ -95,14 +95,14 @@ class Environment:
 
 
 def installed_packages() -> dict[str, str]:
-    """Return the optional packages that are installed, with their versions.
+    """Return torch and the optional packages that are installed, with their versions.
 
     The package ``onnxruntime`` supports CPUs only, so ``+cpu`` is added to its version, as in torch's versions.
     ``onnxruntime-gpu`` installs the same module. ``apex`` counts only if it is Nvidia's: the package with that name in
     the public index is something else and has no ``apex.optimizers``.
     """
     versions = {}
-    for name in OPTIONAL_PACKAGES:
+    for name in ("torch", *OPTIONAL_PACKAGES):
         if importlib.util.find_spec(name) is None:
             continue
         if name == "apex" and importlib.util.find_spec("apex.optimizers") is None:

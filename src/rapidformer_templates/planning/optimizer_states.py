@@ -29,7 +29,7 @@ class ParameterShape:
         is_table: whether it is read by row: an embedding, or the head that scores the words.
         is_expert: whether its first dimension counts experts, which expert parallelism divides.
         is_trained: whether it has a gradient and optimizer state.
-        width: bytes per element if it is not trained and no engine converts it.
+        width: bytes per element if no engine converts it.
         depth: number of layers between it and the end of its stack.
         code_bytes: total bytes if its numbers are stored as codes with fewer bits than a type's, else 0.
         has_master: whether 16 bits are enough for it, with an fp32 master.
@@ -46,9 +46,13 @@ class ParameterShape:
     has_master: bool = False
 
     @property
-    def frozen_bytes(self) -> int:
-        """Its bytes if it is not trained and no engine converts it."""
-        return self.code_bytes or self.width * self.count
+    def stored_bytes(self) -> int:
+        """Its bytes if no engine converts it."""
+        return self.bytes_in(self.width)
+
+    def bytes_in(self, width: int) -> int:
+        """Return its bytes in a type with ``width`` bytes per element. Codes have no other type."""
+        return self.code_bytes or width * self.count
 
     @property
     def count(self) -> int:

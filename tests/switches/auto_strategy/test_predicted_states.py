@@ -240,6 +240,9 @@ TOGETHER: list[Case] = [
     ("lora, int4, zero-2, bf16", 2, "Trainer",
      {**FOUR_BITS, "zero_2_memory_optimization": True, "mixed_precision": "bf16"}),
     ("lora, int8, pipeline", 2, "Trainer", {**CODED, **PIPELINE}),
+    ("lora, int8, fsdp", 2, "Trainer", {**CODED, **REGISTRY["fsdp"].on}),
+    ("lora, nf4, hybrid, bf16", 4, "Trainer", {**NF4, **REGISTRY["hybrid-sharding"].on, "mixed_precision": "bf16"}),
+    ("lora, half, fsdp", 2, "Trainer", {**LORA, **HALF, **REGISTRY["fsdp"].on, "mixed_precision": "bf16"}),
     ("experts, average, hybrid", 4, "Trainer",
      {"num_experts": 3, **AVERAGE, "fsdp_memory_optimization": True, "fsdp_shard_size": 2}),
     ("frozen, fsdp", 2, "Trainer", {"freeze": "mlp", "fsdp_memory_optimization": True}),
@@ -260,6 +263,7 @@ QUICK = {
 """Cases that ``make test`` runs."""
 LONGER = {
     *(case[0] for case in MASTERS),
+    *("lora, int8, fsdp", "lora, nf4, hybrid, bf16", "lora, half, fsdp"),
     *("average, oss", "lora, fsdp", "lora, zero-2", "lora, tensor, sharded over data"),
 }
 """Cases that ``make test-longer`` runs as well."""

@@ -116,17 +116,11 @@ def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions 
     elif layout.experts > 1:
         formula = partial(divided_experts, over=layout.experts)
     width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32
-    everything = model.all_parameters.values()
-    frozen = [p for p in model.frozen_of(everything) if not p.code_bytes]
-    typed = (
+    trained, frozen = (
         formula(parameters, layout.shares, width, setting.how)
-        for parameters in (list(model.parameters.values()), frozen)
+        for parameters in (list(model.parameters.values()), model.frozen_of(model.all_parameters.values()))
     )
-    codes = sum(p.code_bytes for p in everything)
-    narrower = sum((FP32 - p.width) * p.count for p in frozen)
-    return [
-        parameters.with_frozen(other, codes - narrower) for parameters, other in zip(*typed, strict=True)
-    ] * layout.copies
+    return [states.with_frozen(others) for states, others in zip(trained, frozen, strict=True)] * layout.copies
 
 
 def states_alone(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> Memory:
@@ -245,10 +239,10 @@ class Sharded:
         """Yield the candidates for the peak. With accumulation, they come from the last micro batch."""
         # Before they are copied out of their buffer. gloo copies the buffer once more.
         yield MemorySnapshot(
-            0, self._gradients(0, 0), (2 if self.setting.gpu else 3) * self.width * self.model.outside_blocks
+            0, self._gradients(0, 0), (2 if self.setting.gpu else 3) * self.model.outside_blocks(self.width)
         )
         # Bytes of a block's gradients in the type of the sum. They are sent while the next block computes.
-        run = FP32 * self.model.most_in_a_block(self.model.parameters, self.layout.experts)
+        run = self.model.most_in_a_block(self.model.parameters, self.layout.experts, FP32)
         before = 0
         for number, phase in enumerate(self.phases):
             gathered = self._gathered(number)
@@ -276,11 +270,12 @@ class Sharded:
     def _gathered(self, number: int) -> int:
         """Bytes of whole parameters in a phase: of the root, of the active block, and of the block that arrives."""
         if not self.setting.reshards:
-            return self.width * sum(p.among(self.layout.experts).count for p in self.model.all_parameters.values())
+            everything = self.model.all_parameters.values()
+            return sum(p.among(self.layout.experts).bytes_in(self.width) for p in everything)
         blocks = {"forward": 2, "end": 0}.get(self.phases[number].name, 1)
         if self._backwards and self._backwards[0] <= number < self._backwards[-1]:  # after the last one, none arrives
             blocks = 2
-        return self.width * self.model.outside_blocks + blocks * self._block
+        return self.model.outside_blocks(self.width) + blocks * self._block
 
     def _gradients(self, outside: int, of_blocks: int) -> int:
         """Bytes of gradients, from the finished ones of root and blocks: whole gradients, and shards of the others."""
@@ -300,7 +295,7 @@ class Sharded:
         """Bytes of a block's whole parameters."""
         if not self.setting.reshards:
             return 0
-        return self.width * self.model.most_in_a_block(self.model.all_parameters, self.layout.experts)
+        return self.model.most_in_a_block(self.model.all_parameters, self.layout.experts, self.width)
 
     @cached_property
     def _backwards(self) -> list[int]:

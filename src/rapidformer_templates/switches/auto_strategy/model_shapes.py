@@ -218,15 +218,16 @@ class ModelShapes:
     @cached_property
     def block_elements(self) -> dict[str, int]:
         """Elements of the parameters of each block. A parameter that two blocks share counts in the first one."""
-        return self._by_block(self.all_parameters)
+        return self._by_block({name: facts.count for name, facts in self.all_parameters.items()})
 
-    def _by_block(self, parameters: Mapping[str, ParameterShape]) -> dict[str, int]:
-        elements = dict.fromkeys(self.blocks, 0)
-        for name, facts in parameters.items():
+    def _by_block(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Sum the sizes of parameters by block."""
+        sums = dict.fromkeys(self.blocks, 0)
+        for name, size in sizes.items():
             home = self.block_of(name)
             if home:
-                elements[home] += facts.count
-        return elements
+                sums[home] += size
+        return sums
 
     def block_of(self, name: str) -> str | None:
         """Return the block that contains a parameter, or None."""
@@ -254,19 +255,19 @@ class ModelShapes:
             names.setdefault(id(parameter), []).append(canonical_name(name))
         return {same[0]: same for same in names.values()}
 
-    def most_in_a_block(self, parameters: Mapping[str, ParameterShape], experts: int) -> int:
-        """Return the highest number of elements of these parameters in a block.
+    def most_in_a_block(self, parameters: Mapping[str, ParameterShape], experts: int, width: int) -> int:
+        """Return the highest number of bytes of these parameters in a block.
 
         Args:
             experts: number of workers that the experts are divided over.
+            width: bytes per element, except of codes.
         """
-        local = {name: facts.among(experts) for name, facts in parameters.items()}
+        local = {name: facts.among(experts).bytes_in(width) for name, facts in parameters.items()}
         return max(self._by_block(local).values(), default=0)
 
-    @cached_property
-    def outside_blocks(self) -> int:
-        """Elements outside the blocks: embeddings, last norm, head."""
-        return sum(facts.count for facts in self.all_parameters.values()) - sum(self.block_elements.values())
+    def outside_blocks(self, width: int) -> int:
+        """Return the bytes outside the blocks, with ``width`` bytes per element: embeddings, last norm, head."""
+        return sum(facts.bytes_in(width) for name, facts in self.all_parameters.items() if not self.block_of(name))
 
     @cached_property
     def repeats(self) -> bool:

@@ -123,7 +123,7 @@ class Stage:
         shapes = list(self.parameters.values())
         if self._is_sharded:
             shapes = self._runs_of(replica)
-        parameters = self._narrow_bytes + sum(p.frozen_bytes for p in self.model.stage_frozen(self.coordinates))
+        parameters = self._narrow_bytes + sum(p.stored_bytes for p in self.model.stage_frozen(self.coordinates))
         gradients = sum(self._sums)
         if self._is_sharded:
             gradients = self._share(replica)

@@ -44,15 +44,10 @@ class StateBytes:
     def per_parameter(self, count: int) -> tuple[float, float, float]:
         return self.parameters / count, self.gradients / count, self.optimizer / count
 
-    def with_frozen(self, frozen: StateBytes, more: int = 0) -> StateBytes:
-        """Return these bytes plus those of frozen parameters, which have no gradients and no optimizer state.
-
-        Args:
-            more: bytes of parameters that are stored as codes, minus what other frozen parameters save because their
-                type is narrower than the engine's.
-        """
+    def with_frozen(self, frozen: StateBytes) -> StateBytes:
+        """Return these bytes plus those of frozen parameters, which have no gradients and no optimizer state."""
         away = (self.on_host[0] + frozen.on_host[0], *self.on_host[1:])
-        return replace(self, parameters=self.parameters + frozen.parameters + more, on_host=away)
+        return replace(self, parameters=self.parameters + frozen.parameters, on_host=away)
 
     @property
     def on_gpu(self) -> StateBytes:
@@ -106,8 +101,12 @@ def replicated(
     parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
 ) -> list[StateBytes]:
     """DDP: every worker has everything."""
-    count = FP32 * sum(p.count for p in parameters)
-    return [StateBytes(count, count, how.optimizer.bytes_of(parameters))] * workers
+    return [StateBytes(*_whole(parameters), how.optimizer.bytes_of(parameters))] * workers
+
+
+def _whole(parameters: Sequence[ParameterShape]) -> tuple[int, int]:
+    """Return the bytes of whole parameters and of their fp32 gradients."""
+    return sum(p.stored_bytes for p in parameters), FP32 * sum(p.count for p in parameters)
 
 
 def replicated_with_masters(
@@ -140,17 +139,17 @@ def owned(
     parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
 ) -> list[StateBytes]:
     """OSS: the owner of a parameter has its whole state, so the shares are uneven."""
-    count = FP32 * sum(p.count for p in parameters)
-    return [StateBytes(count, count, how.optimizer.bytes_of(own)) for own in _of_owners(parameters, workers, how)]
+    whole = _whole(parameters)
+    return [StateBytes(*whole, how.optimizer.bytes_of(own)) for own in _of_owners(parameters, workers, how)]
 
 
 def owned_with_gradients(
     parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
 ) -> list[StateBytes]:
     """OSS + SDP: the owner of a parameter has its gradient, too."""
-    count = FP32 * sum(p.count for p in parameters)
+    stored, _ = _whole(parameters)
     return [
-        StateBytes(count, FP32 * sum(p.count for p in own), how.optimizer.bytes_of(own))
+        StateBytes(stored, FP32 * sum(p.count for p in own), how.optimizer.bytes_of(own))
         for own in _of_owners(parameters, workers, how)
     ]
 
@@ -191,14 +190,15 @@ def divided_in_rows_beside_experts(
 
 def _in_parts(parts: Sequence[Sequence[ParameterShape]], how: StateOptions) -> list[StateBytes]:
     """``parts`` lists each rank's parameters. All workers allocate as much memory for them as the first one."""
-    count = FP32 * sum(p.count for p in parts[0])
-    return [StateBytes(count, count, how.optimizer.bytes_of(of_rank)) for of_rank in parts]
+    whole = _whole(parts[0])
+    return [StateBytes(*whole, how.optimizer.bytes_of(of_rank)) for of_rank in parts]
 
 
 def _part(parameter: ParameterShape, rank: int, workers: int, dim: int = 0) -> ParameterShape:
     shape = [*parameter.shape]
     shape[dim] = part_of(shape[dim], rank, workers)
-    return replace(parameter, shape=tuple(shape))
+    # Codes are a single row of bytes.
+    return replace(parameter, shape=tuple(shape), code_bytes=part_of(parameter.code_bytes, rank, workers))
 
 
 def divided_groups(
@@ -209,7 +209,7 @@ def divided_groups(
     DeepSpeed keeps masters even if parameters are already fp32, and the whole gradient of a parameter
     that two workers share.
     """
-    whole = width * sum(p.count for p in parameters)
+    whole = sum(p.bytes_in(width) for p in parameters)
     groups, shares = _groups(parameters, workers, how)
     optimizer = FP32 * sum(shares) + how.optimizer.bytes_of(runs(shares))
     states = []
@@ -227,7 +227,7 @@ def divided_groups_on_host(
     parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = ON_HOST
 ) -> list[StateBytes]:
     """ZeRO-1 and -2 with offload: gradients go into the gradients of the masters."""
-    whole = width * sum(p.count for p in parameters)
+    whole = sum(p.bytes_in(width) for p in parameters)
     shares = _groups(parameters, workers, how)[1]
     gradients, optimizer = FP32 * sum(shares), FP32 * sum(shares) + how.optimizer.bytes_of(runs(shares))
     return [StateBytes(whole, gradients, optimizer, on_host=(0, gradients, optimizer))] * workers

@@ -25,7 +25,7 @@ from rapidformer_templates.engines.receipt import Receipt, bytes_by_kind, sum_of
 from rapidformer_templates.engines.shards import COPIES, Shard, ShardKind, StateReader, local_part
 from rapidformer_templates.engines.unused_parameters import ForwardSequenceCheck
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.models.blocks import canonical_name, find_blocks
+from rapidformer_templates.models.blocks import canonical_name, find_blocks, is_quantized, note_shape, shape_of
 from rapidformer_templates.planning.plan import Plan, expert_shard_dim, shards_of_experts
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, open_group_alone
@@ -84,6 +84,8 @@ class FSDPEngine(SingleEngine):
             if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):  # already divided
                 accelerator.move(module, self.workers.device)
                 self._shard_expert_stacks(module, policy, reshard)
+        # Shards are other tensors, without the notes of their parameters.
+        shapes_of_codes = {name: shape_of(p) for name, p in model.named_parameters() if is_quantized(p)}
         blocks = list(find_blocks(model).values())
         for unit in (*_shared_modules(blocks), *blocks, model):
             self._move_unit(unit)
@@ -93,6 +95,8 @@ class FSDPEngine(SingleEngine):
                 self._construction.forget(whole)
                 self._construction.forget_freed()
             del whole
+        for name, shape in shapes_of_codes.items():
+            note_shape(model.get_parameter(name), shape)
 
     def _move_unit(self, unit: nn.Module) -> None:
         """Move a unit to the device, and give all workers the values of the first one."""

@@ -25,10 +25,12 @@ from rapidformer_templates.planning.switch import (
 )
 
 CODES = ("int8", "nf4", "int4")
-DIVIDING = ("fsdp", "zero-3", "deepspeed-config", "tensor-parallel")
+DIVIDING = ("zero-3", "deepspeed-config", "tensor-parallel")
 WHOLE_BASE = drop({"quantize_base": None})
 BITSANDBYTES = (0, 50)
 """The first version that also quantizes on a CPU."""
+SHARDS_CODES = (2, 12)
+"""The first version of torch whose FSDP shards parameters that are not floating-point numbers."""
 
 
 @dataclass(frozen=True)
@@ -120,20 +122,26 @@ def _beside_matrices(request: Request) -> list[Finding]:
 
 @RULES.add(
     "RF140",
-    "A base in 8 or 4 bits is whole on each worker that computes with it.",
-    "blocks of numbers share a scale, and dividing a weight would cut through them",
+    "A base in 8 or 4 bits is divided only by FSDP, with torch 2.12 or newer.",
+    "FSDP gathers all codes of a weight before they are read; a worker that computes with a part of a weight would "
+    "cut through blocks of numbers that share a scale, and older versions shard floating-point numbers only",
     "[rapidformer_templates]",
-    Example("--lora-rank 8 --quantize-base int8 --fsdp-memory-optimization", {"packages": {"peft": "0.17"}}),
-    refusal="A base in 8 or 4 bits under an engine that divides its weights.",
+    Example("--lora-rank 8 --quantize-base int8 --zero-3-memory-optimization", {"packages": {"peft": "0.17"}}),
+    refusal="A base in 8 or 4 bits under an engine that divides its weights, except FSDP.",
 )
-def _codes_whole(request: Request) -> list[Finding]:
-    """Refuse quantized weights if a switch divides them.
+def _codes_divided(request: Request) -> list[Finding]:
+    """Refuse quantized weights if a switch divides them and does not gather them.
 
     Experts are quantized only if they have adapters themselves.
     """
+    codes = FlagValues("quantize_base", CODES, WHOLE_BASE)
     dividing = (*DIVIDING, *(("expert-parallel",) if _matrices(request) else ()))
-    message = "{1} divides the weights, but codes of 8 or 4 bits are read together"
-    return refuse_pair(FlagValues("quantize_base", CODES, WHOLE_BASE), dividing, message)(request)
+    refused = refuse_pair(codes, dividing, "{1} divides the weights, but codes of 8 or 4 bits are read together")
+    version = request.environment.packages.get("torch")
+    if version is None or version_of(version) >= SHARDS_CODES:
+        return refused(request)
+    needed = f"{{1}} shards codes of 8 or 4 bits with torch {'.'.join(map(str, SHARDS_CODES))}, not with {version}"
+    return refused(request) + refuse_pair(codes, "fsdp", needed)(request)
 
 
 @RULES.add(
@@ -209,6 +217,11 @@ def _acted(measured: Measured) -> str | None:
     coded = (adapted or 0) - (measured["adapted_routers"] or 0)
     if adapted and measured.config.get("quantize_base") in CODES and in_codes != coded:
         return f"{coded} layers in {measured.config.get('quantize_base')} were expected; {in_codes} are"
+    if "fsdp" in measured.plan.switches:
+        shares = measured.plan.engine_options.parameter_sharding.shard_size or measured.plan.sizes.copies
+        whole, most = measured["quantized_bytes"] or 0, max(measured.all("quantized_bytes_on_worker"), default=0)
+        if most > whole / shares + (in_codes or 0):  # each layer is rounded up to equal shares
+            return f"codes over {shares} workers were expected; a worker has {most:,} of {whole:,} bytes"
     if trained and frozen and measured["adapted_layers"]:
         return None
     return "adapters on top of frozen weights were expected; " + (
@@ -245,7 +258,8 @@ SWITCHES = (
         receipt_hooks="rapidformer_templates.switches.lora.transform:TrainedBesideFrozen",
         receipt=(
             *("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes"),
-            *("adapted_layers", "adapted_routers", "quantized_layers"),
+            *("adapted_layers", "adapted_routers"),
+            *("quantized_layers", "quantized_bytes", "quantized_bytes_on_worker"),
         ),
         acted=_acted,
         changes_result=True,
@@ -264,17 +278,17 @@ SWITCHES = (
             ),
             excludes(
                 FlagValues("quantize_base", ("half",), WHOLE_BASE),
-                ("fsdp", "zero-1", "zero-2", "zero-3", "deepspeed-config"),
+                ("zero-1", "zero-2", "zero-3", "deepspeed-config"),
                 message="{1} chooses the type of the weights itself",
                 code="RF127",
-                title="A base in fewer bits needs an engine that leaves weights unchanged.",
-                why="FSDP gathers parameters of one type, and DeepSpeed converts the whole model",
+                title="A 16-bit base needs an engine that leaves weights unchanged.",
+                why="DeepSpeed converts the whole model",
                 source="[rapidformer_templates]",
                 example=Example(
-                    "--lora-rank 8 --quantize-base half --mixed-precision bf16 --fsdp-memory-optimization",
+                    "--lora-rank 8 --quantize-base half --mixed-precision bf16 --zero-2-memory-optimization",
                     {"packages": {"peft": "0.17"}},
                 ),
-                refusal="A base in fewer bits together with an engine that converts weights, such as FSDP or ZeRO.",
+                refusal="A 16-bit base together with an engine that converts weights, such as ZeRO.",
             ),
         ),
     ),

@@ -6,7 +6,8 @@ expert go through its two small matrices instead, as in a linear layer with an a
 is allocated.
 
 A quantized layer dequantizes its frozen weight to the compute type, in the forward and in the backward. The stored
-weight is a single uint8 tensor, so an engine that converts a model's types leaves it alone.
+weight is a single uint8 tensor, so an engine that converts a model's types leaves it alone. FSDP shards these bytes in
+equal parts, also inside a block or a scale, because it gathers all of them before a forward or backward reads them.
 """
 
 from __future__ import annotations

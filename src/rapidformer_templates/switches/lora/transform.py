@@ -23,6 +23,7 @@ from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import COMPUTE_TYPES
 from rapidformer_templates.engines.receipt import TrainedAndFrozen, merge_by_name
+from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import (
     FrozenBase,
@@ -31,7 +32,8 @@ from rapidformer_templates.models.adapters import (
     identity_of,
     new_modules_of,
 )
-from rapidformer_templates.models.blocks import AbsentModule, SkippedBlock, canonical_name, shape_of, whole
+from rapidformer_templates.models.blocks import AbsentModule, SkippedBlock, bytes_of, canonical_name, shape_of, whole
+from rapidformer_templates.models.blocks import is_quantized as holds_codes
 from rapidformer_templates.switches.lora.declaration import LoraFlags
 from rapidformer_templates.switches.lora.exported import ADAPTER, AdapterSettings
 from rapidformer_templates.switches.lora.layers import (
@@ -367,16 +369,17 @@ def _initialise(model: nn.Module, seed: int) -> None:
 
 
 class TrainedBesideFrozen(TrainedAndFrozen):
-    """Adds the number of adapted layers and stacks, and how many of them have quantized weights."""
+    """Adds the number of adapted layers and stacks, and how many of them have quantized weights, in how many bytes."""
 
     def after_step(self, engine: Engine) -> dict[str, int]:
-        local = {
-            canonical_name(name): (isinstance(layer, MatrixAdapter), is_quantized(layer))
-            for name, layer in adapted_layers(engine.model)
-        }
-        layers = merge_by_name(engine, local).values()
+        local = {canonical_name(name): layer for name, layer in adapted_layers(engine.model)}
+        routers = merge_by_name(engine, {name: isinstance(layer, MatrixAdapter) for name, layer in local.items()})
+        not_coded = {name for name, layer in local.items() if not is_quantized(layer)}
+        codes = [parameter for parameter in engine.model.parameters() if holds_codes(parameter)]
         return super().after_step(engine) | {
-            "adapted_layers": len(layers),
-            "adapted_routers": sum(is_router for is_router, _ in layers),
-            "quantized_layers": sum(is_coded for _, is_coded in layers),
+            "adapted_layers": len(routers),
+            "adapted_routers": sum(routers.values()),
+            "quantized_layers": len(routers.keys() - set().union(*engine.workers.gather(not_coded))),
+            "quantized_bytes": sum(map(bytes_of, codes)),
+            "quantized_bytes_on_worker": sum(local_part(parameter).untyped_storage().nbytes() for parameter in codes),
         }
