@@ -2,7 +2,8 @@
 
 While a model is built and transformed, all workers execute the same code. Each parameter begins whole. When other
 parameters need the memory, its storage is divided: every worker keeps an equal share of its elements and frees the
-rest. The next operation that reads or writes the parameter, or a view of it, gathers the storage again.
+rest. The next operation that reads or writes the parameter, or a view of it, gathers the storage again. A parameter
+that ``from_pretrained`` reads begins divided: each worker reads its share of the tensor in the file.
 
 Operations are seen below autograd, by ``TorchDispatchMode``, so a backward gathers what it reads as well. The unit is
 the storage, so views and tied weights need no bookkeeping. FSDP's ``fully_shard`` frees memory in the same way: it
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.models.file_tensors import FileTensor, join, tensors_read_by
 from rapidformer_templates.system.process_state import environment_variable, freed_memory_given_back
 from rapidformer_templates.system.workers import all_gather
 
@@ -34,7 +36,7 @@ LEAST_DIVIDED = 4096
 PIECE = 4 << 20
 """Bytes of a share that one exchange moves. Larger exchanges would need as much memory again."""
 ALIGNMENT = 64
-"""Shares begin at multiples of this many elements."""
+"""Shares begin at multiples of this many elements of any type. So a cast needs no exchange."""
 
 _aten = torch.ops.aten
 OVERWRITES = frozenset(
@@ -76,6 +78,7 @@ class DividedStorage:
         dtype: the type of its elements.
         number: how many others were added before. The same on all workers.
         share: the bytes of this worker's share. None before the first division.
+        source: the tensor in files that the share will be read from, or None.
         is_whole: whether the storage has all of its bytes on this worker.
         is_changed: whether it was written since its last division.
     """
@@ -85,6 +88,7 @@ class DividedStorage:
     dtype: torch.dtype
     number: int
     share: torch.Tensor | None = None
+    source: FileTensor | None = None
     is_whole: bool = True
     is_changed: bool = True
 
@@ -133,7 +137,11 @@ class ModelUnderConstruction:
         if type(parameter.data) is not torch.Tensor or parameter.layout != torch.strided:
             return
         storage, own_bytes = parameter.untyped_storage(), parameter.numel() * parameter.element_size()
-        if parameter.device.type != "cpu" or own_bytes < LEAST_DIVIDED or storage._cdata in self._storages:
+        known = self._storages.get(storage._cdata)
+        if known is not None and known.source is not None:
+            self._all_bytes += known.size
+            self._read_share(known)
+        if parameter.device.type != "cpu" or own_bytes < LEAST_DIVIDED or known is not None:
             return
         if not storage.resizable() or storage.nbytes() > own_bytes:  # a part of a mapped file, or of a larger tensor
             parameter.data = parameter.data.clone()
@@ -144,6 +152,44 @@ class ModelUnderConstruction:
         self._make_room(added)
         self._storages[added.key] = added
         self._mark_whole(added)
+
+    def from_file(self, source: FileTensor) -> torch.Tensor | None:
+        """Return a divided tensor. Each worker reads its share once the tensor is a parameter, or is used.
+
+        Returns None if nothing is divided at the moment.
+        """
+        if self.is_paused:
+            return None
+        with self.paused():
+            return self._divided(source.shape, source.dtype, source=source)
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a divided tensor of another type without an exchange, or None if the tensor is not divided."""
+        storage = self._filled_by(tensor)
+        if storage is None or storage.is_whole:
+            return None
+        if storage.source is not None:
+            return self._divided(tensor.shape, dtype, source=storage.source)
+        assert storage.share is not None
+        share = storage.share.view(storage.dtype).to(dtype, copy=True).view(torch.uint8)
+        return self._divided(tensor.shape, dtype, share=share)
+
+    def join(self, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size], dim: int) -> torch.Tensor | None:
+        """Return the concatenation of tensors in files as another tensor in files, or None for other tensors.
+
+        Args:
+            shapes: shapes of the tensors, which may have an additional dimension of size 1.
+            dim: the dimension in which they are joined, not negative.
+        """
+        sources, others = [], set()
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            storage = self._filled_by(tensor)
+            if storage is None or storage.source is None:
+                return None
+            sources.append(replace(storage.source, shape=shape))
+            others.add((tensor.dtype, *shape[:dim], *shape[dim + 1 :]))
+        source = join(sources, dim) if len(others) == 1 else None
+        return None if source is None else self._divided(source.shape, tensors[0].dtype, source=source)
 
     def find(self, tensor: torch.Tensor) -> DividedStorage | None:
         """Return the divided storage that a tensor uses, or None."""
@@ -168,13 +214,14 @@ class ModelUnderConstruction:
 
     def overwrite(self, tensor: torch.Tensor) -> bool:
         """Give a tensor that is about to be overwritten its memory. Return False if it does not fill its storage."""
-        storage = self.find(tensor)
-        if storage is None or not tensor.is_contiguous() or tensor.numel() * tensor.element_size() != storage.size:
+        storage = self._filled_by(tensor)
+        if storage is None:
             return False
         self._make_room(storage)
         if not storage.is_whole:
             storage.storage.resize_(storage.size)
         storage.is_whole = storage.is_changed = True
+        storage.source = None
         self._mark_whole(storage)
         return True
 
@@ -245,6 +292,7 @@ class ModelUnderConstruction:
         """Gather what is still divided, and stop dividing."""
         if self.is_paused:  # it has ended before
             return
+        self.forget_freed()
         with self.paused():
             # A worker may have forgotten a parameter that no longer exists and that others still have.
             numbers: list[list[int]] = [[]] * self.world
@@ -272,6 +320,39 @@ class ModelUnderConstruction:
     def storages_of(self, tensors: Iterable[torch.Tensor]) -> list[DividedStorage]:
         """Return the divided storages that some tensors use."""
         return [storage for storage in map(self.find, tensors) if storage is not None]
+
+    def _filled_by(self, tensor: torch.Tensor) -> DividedStorage | None:
+        """Return the divided storage of a tensor that has all of its elements in their order, or None."""
+        storage = self.find(tensor)
+        if storage is None or tensor.dtype != storage.dtype or not tensor.is_contiguous():
+            return None
+        return storage if tensor.numel() * tensor.element_size() == storage.size else None
+
+    def _divided(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        *,
+        share: torch.Tensor | None = None,
+        source: FileTensor | None = None,
+    ) -> torch.Tensor:
+        """Return a tensor that is divided from the start, of a share or a source that are the same on all workers."""
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        storage = tensor.untyped_storage()
+        added = DividedStorage(
+            storage, storage.nbytes(), dtype, self._added, share, source, is_whole=False, is_changed=False
+        )
+        self._added += 1
+        self._storages[added.key] = added
+        storage.resize_(0)
+        return tensor
+
+    def _read_share(self, storage: DividedStorage) -> None:
+        assert storage.source is not None
+        share = torch.zeros(storage.share_size(self.world) // storage.dtype.itemsize, dtype=storage.dtype)
+        start, end = self.rank * len(share), storage.size // storage.dtype.itemsize
+        storage.source.read_into(share[: max(0, end - start)], start)
+        storage.share, storage.source = share.view(torch.uint8), None
 
     def _mark_whole(self, storage: DividedStorage) -> None:
         if self._whole.pop(storage.key, None) is None:
@@ -315,6 +396,8 @@ class ModelUnderConstruction:
 
     def _gather(self, storage: DividedStorage) -> None:
         if not storage.is_whole:
+            if storage.source is not None:
+                self._read_share(storage)
             assert storage.share is not None
             storage.storage.resize_(storage.size)
             whole, size = storage.all_bytes(), storage.share_size(self.world)
@@ -383,6 +466,7 @@ def divided_construction(model: ModelUnderConstruction) -> Iterator[None]:
         with (
             freed_memory_given_back(),
             environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"),
+            tensors_read_by(model.from_file),
             _DirectAccess(model),
             _Operations(model),
         ):
@@ -408,6 +492,9 @@ class _Operations(TorchDispatchMode):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if not any(model.find(tensor) for tensor in tensors):
                 return func(*args, **kwargs)
+            divided = self._without_exchange(func, args, kwargs)
+            if divided is not None:
+                return divided
             if _returns_view(func):
                 return self._view(func, args, kwargs, tensors)
             if func.overloadpacket in OVERWRITES and model.overwrite(args[0]):
@@ -415,6 +502,23 @@ class _Operations(TorchDispatchMode):
             else:
                 model.use(tensors, written=list(_written(func, args, kwargs)))
             return func(*args, **kwargs)
+
+    def _without_exchange(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """Return the result of an operation as a divided tensor, or None if the operation needs whole tensors."""
+        if func is _aten._to_copy.default:
+            dtype, device, layout = (kwargs.get(name) for name in ("dtype", "device", "layout"))
+            stays = device in (None, torch.device("cpu")) and layout in (None, torch.strided)
+            return self.model.cast(args[0], dtype) if stays and dtype is not None else None
+        if func in (_aten.cat.default, _aten.stack.default):
+            tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            shapes = [tensor.shape for tensor in tensors]
+            if func is _aten.stack.default:
+                dim %= len(shapes[0]) + 1
+                shapes = [torch.Size((*shape[:dim], 1, *shape[dim:])) for shape in shapes]
+            return self.model.join(tensors, shapes, dim % len(shapes[0]))
+        return None
 
     def _view(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]

@@ -1,0 +1,186 @@
+"""Tensors of safetensors files that workers read in parts. Transformers alone reads every tensor whole.
+
+A context variable holds the function that reads the tensors for ``from_pretrained``. Without one, transformers reads
+files as it always does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from safetensors import safe_open
+from transformers import modeling_utils
+
+from rapidformer_templates.system.replaced_functions import patch_function
+
+CHUNK = 4 << 20
+"""Bytes that are read at a time if their type changes."""
+SMALLEST = 4096
+"""Bytes of the smallest tensor that is read in parts."""
+
+
+class FileRange(NamedTuple):
+    """Consecutive bytes of a file."""
+
+    path: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in safetensors files that has not been read.
+
+    Attributes:
+        shape: its shape.
+        dtype: its type in the files.
+        ranges: where its elements are, in the order of the flattened tensor.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    ranges: tuple[FileRange, ...]
+
+    def read_into(self, target: torch.Tensor, start: int) -> None:
+        """Fill a one-dimensional tensor with the elements from ``start`` on. It may have another type."""
+        if target.dtype != self.dtype:
+            length = CHUNK // self.dtype.itemsize
+            for position in range(0, len(target), length):
+                chunk = target[position : position + length]
+                values = torch.empty(len(chunk), dtype=self.dtype, device="cpu")
+                self.read_into(values, start + position)
+                chunk.copy_(values)
+            return
+        buffer, position = target.view(torch.uint8).numpy().data, 0
+        for path, begin, size in _part(self.ranges, start * self.dtype.itemsize, len(buffer)):
+            _read(path, begin, buffer[position : position + size])
+            position += size
+
+
+def join(tensors: Sequence[FileTensor], dim: int) -> FileTensor | None:
+    """Return the tensor that ``torch.cat`` makes.
+
+    Returns None for tensors of several types, and if the parts that follow each other are very small.
+
+    Args:
+        tensors: tensors whose shapes differ in ``dim`` alone.
+        dim: a dimension, not negative.
+    """
+    before, after = tensors[0].shape[:dim], tensors[0].shape[dim + 1 :]
+    rows, sizes = math.prod(before), [one.shape.numel() * one.dtype.itemsize for one in tensors]
+    if len({one.dtype for one in tensors}) > 1 or min(sizes) < rows * SMALLEST:
+        return None
+    ranges = [
+        part
+        for row in range(rows)
+        for one, size in zip(tensors, sizes, strict=True)
+        for part in _part(one.ranges, row * (size // rows), size // rows)
+    ]
+    shape = torch.Size((*before, sum(one.shape[dim] for one in tensors), *after))
+    return FileTensor(shape, tensors[0].dtype, tuple(ranges))
+
+
+def _part(ranges: Sequence[FileRange], start: int, size: int) -> Iterator[FileRange]:
+    """Yield the ranges of ``size`` bytes, from byte ``start`` of all ranges on."""
+    for path, begin, length in ranges:
+        left, right = max(start, 0), min(start + size, length)
+        if left < right:
+            yield FileRange(path, begin + left, right - left)
+        start -= length
+
+
+def _read(path: str, start: int, buffer: memoryview) -> None:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while buffer:  # the system may return less than is requested
+            count = file.readinto(buffer)
+            if not count:
+                raise OSError(f"{path} ends inside a tensor")
+            buffer = buffer[count:]
+
+
+ReadTensor = Callable[[FileTensor], torch.Tensor | None]
+_read_tensor: ContextVar[ReadTensor | None] = ContextVar("read_tensor", default=None)
+
+
+@contextmanager
+def tensors_read_by(read: ReadTensor) -> Iterator[None]:
+    """Let a function read the tensors that ``from_pretrained`` loads from safetensors files inside this context.
+
+    Args:
+        read: returns a tensor of the shape and type that the tensor in the file has. If it returns None, the tensor is
+            read as usual.
+    """
+    patch_function(modeling_utils, "safe_open", _open)
+    token = _read_tensor.set(read)
+    try:
+        yield
+    finally:
+        _read_tensor.reset(token)
+
+
+def _open(original: Callable[..., safe_open], path: str, *args: object, **kwargs: object) -> safe_open | _OpenFile:
+    opened, read = original(path, *args, **kwargs), _read_tensor.get()  # safetensors checks the file
+    return opened if read is None else _OpenFile(path, opened, read)
+
+
+class _Entry(TypedDict):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+class _OpenFile:
+    """A file that transformers has opened with ``safe_open``."""
+
+    def __init__(self, path: str, opened: safe_open, read: ReadTensor) -> None:
+        self._path, self._opened, self._read = path, opened, read
+        with Path(path).open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            self._header: dict[str, _Entry] = json.loads(file.read(size))
+        self._begin = 8 + size
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._opened, name)
+
+    def __enter__(self) -> _OpenFile:
+        self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
+
+    def get_slice(self, name: str) -> object:
+        """Return an object that reads the tensor when it is indexed with ``...``, as transformers does."""
+        original = self._opened.get_slice(name)
+        entry = self._header[name]
+        (begin, end), shape = entry["data_offsets"], torch.Size(entry["shape"])
+        dtype = modeling_utils.str_to_torch_dtype.get(entry["dtype"])
+        if dtype is None or shape.numel() * dtype.itemsize != end - begin or end - begin < SMALLEST:
+            return original
+        where = FileRange(self._path, self._begin + begin, end - begin)
+        return _Slice(original, FileTensor(shape, dtype, (where,)), self._read)
+
+
+class _Slice:
+    """A tensor in a file, as ``get_slice`` of safetensors returns it."""
+
+    def __init__(self, original: Any, tensor: FileTensor, read: ReadTensor) -> None:
+        self._original, self._tensor, self._read = original, tensor, read
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._original, name)
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        tensor = self._read(self._tensor) if index is Ellipsis else None
+        return self._original[index] if tensor is None else tensor

@@ -1,0 +1,205 @@
+"""Pretrained weights that each worker reads in part have the bits of those that one process reads whole."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import modeling_utils
+
+from rapidformer_templates.engines.construction import ModelUnderConstruction, divided_construction
+from rapidformer_templates.models import file_tensors
+from rapidformer_templates.models.loading import build_model
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.system.workers import Workers
+from tests.support.selection import by_default
+from tests.support.worker_pool import run_in_workers
+
+pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.distributed]
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+MODELS = {
+    "gpt2": {"n_positions": 64, "n_inner": 96},
+    "llama": {"intermediate_size": 96, "num_key_value_heads": 2},
+    "mixtral": {"intermediate_size": 96, "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2},
+    "bert": {"intermediate_size": 96, "max_position_embeddings": 64},
+}
+HEADS = {"bert": "AutoModelForSequenceClassification"}
+
+
+class Case(NamedTuple):
+    """A saved model: its architecture, the type of its weights, and how they are in files."""
+
+    architecture: str
+    dtype: str
+    files: str = "one"
+
+
+CASES = [
+    Case("gpt2", "float16"),
+    Case("llama", "bfloat16", "several"),
+    Case("mixtral", "bfloat16"),
+    Case("bert", "float32"),
+    Case("gpt2", "bfloat16", "adapters"),
+    Case("llama", "float16", "bin"),
+    Case("gpt2", "float32"),
+    Case("llama", "float32"),
+    Case("mixtral", "float16", "several"),
+    Case("mixtral", "float32"),
+    Case("bert", "bfloat16"),
+]
+DEFAULT = [(2, CASES[1]), (2, CASES[2])]
+
+
+def _save(case: Case, folder: Path) -> Path:
+    """Save a model with random weights, and return the folder to load."""
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(case.architecture, **SIZES, **MODELS[case.architecture])
+    kind = transformers.AutoModelForMaskedLM if case.architecture == "bert" else transformers.AutoModelForCausalLM
+    model = kind.from_config(config).to(getattr(torch, case.dtype))
+    model.save_pretrained(folder / "base", max_shard_size="100KB" if case.files == "several" else "1GB")
+    if case.files == "bin":
+        torch.save(model.state_dict(), folder / "base/pytorch_model.bin")
+        (folder / "base/model.safetensors").unlink()
+    if case.files != "adapters":
+        return folder / "base"
+    peft = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
+    settings = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    model.name_or_path = str(folder / "base")
+    peft.get_peft_model(model, settings).save_pretrained(folder / "adapters")
+    model.config.save_pretrained(folder / "adapters")
+    return folder / "adapters"
+
+
+class Loaded(NamedTuple):
+    """The cost of loading a model for a worker.
+
+    Attributes:
+        read: bytes that it has read in parts of tensors.
+        divisions: how many tensors were sent from the first worker to the others.
+        gathers: how many tensors all workers have exchanged.
+    """
+
+    read: int
+    divisions: int
+    gathers: int
+
+
+def _load(workers: Workers, folder: Path, tokenizer: Path, head: str, least_whole: int) -> Loaded:
+    """Load a model in shares and whole, and compare all bits."""
+    flags = {"pretrained_model_name_or_path": str(folder), "tokenizer_path": str(tokenizer)}
+    config, read = RunConfig().replace("command line", **flags), []
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        labels = {"num_labels": 80} if "Classification" in head else {}
+        return build_model(config, head, **labels)
+
+    def count(path: str, start: int, buffer: memoryview) -> None:
+        read.append(len(buffer))
+        read_file(path, start, buffer)
+
+    whole, read_file = build(), file_tensors._read
+    construction = ModelUnderConstruction()
+    construction.least_whole = least_whole
+    with divided_construction(construction), mock.patch.object(file_tensors, "_read", count):
+        model = build()
+        cost = Loaded(sum(read), construction.divisions, construction.gathers)
+        construction.finish()
+    expected, found = whole.state_dict(), model.state_dict()
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == found[name].dtype
+        assert torch.equal(tensor, found[name]), name
+    assert [len(set(map(id, one.parameters()))) for one in (whole, model)] == [len(list(whole.parameters()))] * 2
+    return cost
+
+
+@pytest.mark.parametrize(("world", "case"), by_default(DEFAULT, itertools.product((2, 4), CASES)))
+def test_weights_are_read_in_shares(
+    world: int, case: Case, tmp_path: Path, gpt_folder: Path, bert_folder: Path
+) -> None:
+    folder = _save(case, tmp_path)
+    tokenizer = bert_folder if case.architecture == "bert" else gpt_folder
+    head = HEADS.get(case.architecture, "AutoModelForCausalLM")
+    reads_whole = case.files in ("bin", "adapters")
+    least_whole = 8 << 10 if reads_whole else 1 << 20  # all that is not read in shares would be whole
+    costs = run_in_workers(world, _load, folder, tokenizer, head, least_whole)
+    assert len({(cost.divisions, cost.gathers) for cost in costs}) == 1
+    assert (costs[0].divisions > 0) == reads_whole
+    assert (costs[0].gathers > 0) == (case.files == "adapters")  # they are merged
+    if case.files == "bin":
+        assert sum(cost.read for cost in costs) == 0
+        return
+    sizes = _bytes_of_large_tensors(tmp_path / "base")
+    for cost in costs:
+        assert 0 < cost.read <= sum(sizes) / world + len(sizes) * file_tensors.SMALLEST
+    is_part = case.architecture == "bert"  # the head of the file is not used
+    assert sum(cost.read for cost in costs) == sum(sizes) or (is_part and sum(cost.read for cost in costs) < sum(sizes))
+
+
+def _bytes_of_large_tensors(folder: Path) -> list[int]:
+    sizes = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            sizes += [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118 - it is not a dictionary
+    return [size for size in sizes if size >= file_tensors.SMALLEST]
+
+
+class Unusual(nn.Module):
+    """Uses tensors of a file in other ways than as parameters."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        with modeling_utils.safe_open(path, framework="pt") as file:
+            whole, split, table, scaled, overwritten, copied, *joined = (file.get_slice(f"{i}")[...] for i in range(9))
+        self.whole = nn.Parameter(whole)
+        self.upper, self.lower = (nn.Parameter(part.contiguous()) for part in split.chunk(2))
+        self.register_buffer("table", table)
+        self.scaled = nn.Parameter(scaled.float() * 2)
+        overwritten.fill_(3.0)
+        self.overwritten = nn.Parameter(overwritten)
+        self.row = nn.Parameter(copied[1].clone())
+        self.copied = nn.Parameter(copied)
+        self.joined = nn.Parameter(torch.cat([joined[0], joined[1].half()], dim=1))
+        self.with_another = nn.Parameter(torch.stack([joined[0], torch.ones_like(joined[0])]))
+        self.rest = nn.Parameter(torch.cat([joined[2].double(), joined[1].double()], dim=-2))
+        self.transposed = nn.Parameter(torch.stack([joined[0].mT, joined[1].mT.half()], dim=-1))
+
+
+def _build_unusual(workers: Workers, path: Path) -> list[int]:
+    whole = Unusual(path).double()
+    construction = ModelUnderConstruction()
+    construction.least_whole = 8 << 10
+    with divided_construction(construction):
+        model = Unusual(path)
+        construction.divide_all()
+        before = construction.gathers
+        assert before > 0
+        model.double()
+        assert construction.gathers == before + 2  # the halves, which are views of one tensor
+        construction.divide_all()
+        with construction.paused():
+            assert {name for name, p in model.named_parameters() if p.untyped_storage().nbytes()} == set()
+        exchanges = [construction.divisions, construction.gathers]
+        construction.finish()
+    for (name, wanted), (other, found) in zip(whole.state_dict().items(), model.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(wanted, found), name
+    return exchanges
+
+
+def test_tensors_of_files_are_used_like_others(tmp_path: Path) -> None:
+    types = [torch.float32] * 7 + [torch.float16, torch.bfloat16]
+    tensors = {f"{i}": torch.randn(6, 64, 65).to(dtype) for i, dtype in enumerate(types)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    first, *others = run_in_workers(3, _build_unusual, tmp_path / "model.safetensors")
+    assert all(exchanges == first for exchanges in others)
