@@ -436,7 +436,7 @@ class Trainer:
             self._local_run = run
             run.model.eval()
         else:
-            self._model_run, self._weights = None, inference.whole_weights(run.engine)
+            self._model_run, self._weights = None, inference.copied_weights(run.engine)
 
     @classmethod
     def main(cls, **flags: Any) -> None:

@@ -47,8 +47,8 @@ def _gradients(flags: str) -> dict[str, torch.Tensor]:
         setup(engine, *arguments)
 
         def gather() -> None:
-            whole = gather_whole(engine.shards("gradients"), engine.workers) or {}
-            gradients.update({name: gradient.clone() for name, gradient in whole.items()})
+            whole = gather_whole(engine.shards("gradients"), engine.workers)
+            gradients.update({name: gradient.clone() for name, gradient in whole})
 
         engine.before_update.append(gather)
 

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +17,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.models import saving
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.run.export import export_model
+from rapidformer_templates.run.fit import fit
+from rapidformer_templates.run.run import Run
 from tests.support import parity
 from tests.support.combinations import Combination, parsed, place, smallest
 from tests.support.engine_layouts import NAMES
@@ -148,3 +154,52 @@ def test_the_export_is_the_model_that_was_evaluated(
     assert set(load_file(export / "model.safetensors")) == names[kind]
     expected = run["evaluations"][0 if kind.startswith("best") else -1]
     assert _loss(kind, _read(kind, export)) == pytest.approx(expected, rel=1e-5)
+
+
+SHARDED = [("weights", "replicas"), ("own module", "fsdp"), ("mixture", "zero-3")]
+SHARD_BYTES = 6000
+IN_SHARDS = [case for case in CASES if not case[0].startswith("best") and not _refusal(*case)]
+
+
+def _export_twice(workers: Any, kind: str, flags: str, folder: str) -> None:
+    """Export the trained model in one file, and in shards."""
+
+    def export(run: Run) -> None:
+        export_model(run.engine, None, Path(folder, "file"))
+        with mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+            export_model(run.engine, None, Path(folder, "shards"))
+
+    job, own = KINDS[kind]
+    fit(
+        job(f"--train-iters 1 --lr 1e-2 --device cpu --save {folder}/run --no-export-model {own} {flags}".split()),
+        export,
+    )
+
+
+@pytest.mark.parametrize(("kind", "layout"), by_default(SHARDED, IN_SHARDS))
+def test_shards_together_are_the_single_file(kind: str, layout: str, tmp_path: Path) -> None:
+    run_in_workers(WORLDS[layout], _export_twice, kind, FLAGS[layout], str(tmp_path))
+    whole = load_file(tmp_path / "file" / "model.safetensors")
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in (tmp_path / "shards").glob("*.safetensors")}
+    assert len(files) > 2
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    # The experts of a layer are one tensor in the model, and stay together.
+    limit = max(SHARD_BYTES, *(parameter.nbytes for parameter in KINDS[kind][0]([]).build_model().parameters()))
+    assert all(sum(tensor.nbytes for tensor in tensors.values()) <= limit for tensors in files.values())
+    together = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    assert together.keys() == whole.keys()
+    assert all(torch.equal(together[name], whole[name]) for name in whole)
+    if kind != "own module":
+        model, expected = (_read(kind, tmp_path / name).state_dict() for name in ("shards", "file"))
+        assert all(torch.equal(model[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["weights", "tied", "mixture"])
+def test_a_small_model_is_one_file_as_transformers_writes_it(kind: str, tmp_path: Path) -> None:
+    template = KINDS[kind][0]([*STEPS.split(), "--no-keep-best", "--save", str(tmp_path / "run")])
+    template.fit()
+    template.model.save_pretrained(tmp_path / "plain")  # type: ignore[operator]
+    (file,) = (tmp_path / "run" / "export").glob("*.safetensors*")
+    assert file.read_bytes() == (tmp_path / "plain" / file.name).read_bytes()

@@ -145,5 +145,8 @@ class Engine(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state that :meth:`state` returned."""
 
-    def full_weights(self) -> dict[str, torch.Tensor] | None:
-        """Return the full weights on the host of rank 0 for the export, None elsewhere. Call it on every rank."""
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole weight) on the host of rank 0 for the export, one at a time. Other ranks yield nothing.
+
+        Every rank must iterate to the end. A tensor is valid until the next one is taken, and must not be changed.
+        """

@@ -421,7 +421,7 @@ class SingleEngine:
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load_state(state["loss_scale"])
 
-    def full_weights(self) -> dict[str, torch.Tensor] | None:
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return gather_whole(self.shards("weights"), self.workers)
 
 

@@ -236,32 +236,39 @@ def load_weights(shards: Iterable[Shard], reader: StateReader) -> None:
         shard.fill(partial(reader.read, "weights", shard.name))
 
 
-def gather_whole(shards: Iterable[Shard], workers: Workers) -> dict[str, torch.Tensor] | None:
-    """Return whole tensors on the host of rank 0, None on other ranks. Call it on every rank.
+def gather_whole(shards: Iterable[Shard], workers: Workers) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) on the host of rank 0. Other ranks yield nothing. Every rank must iterate to the end.
 
-    Each worker sends the values that no worker before it has to rank 0, one shard at a time.
+    One tensor is gathered at a time. Each worker sends the values that no worker before it has to rank 0. A tensor may
+    be a weight itself.
     """
-    own = [shard for shard in shards if shard.counts_once]
-    described = workers.gather([(s.name, s.shape, s.index, tuple(s.values.shape), s.values.dtype) for s in own])
-    if not workers.is_main:
-        for shard in own:
-            dist.send(shard.values.to(workers.device).contiguous(), dst=0)
-        return None
-    whole: dict[str, torch.Tensor] = {}
-    for rank, shards_of_rank in enumerate(described):
-        for number, (name, shape, index, local, dtype) in enumerate(shards_of_rank):
+    own = {shard.name: shard for shard in shards if shard.counts_once}
+    described = workers.gather(
+        {s.name: (s.shape, s.index, tuple(s.values.shape), s.values.dtype) for s in own.values()}
+    )
+    for name in dict.fromkeys(name for shards_of_rank in described for name in shards_of_rank):
+        if not workers.is_main:
+            if name in own:
+                dist.send(own[name].values.to(workers.device).contiguous(), dst=0)
+            continue
+        whole: torch.Tensor | None = None
+        for rank, shards_of_rank in enumerate(described):
+            if name not in shards_of_rank:
+                continue
+            shape, index, local, dtype = shards_of_rank[name]
             if rank == 0:
-                values = own[number].values
+                values = own[name].values
             else:
                 values = torch.empty(local, dtype=dtype, device=workers.device)
                 dist.recv(values, src=rank)
             if local == shape:
-                whole[name] = values.cpu()
+                whole = values.cpu()
                 continue
-            target = whole.setdefault(name, torch.empty(shape, dtype=dtype))
+            whole = torch.empty(shape, dtype=dtype) if whole is None else whole
             for offset, part in index.parts(values):
-                target[tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))] = part.cpu()
-    return whole
+                whole[tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))] = part.cpu()
+        assert whole is not None
+        yield name, whole
 
 
 def global_norm(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import torch
 import transformers
-from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rapidformer_templates.engines.assembly import Assembly
@@ -25,24 +26,39 @@ from rapidformer_templates.models.loading import (
     class_of,
     mark_folder,
     modules_of_changed_models,
-    quiet_transformers,
     read_config_of,
 )
+from rapidformer_templates.models.saving import save_model, save_weights
 from rapidformer_templates.run.checkpoint.format import Reader
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saved_model import DESCRIPTION
 from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.system.files import new_folder, write_json
+from rapidformer_templates.system.tensor_files import TensorFiles
+
+
+@contextmanager
+def exported_weights(engine: Engine) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """Yield an iterator over the weights that a run exports, see :meth:`Engine.whole_weights`. Call it on every rank.
+
+    All ranks send their parts, even if rank 0 cannot write them.
+    """
+    with engine.averaged():
+        weights = engine.whole_weights()
+        try:
+            yield weights
+        finally:
+            deque(weights, maxlen=0)
 
 
 def export_model(engine: Engine, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
     """Write weights, config and tokenizer. Call it on every rank. Rank 0 writes.
 
-    A model that is not from transformers is exported only as ``model.safetensors``.
+    Rank 0 gathers one tensor at a time and stores it in a temporary file in the same place. A model that is not from
+    transformers is exported only as ``model.safetensors``, or shards with an index.
     """
-    with engine.averaged():  # until they are written, because they may be the parameters themselves
-        weights = engine.full_weights()
-        if weights is not None:
+    with exported_weights(engine) as weights:
+        if engine.workers.is_main:
             with new_folder(folder) as temporary:
                 _write(engine.assembly, weights, temporary)
                 if tokenizer is not None:
@@ -80,12 +96,7 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
         CheckpointError: a file cannot be read.
         ModelError: the model has adapters, and its class is not from transformers.
     """
-    reader = Reader(checkpoint)
-    weights = {}
-    for name, shape in reader.names("weights").items():
-        average = average_of(name) if averages else ""
-        source = ("optimizer", average) if average in reader.names("optimizer") else ("weights", name)
-        weights[name] = reader.read(*source, (0,) * len(shape), shape)
+    weights = _weights_of(Reader(checkpoint), averages=averages)
     with new_folder(folder) as temporary:
         assembly = _skeleton(described)
         # Copies the tokenizer. Files that belong to the weights are overwritten with them.
@@ -93,7 +104,16 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
         if assembly is not None:
             _write(assembly, weights, temporary)
         else:
-            save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+            with TensorFiles(temporary) as files:
+                save_weights(files.store_all(weights), temporary, metadata={"format": "pt"})
+
+
+def _weights_of(reader: Reader, *, averages: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of a checkpoint, from the averages where it has one."""
+    for name, shape in reader.names("weights").items():
+        average = average_of(name) if averages else ""
+        source = ("optimizer", average) if average in reader.names("optimizer") else ("weights", name)
+        yield name, reader.read(*source, (0,) * len(shape), shape)
 
 
 def _skeleton(described: Path) -> Assembly | None:
@@ -120,19 +140,20 @@ def _skeleton(described: Path) -> Assembly | None:
     return restore(model, described) if restore else Assembly(model)
 
 
-def _write(assembly: Assembly, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+def _write(assembly: Assembly, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write a model. Its weights are taken one at a time, and are in files until all are there."""
     writer = _writer_of(assembly)
-    if writer:
-        writer.write(assembly, weights, folder)
-    elif isinstance(assembly.model, PreTrainedModel):
-        # An empty model of the original class saves in the format that transformers expects.
-        skeleton = _empty(class_of(assembly.model), _config_of(assembly.model))
-        with quiet_transformers():
-            skeleton.save_pretrained(folder, state_dict=dict(weights))
-        _write_generation_config(assembly.model, folder)
-        mark_folder(folder)
-    else:
-        save_file(dict(weights), folder / "model.safetensors")
+    with TensorFiles(folder) as files:
+        stored = files.store_all(weights)
+        if writer:
+            writer.write(assembly, stored, folder)
+        elif isinstance(assembly.model, PreTrainedModel):
+            # An empty model of the original class saves in the format that transformers expects.
+            skeleton = _empty(class_of(assembly.model), _config_of(assembly.model))
+            save_model(skeleton, folder, files, stored)
+            _write_generation_config(assembly.model, folder)
+        else:
+            save_weights(stored, folder)
 
 
 def _writer_of(assembly: Assembly) -> ModuleType | None:

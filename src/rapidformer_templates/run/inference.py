@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.building import build_data, build_engine
 from rapidformer_templates.run.evaluation import Evaluator, Validation
+from rapidformer_templates.run.export import exported_weights
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import checked_count, checked_predictions
 from rapidformer_templates.run.predictions import (
@@ -42,11 +43,14 @@ from rapidformer_templates.system.workers import Workers
 Weights = Mapping[str, torch.Tensor]
 
 
-def whole_weights(engine: Engine) -> Weights | None:
-    """Return the weights that a run exports, on the host of rank 0. None elsewhere. Call it on every rank."""
-    with engine.averaged():
-        weights = engine.full_weights()
-        return None if weights is None else {name: tensor.clone() for name, tensor in weights.items()}
+def copied_weights(engine: Engine, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Weights:
+    """Return copies of the weights that a run exports, on the host of rank 0. Empty elsewhere. Call it on every rank.
+
+    Args:
+        copy: copies a tensor.
+    """
+    with exported_weights(engine) as weights:
+        return {name: copy(tensor) for name, tensor in weights}
 
 
 def is_plain(run: Run) -> bool:

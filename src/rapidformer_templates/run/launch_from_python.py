@@ -25,10 +25,11 @@ from rapidformer_templates.errors import ConfigError, ReportedError, WorkerFaile
 from rapidformer_templates.run.fit import check_before_workers, join_and_train
 from rapidformer_templates.run.folder import Summary
 from rapidformer_templates.run.hooks import load_callback_states, states_of
-from rapidformer_templates.run.inference import Weights, whole_weights
+from rapidformer_templates.run.inference import Weights, copied_weights
 from rapidformer_templates.run.run import Run, Template
 from rapidformer_templates.run.scripts import record_outcome
 from rapidformer_templates.system import launch
+from rapidformer_templates.system.tensor_files import TensorFiles
 
 RUN_ATTRIBUTES = ("_run", "_model", "_model_run", "_local_run", "_weights", "_trained_in_workers", "task")
 """Attributes of a template that each run creates again."""
@@ -62,7 +63,7 @@ def fit(template: Template) -> tuple[Summary, Weights]:
                 raise WorkerFailed("the workers ended without a result", hint=hint)
             outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
             load_callback_states(template.callbacks, outcome["callbacks"])
-            trained.append(torch.load(folder / WEIGHTS, weights_only=True))
+            trained.append(torch.load(folder / WEIGHTS, weights_only=True, mmap=True))
             summary: Summary = outcome["summary"]
         return summary
 
@@ -146,9 +147,10 @@ def main(folder: Path) -> None:
     rank = os.environ["RANK"]
 
     def store_weights(run: Run) -> None:
-        weights = whole_weights(run.engine)
-        if weights is not None:
-            torch.save(dict(weights), folder / WEIGHTS)
+        with TensorFiles(folder) as files:
+            weights = copied_weights(run.engine, files.store)
+            if run.workers.is_main:
+                torch.save(weights, folder / WEIGHTS)
 
     def train() -> None:
         try:

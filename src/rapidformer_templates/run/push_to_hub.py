@@ -207,6 +207,11 @@ def _code(name: str, export: Path, adapters: Mapping[str, Any] | None, revision:
             f'model = load_mixture(snapshot_download("{name}"))',
         ]
         return "\n".join(load)
+    if not config and (export / "model.safetensors.index.json").is_file():
+        head = ["from pathlib import Path", "", "from huggingface_hub import snapshot_download"]
+        load = ["from safetensors.torch import load_file", "", "weights = {}"]
+        loop = f'for file in Path(snapshot_download("{name}")).glob("*.safetensors"):\n    weights |= load_file(file)'
+        return "\n".join([*head, *load, loop])
     if not config:
         load = ["from huggingface_hub import hf_hub_download", "from safetensors.torch import load_file", ""]
         return "\n".join([*load, f'weights = load_file(hf_hub_download("{name}", "model.safetensors"))'])

@@ -189,7 +189,8 @@ def _digest(samples: TokenizedSamples) -> str:
 def identity_of_model(engine: Engine, workers: Workers) -> str:
     """Return a digest of the weights. Call it on every worker."""
     base = engine.assembly.base
-    weights = engine.full_weights() if base is None else None
-    identity = identity_of({name: fingerprint(tensor) for name, tensor in weights.items()}) if weights else ""
-    shared: str = workers.broadcast(base.identity if base else identity)
+    if base is not None:
+        return base.identity
+    identity = identity_of({name: fingerprint(tensor) for name, tensor in engine.whole_weights()})
+    shared: str = workers.broadcast(identity)
     return shared

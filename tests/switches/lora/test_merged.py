@@ -6,6 +6,7 @@ import shutil
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models import saving
 from tests.support import parity
 from tests.support.jobs import VOCABULARY, CausalJob
 from tests.support.selection import by_default
@@ -33,11 +35,13 @@ from rapidformer_templates.switches.lora.exported import _note_untied, merge, re
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 
 STEPS = "--train-iters 3 --eval-interval 3 --lr 1e-1 --no-keep-best --export-model --device cpu --lora-rank 4"
+SHARD_BYTES = 5000
 KINDS = {
     "adapters of the head": "--lora-target-modules c_attn,lm_head",
     "adapters of the embeddings": "--lora-target-modules c_attn,wte",
     "trained head": "--lora-modules-to-save lm_head",
     "trained embeddings": "--lora-modules-to-save wte",
+    "dora": "--lora-variant dora --lora-target-modules c_attn,lm_head",
 }
 LAYOUTS = {
     "one process": "--micro-batch-size 8",
@@ -87,6 +91,7 @@ def test_the_merged_model_is_the_one_that_was_evaluated(
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     config = read_config(folder / "export")
     here, _ = read_model(GPT2LMHeadModel, folder / "export", config)
+    _assert_same_weights(here, folder / "export", tmp_path)
     data = CausalJob().build_data()
     assert data.valid is not None
     for model in (plain.eval(), here.eval()):
@@ -94,6 +99,23 @@ def test_the_merged_model_is_the_one_that_was_evaluated(
         with torch.no_grad():
             loss = float(model(**data.collate(list(data.valid))).loss)
         assert loss == pytest.approx(run["evaluations"][-1], rel=1e-5)
+
+
+def _assert_same_weights(in_memory: Any, adapters: Path, root: Path) -> None:
+    """Assert that the merged files have the bits that peft computes in memory, in one file and in shards."""
+    in_memory.config.use_cache = True
+    in_memory.save_pretrained(root / "in memory")
+    assert (root / "merged/model.safetensors").read_bytes() == (root / "in memory/model.safetensors").read_bytes()
+    with mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+        merge(adapters, root / "shards")
+    shards = [load_file(file) for file in (root / "shards").glob("*.safetensors")]
+    assert len(shards) > 2
+    expected = load_file(root / "in memory/model.safetensors")
+    together = {name: tensor for shard in shards for name, tensor in shard.items()}
+    assert together.keys() == expected.keys()
+    assert all(torch.equal(together[name], expected[name]) for name in expected)
+    again = AutoModelForCausalLM.from_pretrained(root / "shards").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in in_memory.state_dict().items())
 
 
 def test_a_weight_that_neither_folder_has_is_named(base: Path, tmp_path: Path) -> None:

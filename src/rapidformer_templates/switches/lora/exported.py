@@ -25,9 +25,12 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import SETTINGS, FrozenBase, fp32_fingerprint
-from rapidformer_templates.models.loading import class_of, mark_folder, own_reader, quiet_transformers, rebuild_layers
+from rapidformer_templates.models.loading import class_of, own_reader, quiet_transformers, rebuild_layers
+from rapidformer_templates.models.saving import save_model
 from rapidformer_templates.planning.hub import model_folder
 from rapidformer_templates.system.files import new_folder, write_json
+from rapidformer_templates.system.process_state import environment_variable
+from rapidformer_templates.system.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -300,16 +303,18 @@ def merge(adapters: Path, output: Path, base_folder: str | None = None) -> None:
             where=str(adapters / "config.json"),
             hint="load the model with its own code and merge with peft: PeftModel.merge_and_unload()",
         )
-    with quiet_transformers():
-        model, info = read_model(factory, adapters, config, base_folder=base_folder)
-    if info["in_neither"]:
-        message = f"{len(info['in_neither'])} weights are missing in {base}, such as {min(info['in_neither'])}"
-        hint = "the merged model would have random values there: name the folder of the whole base with --base"
-        raise ModelError(message, where=str(base), hint=hint)
-    if hasattr(model.config, "use_cache"):
-        model.config.use_cache = True  # training switches it off
-    with new_folder(output) as temporary, quiet_transformers():
-        model.save_pretrained(temporary)
-        mark_folder(temporary)
+    with new_folder(output) as temporary, TensorFiles(temporary) as files, quiet_transformers():
+        # By default transformers reads several tensors ahead, in threads.
+        with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"), files.parameters_stored():
+            model, info = read_model(factory, adapters, config, base_folder=base_folder)
+        if info["in_neither"]:
+            message = f"{len(info['in_neither'])} weights are missing in {base}, such as {min(info['in_neither'])}"
+            hint = "the merged model would have random values there: name the folder of the whole base with --base"
+            raise ModelError(message, where=str(base), hint=hint)
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = True  # training switches it off
+        for parameter in model.parameters():
+            files.store_parameter(parameter)  # copies of modules are not registered one by one
+        save_model(model, temporary, files)
         if (adapters / "tokenizer_config.json").is_file():
             AutoTokenizer.from_pretrained(adapters, local_files_only=True).save_pretrained(temporary)

@@ -218,8 +218,8 @@ class DeepSpeedEngine(SingleEngine):
         if self.compute_type == torch.float16 and "loss_scale" in state:
             restore_loss_scale(self._deepspeed.optimizer.loss_scaler, state["loss_scale"])
 
-    def full_weights(self) -> dict[str, torch.Tensor] | None:
-        return self._state.full_weights()
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._state.whole_weights()
 
 
 def _numbers(settings: Mapping[str, Any]) -> dict[str, Any]:

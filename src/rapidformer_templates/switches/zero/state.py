@@ -244,19 +244,17 @@ class ZeroState(ABC):
         # DeepSpeed's own optimizers count in plain integers, torch's in tensors.
         return int(count) if type(self.optimizer.optimizer).__module__.startswith("deepspeed") else count
 
-    def full_weights(self) -> dict[str, torch.Tensor] | None:
-        """Gather whole weights on the host of rank 0, one tensor at a time. Return None on the other ranks."""
-        weights = {}
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole weight) on the host of rank 0. Other ranks only take part in the gathering."""
         for name, tensor in named_tensors(self.assembly).items():
             if tensor.requires_grad:
                 whole = self._gather_trained(tensor)
                 if self.workers.is_main:
-                    weights[name] = whole.detach().cpu()
+                    yield name, whole.detach().cpu()
                 continue
             with self._gather_unpartitioned(tensor) as whole:
                 if self.workers.is_main:
-                    weights[name] = whole.detach().cpu().clone()
-        return weights if self.workers.is_main else None
+                    yield name, whole.detach().cpu()
 
 
 class FlatGroups(ZeroState):

@@ -1,0 +1,171 @@
+"""An export needs memory for a few tensors, and not for the whole model. Files that are mapped do not count."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+
+from rapidformer_templates.engines.shards import Shard, ShardKind, whole_shard
+from rapidformer_templates.models import saving
+from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.run.export import export_checkpoint, export_model
+from rapidformer_templates.run.fit import fit
+from rapidformer_templates.run.run import Run
+from rapidformer_templates.system.process_state import freed_memory_given_back
+from rapidformer_templates.system.workers import Workers
+from tests.support.jobs import VOCABULARY, CausalJob
+from tests.support.selection import by_default
+from tests.support.worker_pool import run_in_workers
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads the memory from /proc"),
+]
+
+SHARD_BYTES = 16 << 20
+WHOLE = 96
+"""MB of each model, at least. The largest tensor has 8 MB."""
+BOUND = 40
+"""MB that an export may need, for a few tensors at a time."""
+
+
+def _mixtral() -> MixtralConfig:
+    return MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_local_experts=8,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+
+
+class Large(CausalJob):
+    def make(self) -> torch.nn.Module:
+        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=512, n_layer=8, n_head=4))
+
+
+@contextmanager
+def _growth() -> Iterator[Callable[[], float]]:
+    """Yield a function that returns by how many MB this process grew at most, without mapped files.
+
+    Freed tensors do not count. By default the allocator keeps many of them.
+    """
+
+    def megabytes() -> float:
+        found = re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) / 1024
+
+    before = peak = megabytes()
+    is_over = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_over.wait(0.001):
+            peak = max(peak, megabytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        with freed_memory_given_back():
+            yield lambda: peak - before
+    finally:
+        is_over.set()
+        thread.join()
+
+
+class Saved:
+    """The weights of a model, for a checkpoint."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.weights: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+
+    def shards(self, kind: ShardKind) -> Iterator[Shard]:
+        named = self.weights.items() if kind == "weights" else ()
+        return (whole_shard(name, tensor.detach()) for name, tensor in named)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+def _export_checkpoint(workers: Workers, folder: Path) -> float:
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(_mixtral())
+    saved = checkpoint.save(folder, 1, Saved(model), {}, workers)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "plain")  # transformers imports other packages the first time
+    del model
+    with _growth() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+        export_checkpoint(saved, folder / "model", folder / "export", averages=False)
+        return growth()
+
+
+def _merge(workers: Workers, folder: Path, *, use_dora: bool) -> float:
+    from peft import LoraConfig, get_peft_model
+
+    from rapidformer_templates.switches.lora.exported import merge
+
+    torch.manual_seed(0)
+    base = MixtralForCausalLM(_mixtral()).to(torch.bfloat16)
+    base.save_pretrained(folder / "base")
+    settings: dict[str, Any] = {"target_modules": ["q_proj"]}
+    settings |= {"use_dora": True} if use_dora else {"target_parameters": ["mlp.experts.down_proj"]}
+    adapted = get_peft_model(base, LoraConfig(init_lora_weights=False, **settings))
+    adapted.save_pretrained(folder / "adapters")
+    base.config.save_pretrained(folder / "adapters")
+    del base, adapted
+    with _growth() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+        merge(folder / "adapters", folder / "export", str(folder / "base"))
+        return growth()
+
+
+def _merge_lora(workers: Workers, folder: Path) -> float:
+    return _merge(workers, folder, use_dora=False)
+
+
+def _merge_dora(workers: Workers, folder: Path) -> float:
+    return _merge(workers, folder, use_dora=True)
+
+
+def _export_of_a_sharding_engine(workers: Workers, folder: Path) -> float:
+    grown: list[float] = []
+
+    def export(run: Run) -> None:
+        with _growth() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+            export_model(run.engine, None, folder / "export")
+            grown.append(growth())
+
+    flags = "--train-iters 1 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --device cpu --no-keep-best"
+    fit(Large(f"{flags} --fsdp-memory-optimization --no-export-model".split()), export)
+    return grown[0]
+
+
+CASES = [(_export_checkpoint, 1), (_merge_lora, 1), (_merge_dora, 1), (_export_of_a_sharding_engine, 2)]
+SHORT = [(_merge_lora, 1)]
+
+
+@pytest.mark.parametrize(("export", "world"), by_default(SHORT, CASES))
+def test_an_export_needs_memory_for_a_few_tensors(
+    export: Callable[[Workers, Path], float], world: int, tmp_path: Path
+) -> None:
+    grown = run_in_workers(world, export, tmp_path)
+    assert max(grown) < BOUND
+    files = list((tmp_path / "export").glob("model-*.safetensors"))
+    assert len(files) >= WHOLE // (SHARD_BYTES >> 20)
+    assert sum(file.stat().st_size for file in files) >= WHOLE << 20
+    AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    shutil.rmtree(tmp_path)
