@@ -312,7 +312,6 @@ SETATTR = {
     "switches/layout/tracing.py": "it removes a mark",
     "switches/lora/exported.py": "parameters of a layer",
     "switches/mixture_of_experts/transform.py": "a configuration, which is exported",
-    "switches/zero/construction.py": "a constructor, which is put back",
     "system/replaced_functions.py": "the function that it replaces",
 }
 """Modules that call ``setattr``, and what it sets."""

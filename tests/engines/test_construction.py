@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -14,11 +15,19 @@ import torch
 import transformers
 from torch import nn
 
+from rapidformer_templates import Trainer
+from rapidformer_templates.commands.demo import demo_model_folder
 from rapidformer_templates.engines.construction import ModelUnderConstruction, divided_construction
-from rapidformer_templates.planning.plan import Plan, Sizes
-from rapidformer_templates.switches.fsdp.engine import FSDPEngine
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.models.loading import build_model
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.registry import load_object
+from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.system.workers import Workers
-from tests.support.parity import reference, train, weights_apart
+from tests.support.combinations import place
+from tests.support.jobs import JOBS, ClassJob
+from tests.support.parity import Trained, reference, trained, weights_apart
+from tests.support.requests import config_of
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
@@ -43,7 +52,7 @@ class Unusual(nn.Module):
         self.large = nn.Parameter(torch.randn(3, 48, 48) * 0.02)
         self.copied = copy.deepcopy(self.layers[1])
         self.tied = nn.Linear(48, 48, bias=False)
-        self.tied.weight = self.layers[0].weight
+        self.tied.weight = self.copied.weight
         self.row = nn.Parameter(self.large.detach()[0])  # a part of another parameter's storage
         self.register_buffer("total", self.large.sum())
 
@@ -125,7 +134,7 @@ LAYOUTS = {
 """World size and flags of each layout that divides parameters."""
 
 
-def _train(workers: Workers, job: str, flags: str) -> tuple[object, int]:
+def _trained_in_shares(workers: Workers, template: Trainer) -> tuple[Trained, int]:
     """Train with everything divided while it is built. Return also the number of divisions."""
     constructions: list[ModelUnderConstruction] = []
     create = ModelUnderConstruction.__init__
@@ -138,8 +147,13 @@ def _train(workers: Workers, job: str, flags: str) -> tuple[object, int]:
         mock.patch.object(ModelUnderConstruction, "least_whole", LEAST),
         mock.patch.object(ModelUnderConstruction, "__init__", record),
     ):
-        run = train(job, True, flags)
+        run = trained(template)
     return run, sum(one.divisions for one in constructions)
+
+
+def _train(workers: Workers, job: str, flags: str) -> tuple[Trained, int]:
+    kind = type(job, (JOBS[job],), {"double": True})
+    return _trained_in_shares(workers, kind([*flags.split(), "--lr", "1e-3"]))
 
 
 @pytest.mark.distributed
@@ -160,17 +174,80 @@ def test_a_model_that_was_built_in_shares_trains_like_one_process(layout: str, j
         assert weights_apart(run["weights"], wanted["weights"]) < 1e-10
 
 
+class UnusualJob(ClassJob):
+    """Each worker draws other random numbers. The weights come from the first one."""
+
+    def make(self) -> nn.Module:
+        torch.manual_seed(3 + 100 * int(os.environ.get("RANK", 0)))
+        return Unusual()
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(len(batch["labels"]), 48)) / 48
+        return loss
+
+
+class PretrainedJob(ClassJob):
+    """Reads the weights of a folder, and draws those of a new head."""
+
+    def build_model(self) -> nn.Module:
+        config = self.config.replace("command line", pretrained_model_name_or_path=str(demo_model_folder()))
+        return build_model(config, "AutoModelForSequenceClassification", num_labels=3)
+
+
+KINDS = JOBS | {"unusual": UnusualJob, "pretrained": PretrainedJob}
+UNCHANGED = "--lr 0 --train-iters 1 --global-batch-size 4 --micro-batch-size 1"
+ENGINES = {
+    "fsdp": "--fsdp-memory-optimization",
+    "zero-3": "--zero-3-memory-optimization --zero-3-param-persistence-threshold 0",
+}
+STARTS = {
+    f"{kind}, {engine}, {workers} workers{name}": (kind, workers, f"{flags} {more}")
+    for engine, flags in ENGINES.items()
+    for kind in KINDS
+    for workers in (1, 2, 4)
+    for name, more in (("", ""), (", bf16", "--mixed-precision bf16"))
+}
+BY_DEFAULT = {
+    "unusual, fsdp, 2 workers",
+    "unusual, zero-3, 2 workers",
+    "causal, zero-3, 4 workers",
+    "classifier, zero-3, 2 workers, bf16",
+}
+
+
+def _start(workers: Workers, kind: str, flags: str) -> tuple[Trained, int]:
+    return _trained_in_shares(workers, KINDS[kind]([*UNCHANGED.split(), *flags.split()]))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("start", by_default(BY_DEFAULT, STARTS))
+def test_initial_weights_have_the_bits_of_one_process(start: str) -> None:
+    kind, world, flags = STARTS[start]
+    if "zero" in flags:
+        pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+    torch.manual_seed(RunConfig().training.seed)
+    expected = KINDS[kind](UNCHANGED.split()).build_model().state_dict()
+    for run, divisions in run_in_workers(world, _start, kind, flags):
+        assert divisions > 0 or world == 1
+        assert run["weights"].keys() <= expected.keys()
+        for name, weight in run["weights"].items():
+            assert torch.equal(weight, expected[name].double()), name
+
+
 LAYERS, WIDTH = 16, 2048  # 256 MB, 16 MB for each layer
 
 
-def _peak_of_building(workers: Workers) -> float:
-    """Return by how many MB this process grew at most while it built a model with FSDP's sharding."""
+def _peak_of_building(workers: Workers, flags: str) -> float:
+    """Return by how many MB this process grew at most while it built and divided a model."""
     status = Path("/proc/self/status")
 
     def megabytes(field: str) -> float:
         return float(status.read_text().partition(f"{field}:")[2].split()[0]) / 1024
 
-    engine = FSDPEngine(Plan("Trainer", ("fsdp",), Sizes(world=2, local_world=2, data=2)), workers, clip_grad=0.0)
+    plan = resolve(config_of(flags), place(workers.world, "Trainer"))
+    engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=0.0)
+    with engine.construction():
+        engine.frozen(nn.Linear(2, 2))  # what is imported and opened once does not count
     with engine.construction():
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
         before = megabytes("VmRSS")
@@ -184,7 +261,10 @@ def _peak_of_building(workers: Workers) -> float:
 
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
-def test_a_worker_needs_its_share_and_little_more() -> None:
-    for peak in run_in_workers(2, _peak_of_building):
-        # FSDP copies its shard of a unit (8 MB) before the whole unit (16 MB) can be freed. Gloo has buffers, too.
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_worker_needs_its_share_and_little_more(name: str) -> None:
+    if name == "zero-3":
+        pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+    for peak in run_in_workers(2, _peak_of_building, ENGINES[name]):
+        # An engine copies its shard of a unit (8 MB) before the whole unit (16 MB) can be freed. Gloo has buffers, too.
         assert 128 <= peak < 1.1 * (128 + 16 + 8) + 16

@@ -75,9 +75,6 @@ class Engine(Protocol):
         An engine that divides parameters keeps a worker's memory at its share of the model and its largest module.
         """
 
-    def build_context(self) -> AbstractContextManager[object]:
-        """Return the context in which ``build_model`` runs."""
-
     def setup(self, assembly: Assembly, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
         """Wrap or shard the model and build the optimizer."""
 

@@ -64,8 +64,8 @@ class SingleEngine:
 
     :class:`Step` implements the guarantees of a step for all engines. A subclass overrides these extension points:
 
-    - :meth:`construction`, :meth:`build_context`, :meth:`_build`, :meth:`_shard`, :meth:`_build_optimizer`,
-      :meth:`_distribute`: how the model is built and sharded, and which optimizer updates it
+    - :meth:`construction`, :meth:`_build`, :meth:`_shard`, :meth:`_build_optimizer`, :meth:`_distribute`: how the model
+      is built and sharded, and which optimizer updates it
     - :meth:`step`, :meth:`_begin_step`, :meth:`_accumulation_context`, :meth:`_backward`: the order of micro batches,
       and when gradients are exchanged
     - :attr:`_divides_model`: whether the model is divided while it is built
@@ -112,9 +112,6 @@ class SingleEngine:
                 self._construction.finish()
         finally:
             self._construction = None
-
-    def build_context(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     @final
     def setup(self, assembly: Assembly, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:

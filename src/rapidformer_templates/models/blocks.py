@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -163,16 +163,6 @@ class Placement:
     def blocks(self) -> dict[str, nn.Module]:
         """All local blocks of a pipeline stage, by name."""
         return {name: block for part in self.parts or () for name, block in part.items()}
-
-
-def whole(*parameters: torch.Tensor) -> AbstractContextManager[object]:
-    """Gather parameters that ZeRO-3 may have partitioned, for reading. Every worker must enter the context."""
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        return nullcontext()
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-    gathered: AbstractContextManager[object] = GatheredParameters(list(parameters))
-    return gathered
 
 
 @dataclass(frozen=True)

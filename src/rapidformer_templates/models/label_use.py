@@ -66,8 +66,8 @@ def check_causal(use: LabelUse, where: str) -> None:
 
 
 def can_be_tried(model: nn.Module) -> bool:
-    """Return whether the weights are available. Under ZeRO-3 they are gathered only in the engine's forwards."""
-    return not any(hasattr(parameter, "ds_id") or parameter.is_meta for parameter in model.parameters())
+    """Return whether the model has weights. A plan is made with a model that has none."""
+    return not any(parameter.is_meta for parameter in model.parameters())
 
 
 @torch.no_grad()

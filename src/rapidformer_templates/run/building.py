@@ -23,7 +23,7 @@ from rapidformer_templates.engines.loss import notes_about
 from rapidformer_templates.engines.recipe import undecayed
 from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.models.label_use import can_be_tried, in_evaluation, label_use
+from rapidformer_templates.models.label_use import in_evaluation, label_use
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
@@ -87,18 +87,16 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
 
     with engine.construction() as construction:
         # 1. The model as the user builds it, and what must be known about it before it is transformed.
-        model = _build_model(run, engine)
+        model = _build_model(run)
         run.index_limits = IndexLimits.of(model, own_loss=run.overrides("compute_loss"))
         _turn_off_cache(model)
-        is_tried = can_be_tried(model)
-        if is_tried:
-            _try_labels(run, model)
+        _try_labels(run, model)
         if run.task:
             run.task.check_model(model)
         groups = OPTIMIZERS[plan.optimizer].groups
         run.parameter_groups = load_object(groups)(model) if groups else undecayed
         if training.layerwise_lr_decay is not None:
-            run.depths = depths_of(model, _parameters_by_use(run, model, engine))
+            run.depths = depths_of(model, _parameters_by_use(run, model))
 
         # 2. The transforms of the switches.
         assembly = _transformed(run, model, construction)
@@ -117,18 +115,15 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
     with engine.construction() as construction:
 
         def build_again() -> nn.Module:
-            return _transformed(run, _build_model(run, engine), construction).model
+            return _transformed(run, _build_model(run), construction).model
 
         provide_reference(run, build_reference or build_again)
-    if not is_tried:
-        with engine.measuring() as whole:
-            _try_labels(run, whole)
 
 
-def _build_model(run: Run, engine: Engine) -> nn.Module:
+def _build_model(run: Run) -> nn.Module:
     """Build the untrained model. Each call gives the same weights."""
     seed_all(run.config.training.seed)
-    with explained_while_building(run.plan, run.workers.rank), engine.build_context():
+    with explained_while_building(run.plan, run.workers.rank):
         return checked_model(run.hooks.build_model())
 
 
@@ -152,15 +147,15 @@ def _transformed(run: Run, model: nn.Module, construction: ModelUnderConstructio
     return assembly
 
 
-def _parameters_by_use(run: Run, model: nn.Module, engine: Engine) -> list[str] | None:
+def _parameters_by_use(run: Run, model: nn.Module) -> list[str] | None:
     """Return the names of the parameters in the order in which the loss of a sample uses them. None without a sample.
 
-    The model is not transformed yet. Under ZeRO-3 its parameters are gathered while they are used.
+    The model is not transformed yet.
     """
     if run.data.train is None:
         return None
     uses = FirstUses(model)
-    with engine.build_context(), torch.no_grad(), in_evaluation(model), allow_trial(run.task), uses:
+    with torch.no_grad(), in_evaluation(model), allow_trial(run.task), uses:
         _loss_of_one(run, model)
     return uses.names
 

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.models.adapters import Factors, reader_of, set_stack_adapter, set_stack_reader
-from rapidformer_templates.models.blocks import note_shape, shape_of
+from rapidformer_templates.models.blocks import note_shape
 
 BLOCK = 64
 """Number of values that share a scale in the 4-bit formats (Dettmers et al., *QLoRA*, 2023)."""
@@ -118,7 +118,7 @@ def install(model: nn.Module, adapter: str) -> None:
     for _, wrapper in matrix_adapters(model):
         for factor in (wrapper.lora_A[adapter], wrapper.lora_B[adapter]):
             factor.__class__ = Factor
-        is_stack = len(shape_of(wrapper.get_param())) == 3
+        is_stack = wrapper.get_param().dim() == 3
         wrapper.__class__ = StackAdapter if is_stack else MatrixAdapter
         layer: Any = wrapper
         base = layer.get_base_layer()

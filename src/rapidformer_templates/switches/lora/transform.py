@@ -32,7 +32,7 @@ from rapidformer_templates.models.adapters import (
     identity_of,
     new_modules_of,
 )
-from rapidformer_templates.models.blocks import AbsentModule, SkippedBlock, bytes_of, canonical_name, shape_of, whole
+from rapidformer_templates.models.blocks import AbsentModule, SkippedBlock, bytes_of, canonical_name
 from rapidformer_templates.models.blocks import is_quantized as holds_codes
 from rapidformer_templates.switches.lora.declaration import LoraFlags
 from rapidformer_templates.switches.lora.exported import ADAPTER, AdapterSettings
@@ -232,7 +232,7 @@ def _matrices(model: nn.Module) -> list[str]:
     matrices = []
     for name, module in model.named_modules():
         if name and not isinstance(module, (*LINEAR, nn.Embedding)):
-            sizes = {key: len(shape_of(p)) for key, p in module.named_parameters(recurse=False)}
+            sizes = {key: p.dim() for key, p in module.named_parameters(recurse=False)}
             most = max(sizes.values(), default=0)  # in a module with stacks, two-dimensional parameters are biases
             matrices += [f"{name}.{key}" for key, dimensions in sizes.items() if dimensions == most and most in (2, 3)]
     return matrices
@@ -323,10 +323,9 @@ def _identify(assembly: Assembly, workers: Workers, targets: Targets) -> tuple[s
     whole_name = assembly.placement.whole_name
     values: dict[str, tuple[str, str]] = {}
     for name, parameter in assembly.model.named_parameters():
-        with whole(parameter):
-            own = fingerprint(parameter)
-            in_fp32 = own if parameter.dtype == torch.float32 else fp32_fingerprint(parameter)
-            values[whole_name(canonical_name(name))] = own, in_fp32
+        own = fingerprint(parameter)
+        in_fp32 = own if parameter.dtype == torch.float32 else fp32_fingerprint(parameter)
+        values[whole_name(canonical_name(name))] = own, in_fp32
     gathered = {name: value for others in workers.gather(values) for name, value in others.items()}
     frozen = {name: in_fp32 for name, (_, in_fp32) in gathered.items() if not _inside(name, targets.trained_whole)}
     return identity_of({name: own for name, (own, _) in gathered.items()}), frozen

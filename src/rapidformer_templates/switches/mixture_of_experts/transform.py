@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import shape_of, whole
 from rapidformer_templates.switches.mixture_of_experts.declaration import MixtureOfExpertsFlags
 from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate, SparseFeedForward
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
@@ -248,24 +247,21 @@ def _sparse(feed_forward: FeedForward, sizes: MixtureSizes, losses: BalanceLosse
 
 
 class _Dense:
-    """A linear layer of a dense feed-forward, with its matrix in either order. ZeRO-3 may have partitioned it."""
+    """A linear layer of a dense feed-forward, with its matrix in either order."""
 
     def __init__(self, layer: nn.Linear | Conv1D) -> None:
         self.weight = layer.weight
         self.bias: torch.Tensor | None = layer.bias
         self.dtype = layer.weight.dtype
-        shape = shape_of(layer.weight)
+        shape = tuple(layer.weight.shape)
         self.inputs, self.outputs = shape if type(layer).__name__ == "Conv1D" else shape[::-1]
 
     def initialise(self, matrices: torch.Tensor, biases: torch.Tensor | None) -> None:
         if self.weight.is_meta:
             return
-        with whole(*(p for p in (self.weight, self.bias) if p is not None)):
-            deviation = float(self.weight.float().std())
-            values = None if self.bias is None else self.bias.clone()
-        matrices.normal_(std=deviation)
-        if biases is not None and values is not None and biases.shape[1] == self.outputs:
-            biases.copy_(values.expand_as(biases))
+        matrices.normal_(std=float(self.weight.float().std()))
+        if biases is not None and self.bias is not None and biases.shape[1] == self.outputs:
+            biases.copy_(self.bias.expand_as(biases))
 
 
 def sparse_layers(model: nn.Module) -> Iterator[tuple[str, SparseFeedForward]]:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import shape_of
 from rapidformer_templates.models.model_files import OWN_EXPERTS
 from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, stack_product, ungroup
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
@@ -55,7 +54,7 @@ def patch_native_experts(model: Any, *, balance: float | None, z: float) -> Bala
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts)
     model.set_experts_implementation(IMPLEMENTATION)
     configured = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
-    experts = shape_of(routers[0].weight)[0]
+    experts = routers[0].weight.shape[0]
     losses = BalanceLosses(len(routers), experts, balance=configured if balance is None else balance, z=z)
     losses.watch(model)
     for layer, router in enumerate(routers):

@@ -22,11 +22,12 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.shards import Shard, ShardKind, StateReader
 from rapidformer_templates.engines.unused_parameters import GradientSequence, reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from rapidformer_templates.models.blocks import canonical_name, is_quantized, width_of
+from rapidformer_templates.models.blocks import canonical_name, width_of
 from rapidformer_templates.planning.deepspeed_file.settings import LOUD, fill_bucket_sizes
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import state as zero_state
 from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once, build_parts, leave_out_shm_comm
+from rapidformer_templates.switches.zero.partitioning import Masters, cast, partition
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, close_group_by, open_group_alone
 
@@ -44,15 +45,9 @@ class DeepSpeedEngine(SingleEngine):
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
         build_parts(plan)
         _init_communication(workers, loud=any(self.config.get(name) for name in LOUD))
+        self._divides_model = self.zero_stage == 3
         self._deepspeed: Any
         self._state: zero_state.ZeroState
-
-    def build_context(self) -> AbstractContextManager[Any]:
-        if self.zero_stage < 3 or self.workers.world == 1:
-            return contextlib.nullcontext()
-        from rapidformer_templates.switches.zero.construction import partitioned_construction
-
-        return partitioned_construction(self._config_for(width=1))  # no buckets exist while a model is built
 
     def _config_for(self, width: int) -> dict[str, Any]:
         """Return DeepSpeed's configuration for a model of this width."""
@@ -63,16 +58,9 @@ class DeepSpeedEngine(SingleEngine):
 
         self.config = self._config_for(width_of(model))
         named = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
-        differing = recipe.differences((name, zero_state.with_built_shape(p)) for name, p in named)
+        differing = recipe.differences(named)
         self._parameters = [p for _, p in named]
-        masters = None
-        if self.compute_type is not None:
-            if any(p.dtype != self.compute_type for _, p in named):  # parameters on a disk already have this type
-                masters = Masters(model, self.compute_type, self.workers)
-            _autocast_forward(model, self.compute_type)
-        for buffer in model.buffers():
-            if self.workers.world > 1:
-                dist.broadcast(buffer, src=0)
+        masters = self._convert(model, self.config)
         self._deepspeed, _, _, _ = deepspeed.initialize(
             model=model, optimizer=recipe.build(named, differing), config=self.config, dist_init_required=False
         )
@@ -81,8 +69,7 @@ class DeepSpeedEngine(SingleEngine):
         self._state = kind(self._deepspeed.optimizer, self.assembly, self.workers)
         if self.compute_type == torch.float16:  # at its minimum the loss scale stays, as in the other engines
             self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
-        if masters is not None:
-            masters.restore(self._state)
+        masters.restore(self._state)
         self._sequence_check = self._state.sequence_check()
         self._needs_zero_gradients = self.zero_stage == 3
         self._sequence = GradientSequence(
@@ -95,20 +82,26 @@ class DeepSpeedEngine(SingleEngine):
         import deepspeed
 
         model.requires_grad_(False).eval()
-        if self.compute_type is not None:
-            for parameter in model.parameters():
-                if hasattr(parameter, "ds_tensor"):  # partitioned while it was built
-                    parameter.ds_tensor.data = parameter.ds_tensor.data.to(self.compute_type)
-                parameter.data = parameter.data.to(self.compute_type)
-            _autocast_forward(model, self.compute_type)
-        if self.zero_stage < 3:
-            return accelerator.move(model, self.workers.device)
         config = self._config_for(width_of(model))
         settings = {name: value for name, value in config.items() if name not in ("optimizer", "scheduler")}
+        self._convert(model, settings)
+        if self.zero_stage < 3:
+            return accelerator.move(model, self.workers.device)
         divided, _, _, _ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
         divided.eval()
         wrapped: nn.Module = divided
         return wrapped
+
+    def _convert(self, model: nn.Module, config: Mapping[str, Any]) -> Masters:
+        """Cast a model to the compute type, and partition it in stage 3. All workers get the values of the first."""
+        if self.compute_type is not None:
+            _autocast_forward(model, self.compute_type)
+        if self.workers.world > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
+        if self.zero_stage < 3:
+            return cast(model, self.compute_type, self.workers)
+        return partition(model, config, self.compute_type, self.workers, self._construction)
 
     def _distribute(self) -> nn.Module:
         wrapped: nn.Module = self._deepspeed
@@ -269,38 +262,6 @@ def restore_loss_scale(scaler: Any, saved: Mapping[str, float]) -> None:
     scaler.cur_scale = float(saved["scale"])
     scaler.last_overflow_iter = scaler.cur_iter - int(saved["good_steps"]) - 1
     scaler.cur_hysteresis = min(int(saved.get("hysteresis", scaler.delayed_shift)), scaler.delayed_shift)
-
-
-class Masters:
-    """The fp32 values of the model as it was built. DeepSpeed would round them before it copies them.
-
-    The constructor casts the parameters. :meth:`restore` copies the exact values into the masters.
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, workers: Workers) -> None:
-        self._values: dict[str, torch.Tensor] = {}
-        self._partitioned: set[str] = set()
-        for name, parameter in model.named_parameters():
-            if is_quantized(parameter):
-                continue  # codes have no compute type
-            canonical = canonical_name(name)
-            if hasattr(parameter, "ds_tensor"):  # partitioned while it was built
-                self._partitioned.add(canonical)
-                self._values[canonical] = parameter.ds_tensor.detach().clone()
-                parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
-            else:
-                self._values[canonical] = parameter.detach().to(workers.device)
-                if workers.world > 1:
-                    dist.broadcast(self._values[canonical], src=0)
-            parameter.data = parameter.data.to(dtype)
-
-    def restore(self, state: zero_state.ZeroState) -> None:
-        for index, fragments in enumerate(state.fragments):
-            with state.partition(index, write=True) as flat:
-                for fragment in fragments:
-                    values = self._values[fragment.name].flatten()
-                    begin = 0 if fragment.name in self._partitioned else fragment.start
-                    fragment.of(flat).copy_(values[begin : begin + fragment.count])
 
 
 def _autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:

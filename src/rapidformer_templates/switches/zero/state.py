@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines import group_values, weight_average
@@ -59,12 +58,6 @@ class Fragment:
         """Return the shard of the parameter, or of an entry of its optimizer state, whose values are in ``flat``."""
         name = self.name if key is None else f"{self.name}/{key}"
         return Shard(name, self.shape, Index.whole(self.shape).run(self.start), self.of(flat))
-
-
-def with_built_shape(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter of the whole shape without data, for code that reads only the shape."""
-    empty = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 class ZeroState(ABC):
