@@ -45,6 +45,10 @@ LIMIT = 240.0
 LARGEST = 1.0e9
 """Bytes by which a worker may grow. Compiled graphs and pinned memory stay until it ends."""
 
+MOST_THREADS = 40
+"""Threads that an idle worker may have. torch and DeepSpeed keep the groups of earlier jobs, and a thread of each group
+wakes up 100 times per second."""
+
 PRELOADED = (
     "datasets",
     "deepspeed",
@@ -178,7 +182,7 @@ class WorkerPool:
         # accelerator may have left work on its streams.
         kinds = {result.kind if isinstance(result, Failure) else "" for result in results}
         in_doubt = self.device != "cpu" and kinds != {""}
-        if len(kinds) > 1 or kinds & {"EOFError", "TimeoutError"} or in_doubt or self._is_large():
+        if len(kinds) > 1 or kinds & {"EOFError", "TimeoutError"} or in_doubt or self._is_worn():
             self.end()
         return results
 
@@ -202,10 +206,12 @@ class WorkerPool:
             self._pipes.append(here)
             self._sizes.append(_memory_of(process))
 
-    def _is_large(self) -> bool:
-        """Whether a worker has grown by more than :data:`LARGEST`."""
-        grown = zip(self._processes, self._sizes, strict=True)
-        return any(_memory_of(process) - size > LARGEST for process, size in grown)
+    def _is_worn(self) -> bool:
+        """Whether a worker has grown by more than :data:`LARGEST`, or has more than :data:`MOST_THREADS`."""
+        return any(
+            _memory_of(process) - size > LARGEST or psutil.Process(process.pid).num_threads() > MOST_THREADS
+            for process, size in zip(self._processes, self._sizes, strict=True)
+        )
 
     def end(self) -> None:
         """End the workers. An idle one ends when its pipe closes. Any other gets SIGKILL."""
