@@ -94,13 +94,13 @@ def _freed_memory_is_given_back() -> Iterator[None]:
     use_default_allocator()
 
 
-def _train_all(workers: Any, settings: list[str]) -> dict[tuple[str, str], tuple[int, float]]:
+def _train_all(workers: Any, switches: list[str], settings: list[str]) -> dict[tuple[str, str], tuple[int, float]]:
     with _freed_memory_is_given_back():
-        for flags in FLAGS.values():
-            _train(Small, f"{flags} {SETTINGS['bf16, two micro batches']}")
+        for switch in switches:
+            _train(Small, f"{FLAGS[switch]} {SETTINGS['bf16, two micro batches']}")
         return {
             (switch, setting): _train(Job, f"{FLAGS[switch]} {SETTINGS[setting]}")
-            for switch in FLAGS
+            for switch in switches
             for setting in settings
         }
 
@@ -114,7 +114,8 @@ def measured(
     The workers are not forks. A fork fills the holes in the memory of this process, which counts as growth.
     """
     folder = tmp_path_factory.mktemp("measured")
-    workers = start_workers(2, str(folder), _train_all, selected(request, "setting"), method="spawn")
+    chosen = ["none", *selected(request, "switch")], selected(request, "setting")
+    workers = start_workers(2, str(folder), _train_all, *chosen, method="spawn")
     while not workers.join():
         pass
     ranks = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
