@@ -28,6 +28,13 @@ CONTEXT, PIPELINE, TENSOR, GROUPS = (
 LAYOUTS = {  # name: (kind, modules with adapters, fp64, flags)
     "ddp": ("mixtral", EVERYTHING, True, "--micro-batch-size 1"),
     "fsdp": ("mixtral", EVERYTHING, True, "--micro-batch-size 1 --fsdp-memory-optimization --checkpoint-activations"),
+    "fsdp, int4": (
+        "mixtral", EVERYTHING, True, "--micro-batch-size 1 --fsdp-memory-optimization --quantize-base int4",
+    ),
+    "copies of shards, int8": (
+        "qwen3-moe", EXPERTS, True,
+        "--micro-batch-size 2 --fsdp-memory-optimization --fsdp-shard-size 2 --quantize-base int8",
+    ),
     "oss-sdp": ("qwen3-moe", EVERYTHING, True, "--micro-batch-size 2 --oss-sdp-memory-optimization"),
     "zero-1": ("mixtral", EVERYTHING, False, "--micro-batch-size 2 --zero-1-memory-optimization"),
     "zero-2": ("mixtral", EVERYTHING, False, "--micro-batch-size 1 --zero-2-memory-optimization"),
@@ -70,7 +77,9 @@ def _job(kind: str, flags: str) -> str:
 def _reference(layout: str) -> parity.Trained:
     """Train in one process, with one micro batch per step."""
     kind, targets, double, flags = LAYOUTS[layout]
+    coding = flags.partition("--quantize-base ")[2]
     whole = f"{STEPS} --lora-target-modules {targets} --micro-batch-size 8"
+    whole += f" --quantize-base {coding}" if coding else ""
     return parity.reference(_job(kind, flags), double, whole, lr="1e-2")
 
 

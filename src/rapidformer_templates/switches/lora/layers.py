@@ -169,7 +169,8 @@ class Coding(ABC):
     def write(self, weight: torch.Tensor) -> torch.Tensor:
         """Quantize a weight and return its bytes."""
         flat = weight.detach().float().flatten()
-        filled = functional.pad(flat, (0, self.blocks * self.block - len(flat)))
+        missing = self.blocks * self.block - len(flat)
+        filled = functional.pad(flat, (0, missing)) if missing else flat  # padding would be a copy
         scales, codes = self.encode(filled.view(self.blocks, self.block))
         return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in (scales.to(SCALE), codes)])
 
@@ -240,9 +241,9 @@ class NormalFloat(Coding):
 
 
 def _integers(blocks: torch.Tensor, lowest: int, highest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = blocks.abs().amax(1) / ((highest - lowest) / 2)
+    scales = torch.linalg.vector_norm(blocks, torch.inf, dim=1) / ((highest - lowest) / 2)
     scales = scales.clamp(min=torch.finfo(SCALE).eps)
-    return scales, (blocks * (1.0 / scales[:, None])).round().clamp(lowest, highest).to(torch.int8)
+    return scales, (blocks * (1.0 / scales[:, None])).round_().clamp_(lowest, highest).to(torch.int8)
 
 
 def _numbers(codes: torch.Tensor, scales: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
