@@ -18,6 +18,8 @@ from typing import Any
 
 from rapidformer_templates.errors import RapidformerError
 
+Clock = Callable[[], float]
+
 
 class Closed(BaseException):
     """Raised inside a loop to end it. It is not an ``Exception``, because a loop must not treat it as a failed step."""
@@ -34,13 +36,17 @@ class Ended(RuntimeError):
 class StepDone:
     """The callback that a loop must call at the end of each optimizer step.
 
+    Args:
+        clock: Returns seconds. The default is the time of the clock on the wall.
+
     Attributes:
         seconds: Seconds from callback to callback. They include all that the loop does between its steps, but not
             the turns of others.
     """
 
-    def __init__(self, line: Connection) -> None:
+    def __init__(self, line: Connection, clock: Clock = time.perf_counter) -> None:
         self.seconds = 0.0
+        self._clock = clock
         self._line = line
         self._left = 0
         self._mark = 0.0
@@ -51,7 +57,7 @@ class StepDone:
         return self._left == 1
 
     def __call__(self) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         self.seconds += now - self._mark
         self._mark = now
         self._left -= 1
@@ -71,7 +77,7 @@ class StepDone:
             self._left = self._line.recv()
         except EOFError:
             raise Closed from None
-        self._mark = time.perf_counter()
+        self._mark = self._clock()
 
 
 class Loop:
@@ -80,22 +86,25 @@ class Loop:
     Args:
         body: The loop. It receives its callback and the arguments.
         process: Whether the loop runs in a separate process, without output.
+        clock: See :class:`StepDone`.
     """
 
-    def __init__(self, body: Callable[..., Any], *arguments: Any, process: bool = False) -> None:
+    def __init__(
+        self, body: Callable[..., Any], *arguments: Any, process: bool = False, clock: Clock = time.perf_counter
+    ) -> None:
         self._line, theirs = multiprocessing.Pipe()
         self._seconds = 0.0
         self._name = getattr(body, "__qualname__", repr(body))
         if process:
             work = multiprocessing.get_context("spawn").Process(
-                target=_apart, args=(theirs, body, arguments), daemon=True
+                target=_apart, args=(theirs, body, arguments, clock), daemon=True
             )
             work.start()
             theirs.close()
             self._join: Callable[[float], None] = work.join
             self._kill = work.kill
         else:
-            thread = threading.Thread(target=_live, args=(theirs, body, arguments), daemon=True)
+            thread = threading.Thread(target=_live, args=(theirs, body, arguments, clock), daemon=True)
             thread.start()
             self._join, self._kill = thread.join, lambda: None
 
@@ -131,8 +140,8 @@ class Loop:
         self._kill()
 
 
-def _live(line: Connection, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    step_done = StepDone(line)
+def _live(line: Connection, body: Callable[..., Any], arguments: tuple[Any, ...], clock: Clock) -> None:
+    step_done = StepDone(line, clock)
     try:
         step_done.wait()
         answer: Exception = Ended(body(step_done, *arguments))
@@ -146,6 +155,6 @@ def _live(line: Connection, body: Callable[..., Any], arguments: tuple[Any, ...]
         line.send(answer)
 
 
-def _apart(line: Connection, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _apart(line: Connection, body: Callable[..., Any], arguments: tuple[Any, ...], clock: Clock) -> None:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        _live(line, body, arguments)
+        _live(line, body, arguments, clock)

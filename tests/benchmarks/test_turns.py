@@ -115,10 +115,9 @@ class _Line:
         return 4
 
 
-def test_the_clock_stands_while_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_stands_while_others_have_their_turn() -> None:
     line: Any = _Line()
-    monkeypatch.setattr("time.perf_counter", lambda: line.now)
-    step_done = StepDone(line)
+    step_done = StepDone(line, lambda: line.now)
     step_done.begin()
     for _ in range(9):
         line.now += 1

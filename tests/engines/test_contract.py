@@ -32,7 +32,7 @@ def _engines() -> list[type]:
     pytest.importorskip("deepspeed")
     pytest.importorskip("fairscale")
     for module in pkgutil.walk_packages(rapidformer_templates.__path__, "rapidformer_templates."):
-        if ".engines." in module.name or module.name.endswith((".engine", "_parallel")):
+        if ".engines." in module.name or module.name.endswith(("engine", "_parallel")):
             importlib.import_module(module.name)
     return list(dict.fromkeys(_subclasses(SingleEngine)))
 

@@ -215,8 +215,9 @@ class SingleEngine:
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {length}")
         for _ in self._iter_update_chunks() if finite else ():
             if self.loss_scale is not None:
-                for gradients in _by_mesh(self._gradients()):
-                    torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
+                for parameters in self._parameters_by_mesh:
+                    if gradients := [p.grad for p in parameters if p.grad is not None]:
+                        torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
             if 0 < self.clip_grad < length + 1e-6:  # otherwise torch would multiply every gradient by one
                 self._clip(norm)
             self._update()
@@ -243,8 +244,16 @@ class SingleEngine:
         return skipped
 
     def _clip(self, norm: torch.Tensor) -> None:
-        for parameters in _by_mesh(self._parameters):
+        for parameters in self._parameters_by_mesh:
             clip_grads_with_norm_(parameters, self.clip_grad, norm)
+
+    @cached_property
+    def _parameters_by_mesh(self) -> Sequence[Sequence[nn.Parameter]]:
+        """The parameters in groups that one operation may process together: by device mesh, or without a mesh."""
+        groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        return list(groups.values())
 
     def _iter_update_chunks(self) -> Iterator[None]:
         """Yield once per group of parameters that is updated together. By default, all parameters are one group."""
@@ -485,14 +494,6 @@ class DDPEngine(SingleEngine):
 
     def _unused_here(self) -> Sequence[int]:
         return self._unused
-
-
-def _by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors that one operation may process together: by device mesh, or without a mesh."""
-    together: dict[DeviceMesh | None, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        together.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    return list(together.values())
 
 
 def _trained(model: nn.Module) -> Named:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from rapidformer_templates.system.accelerator import HostCopy
 
 if TYPE_CHECKING:
     from rapidformer_templates.engines.local import SingleEngine
+
+T = TypeVar("T")
 
 MAX_STEPS_IN_FLIGHT = 1
 """Number of unread steps when a new one starts. This keeps the device busy."""
@@ -54,10 +56,7 @@ class Step:
         self._total = torch.zeros((), dtype=torch.float64, device=engine.workers.device)  # of the weighted losses
         self._finished = 0  # micro batches
         self._measured: Mapping[str, torch.Tensor] = {}
-        self._cleanup = ExitStack()
-        self._cleanup.callback(engine._drop_gradients)
-        self._micro_batch_context = self._cleanup.enter_context(ExitStack())
-        self._forward_context = self._cleanup.enter_context(ExitStack())
+        self._contexts: list[AbstractContextManager[object]] = []  # those of the current micro batch that are open
         self._microbatch: MicroBatch
         self._model: nn.Module | Recorder  # what the current loss is computed with
         self._loss: torch.Tensor  # the mean over the global batch (fp64)
@@ -94,7 +93,7 @@ class Step:
         Until :meth:`backward`, torch computes in the precision of the engine.
         """
         is_last = self._finished == len(self.microbatches) - 1
-        self._micro_batch_context.enter_context(self._engine._accumulation_context(last=is_last))
+        self._enter(self._engine._accumulation_context(last=is_last))
         return self._begin_forward(microbatch)
 
     @final
@@ -124,7 +123,7 @@ class Step:
         norm, skipped = engine._finish_step(self._loss)
         if engine._weight_average:
             engine._weight_average.end_step(skipped)
-        self._cleanup.close()
+        engine._drop_gradients()
         self.result = StepResult(self._loss, norm, skipped, self._measured)
         return self.result
 
@@ -134,12 +133,25 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cleanup.__exit__(kind, error, trace)
+        try:
+            while self._contexts:
+                self._contexts.pop().__exit__(kind, error, trace)
+        finally:
+            if self.result is None:
+                self._engine._drop_gradients()
+
+    def _enter(self, context: AbstractContextManager[T]) -> T:
+        value = context.__enter__()
+        self._contexts.append(context)
+        return value
+
+    def _leave(self) -> None:
+        self._contexts.pop().__exit__(None, None, None)
 
     @final
     def _begin_forward(self, microbatch: MicroBatch) -> tuple[nn.Module | Recorder, Batch]:
         """Enter the context of a forward."""
-        batch = self._forward_context.enter_context(self._engine._forward_context(microbatch))
+        batch = self._enter(self._engine._forward_context(microbatch))
         self._microbatch, self._model = microbatch, self._engine._callable
         if microbatch.idle or microbatch.targets == 0:
             self._model = Recorder(self._model)
@@ -152,7 +164,7 @@ class Step:
         later = engine._monitor.hook_counts if engine._monitor else None
         zeros = engine._needs_zero_gradients
         loss = weighted_loss(result, self._model, microbatch, self._weight, later, zeros=zeros)
-        self._forward_context.close()
+        self._leave()
         self._model = engine._callable  # frees a recorded output
         if microbatch.targets == 0 and not microbatch.idle:
             engine._fill_zero_gradients(reached_parameters(loss))
@@ -170,7 +182,7 @@ class Step:
     def _end_micro_batch(self, loss: torch.Tensor) -> None:
         """Run the backward of the current micro batch, and complete the gradients after the last one."""
         self._begin_backward(loss, self._microbatch)
-        self._micro_batch_context.close()
+        self._leave()
         self._total += loss.detach()
         self._engine.micro_steps += 1
         self._finished += 1
