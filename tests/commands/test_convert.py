@@ -214,12 +214,6 @@ def test_parts_of_a_schedule_that_have_no_flag_are_named(desk: Path) -> None:
     assert "lr_num_cycles" not in result.flags
 
 
-@pytest.mark.parametrize("word", ["0", "-2", "many", "1.5"])
-def test_number_of_workers_is_a_whole_number(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "none.yaml", f"--world-size={word}"]) == 2
-    assert f"--world-size: needs a whole number of at least 1, not '{word}'" in capsys.readouterr().err
-
-
 def test_format_that_is_named_is_used(desk: Path) -> None:
     (desk / "arguments.txt").write_text("python pretrain_bert.py --train-iters 5 --micro-batch-size 2\n")
     kind, result = converted(desk / "arguments.txt", "megatron", Options())

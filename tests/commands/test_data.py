@@ -101,7 +101,7 @@ def test_preprocess(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixt
          "GPT2BPETokenizer needs --merge-file", "add --merge-file FILE"),
         ("preprocess --input nowhere --output-prefix o --tokenizer-path {gpt}", "nowhere does not exist", ".jsonl"),
         ("preprocess --input {in} --output-prefix o --tokenizer-path {gpt} --workers 0",
-         "argument --workers: must be at least 1", "--help"),
+         "argument --workers: needs a whole number of at least 1, not '0'", "--help"),
         ("preprocess --input {in} --output-prefix o --tokenizer-path {gpt} --dataset-impl lazy",
          "argument --dataset-impl: invalid choice: 'lazy'", "--help"),
         ("preprocess --input {in} --output-prefix o --tokenizer-path {gpt} --json-keys a/b", "a key with '/' cannot",

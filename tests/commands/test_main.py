@@ -231,3 +231,21 @@ def test_whoever_reads_no_further_gets_no_stack_trace() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.returncode == 141  # as for any program that SIGPIPE ends
+
+
+@pytest.mark.parametrize("word", ["0", "-2", "many", "1.5"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench run --turns",
+        "bench mfu --repeats",
+        "convert none.yaml --world-size",
+        "data tokenizer --input none.txt --output folder --vocab-size",
+        "demo --held-out",
+    ],
+)
+def test_count_of_a_command_is_a_whole_number(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{command}={word}".split()) == 2
+    flag_name = command.split()[-1]
+    message = f"error: argument {flag_name}: needs a whole number of at least 1, not '{word}'\n"
+    assert capsys.readouterr().err.startswith(message)

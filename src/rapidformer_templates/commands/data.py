@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.planning.flag_parser import CommandParser, dashed
+from rapidformer_templates.planning.flag_parser import CommandParser, dashed, positive
 from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.system.processes import interruptible
 
@@ -51,9 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     preprocess.add_argument(
         "--split-sentences", action="store_true", help="one sequence per sentence, for sentence pairs"
     )
-    preprocess.add_argument("--workers", type=_positive, metavar="N", help="processes (default: all cores)")
+    preprocess.add_argument("--workers", type=positive, metavar="N", help="processes (default: all cores)")
     preprocess.add_argument(
-        "--chunk-size", type=_positive, default=1000, metavar="N", help="documents that a worker gets at a time (1000)"
+        "--chunk-size", type=positive, default=1000, metavar="N", help="documents that a worker gets at a time (1000)"
     )
     _add_tokenizer(preprocess)
     preprocess.add_argument(
@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
     inspect.add_argument(
         "--show",
-        type=_positive,
+        type=positive,
         default=0,
         metavar="N",
         help="show the first N documents, as text if a tokenizer is named",
@@ -109,11 +109,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="bpe: byte-level, like GPT-2's (default); wordpiece: like BERT's",
     )
     tokenizer.add_argument(
-        "--vocab-size", type=_positive, default=50257, metavar="N", help="size of the vocabulary, tokens (50257)"
+        "--vocab-size", type=positive, default=50257, metavar="N", help="size of the vocabulary, tokens (50257)"
     )
     tokenizer.add_argument(
         "--min-frequency",
-        type=_positive,
+        type=positive,
         default=2,
         metavar="N",
         help="least number of occurrences of a pair that is joined (2)",
@@ -154,10 +154,3 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number

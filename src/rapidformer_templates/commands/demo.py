@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rapidformer_templates.errors import ConfigError, DataError, ModelError
-from rapidformer_templates.planning.flag_parser import CommandParser, dashed
+from rapidformer_templates.planning.flag_parser import CommandParser, dashed, positive
 from rapidformer_templates.system.files import new_folder, write_text, writing
 
 INSTALL = "pip install 'rapidformer_templates[demo]'"
@@ -130,8 +130,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data", type=Path, default=Path("runs/demo-data"), metavar="DIR", help="where the tweets go (%(default)s)"
     )
-    parser.add_argument("--train", type=int, default=2000, help="tweets to train on (%(default)s)")
-    parser.add_argument("--held-out", type=int, default=1000, help="tweets to evaluate on (%(default)s)")
+    parser.add_argument("--train", type=positive, default=2000, help="tweets to train on (%(default)s)")
+    parser.add_argument("--held-out", type=positive, default=1000, help="tweets to evaluate on (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (%(default)s)")
     parser.add_argument("--prepare", action="store_true", help="only write the tweets and print the model's folder")
     return parser

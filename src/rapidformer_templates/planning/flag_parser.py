@@ -44,6 +44,21 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(message, hint=f"{self.prog} --help lists all options")
 
 
+def positive(word: str) -> int:
+    """Convert the value of a flag that counts something: its ``type`` in a :class:`CommandParser`.
+
+    Raises:
+        argparse.ArgumentTypeError: the value is not a whole number of at least 1. The parser adds the flag.
+    """
+    try:
+        number = int(word)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, not '{word}'")
+    return number
+
+
 class FlagParser(argparse.ArgumentParser):
     """A parser of many flags. It raises ``argparse.ArgumentError`` instead of ending the program.
 

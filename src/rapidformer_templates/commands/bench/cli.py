@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
-from rapidformer_templates.planning.flag_parser import CommandParser
+from rapidformer_templates.planning.flag_parser import CommandParser, positive
 
 EVIDENCE = (
     "adapters", "context", "faults", "fused-loss", "graph", "layouts", "longest", "moe", "offload",
@@ -79,9 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     run = commands.add_parser("run", parents=[output], help="one configuration: the flags of a training command")
-    run.add_argument("--turns", type=_positive, default=6, help="measured turns (default: 6)")
+    run.add_argument("--turns", type=positive, default=6, help="measured turns (default: 6)")
     run.add_argument(
-        "--steps-a-turn", type=_positive, help="optimizer steps per turn (default: 1; on an accelerator 10)"
+        "--steps-a-turn", type=positive, help="optimizer steps per turn (default: 1; on an accelerator 10)"
     )
     run.set_defaults(module="run")
     helps = {
@@ -101,11 +101,11 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         default="small",
         help="small (default): any machine; paper: the published model; tiny: for trying out; mfu has more of them",
     )
-    parser.add_argument("--workers", type=_positive, help="worker processes (default: depends on the scale)")
-    parser.add_argument("--repeats", type=_positive, default=3, help="runs of each solution (default: 3)")
-    parser.add_argument("--steps", type=_positive, default=6, help="measured turns per run (default: 6)")
+    parser.add_argument("--workers", type=positive, help="worker processes (default: depends on the scale)")
+    parser.add_argument("--repeats", type=positive, default=3, help="runs of each solution (default: 3)")
+    parser.add_argument("--steps", type=positive, default=6, help="measured turns per run (default: 6)")
     parser.add_argument(
-        "--steps-a-turn", type=_positive, help="optimizer steps per turn (default: 1; on an accelerator 10)"
+        "--steps-a-turn", type=positive, help="optimizer steps per turn (default: 1; on an accelerator 10)"
     )
     parser.add_argument(
         "--solutions", metavar="A,B", help="solutions to measure, such as none,oss-sdp,zero-2 (default: all)"
@@ -124,10 +124,3 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         "--folder", type=Path, metavar="DIR", help="folder on the disk to offload to (default: temporary)"
     )
     parser.set_defaults(module="measure")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number

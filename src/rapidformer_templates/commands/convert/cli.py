@@ -26,7 +26,7 @@ from rapidformer_templates.commands.convert.trl import convert_arguments
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
 from rapidformer_templates.planning.environment import DEVICE_KINDS, OPTIONAL_PACKAGES
-from rapidformer_templates.planning.flag_parser import CommandParser, dashed
+from rapidformer_templates.planning.flag_parser import CommandParser, dashed, positive
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.run.early_checks import check_metric
@@ -99,9 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
-    parser.add_argument("--world-size", type=_count, metavar="N", help="workers (default: those in the file, else 1)")
+    parser.add_argument("--world-size", type=positive, metavar="N", help="workers (default: those in the file, else 1)")
     parser.add_argument(
-        "--samples", type=_count, metavar="N", help="samples of an epoch, for a validation set that is a number of "
+        "--samples", type=positive, metavar="N", help="samples of an epoch, for a validation set that is a number of "
         "rows, and for log lines at a share of the run",
     )  # fmt: skip
     parser.add_argument("--task", choices=tuple(TASKS), help="task (default: from the file)")
@@ -109,12 +109,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--device-kind", choices=tuple(DEVICE_KINDS), default=USUAL_GPU, help=f"GPU of the plan (default: {USUAL_GPU})"
     )
     return parser
-
-
-def _count(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, not '{word}'")
-    return int(word)
 
 
 def converted(file: Path, name: str | None, options: Options) -> tuple[str, Result]:
