@@ -63,6 +63,7 @@ CASES = (
     Case("flag", "train.py", "did you mean rapidformer --user-script train.py?"),
     Case("flag", "doctr", "did you mean doctor?"),
     Case("flag", "--user-script none.py", "the script none.py does not exist"),
+    Case("flag", "--user-script plain.py --micro-batch-sise 3", "did you mean --micro-batch-size?"),
     # Flags of other programs.
     Case("peers", f"{SCRATCH} --cutoff_len 8", "did you mean --seq-length?"),
     Case("peers", f"{SCRATCH} --sequence_len 8", "did you mean --seq-length?"),
@@ -162,6 +163,19 @@ Job.main(lr=0.1, epochs=1, no_save=True, device="cpu")
 '''
 
 
+PLAIN = """
+from rapidformer_templates import Finetuner
+
+
+class Job(Finetuner):
+    pass
+
+
+if __name__ == "__main__":
+    Job.main(lr=0.1)
+"""
+
+
 def prepare(folder: Path) -> None:
     """Write the files that the cases name."""
     words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 4, "b": 5}
@@ -191,6 +205,7 @@ def prepare(folder: Path) -> None:
         "run/export/model.safetensors": "",
         "stopped/plan.json": '{"values": {}}',
         "hooks.py": HOOKS,
+        "plain.py": PLAIN,
     }
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -51,6 +51,10 @@ if not TYPE_CHECKING:  # so that type checkers find misspelt names
         # Import lazily, because `rapidformer plan` must work without torch.
         if name in _HOME:
             try:
+                if name in ("Finetuner", "Pretrainer", "Trainer"):
+                    from rapidformer_templates.run.early_checks import exit_on_mistakes_of_program
+
+                    exit_on_mistakes_of_program()
                 return getattr(import_module(_HOME[name]), name)
             except KeyboardInterrupt:
                 from rapidformer_templates.system import launch

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.run.early_checks import refuse_mistakes_of_script
+from scripts.mistakes import PLAIN
+
 HEAVY = (
     "accelerate", "datasets", "deepspeed", "matplotlib", "numpy", "pandas", "peft", "pyarrow", "scipy", "sklearn",
     "tokenizers", "torch", "transformers",
@@ -130,6 +134,46 @@ def test_mistakes_are_reported_before_torch_is_imported(folder: Path) -> None:
         assert MISTAKES[line] in text, (line, text)
         assert imported == [], line
     assert sorted(path.name for path in (folder / "run").iterdir()) == ["plan.json"]
+
+
+def test_a_mistyped_flag_of_a_script_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(PLAIN)
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")  # Python finds it before the real one
+    for words, message in (
+        (
+            "--micro-batch-sise 3",
+            "unknown flag --micro-batch-sise\n  where  command line\n  help   did you mean --micr",
+        ),
+        ("--lr -1", "--lr must be at least 0"),
+    ):
+        command = [sys.executable, "job.py", *words.split()]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith(f"error: {message}")
+    done = subprocess.run([sys.executable, "job.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr == "torch is imported\n"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("class Job", "import argparse\n\n\nclass Job"),
+        ("    pass", "    Flags = Mine"),
+        ("(Finetuner)", "(Base)"),
+        ("    Job.main(lr=0.1)", "    if ready:\n        Job.main(lr=0.1)"),
+        ("Job.main(lr=0.1)", "Job([]).fit()"),
+        ("Job.main(lr=0.1)", "Job.main(lr=0.1"),
+    ],
+    ids=lambda change: change[1].strip(),
+)
+def test_a_script_that_may_have_other_flags_is_left_alone(change: tuple[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(PLAIN)
+    with pytest.raises(ConfigError, match="unknown flag --foo"):
+        refuse_mistakes_of_script(str(script), ["--foo"])
+    refuse_mistakes_of_script(str(script), ["--foo", "--help"])
+    script.write_text(PLAIN.replace(*change))
+    refuse_mistakes_of_script(str(script), ["--foo"])
 
 
 QUICK = (

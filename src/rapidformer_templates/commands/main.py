@@ -175,10 +175,11 @@ def train(argv: Sequence[str]) -> int:
         RapidformerError: the run is refused or fails.
     """
     from rapidformer_templates.run import configure
-    from rapidformer_templates.run.early_checks import refuse_mistakes
+    from rapidformer_templates.run.early_checks import refuse_mistakes, refuse_mistakes_of_script
 
     script, rest = scripts.split_script(argv)
     if script is not None:
+        refuse_mistakes_of_script(script, rest)
         scripts.run_script(script, rest)
         return 0
     template = configure.choose(argv)[0] if launch.is_worker() else refuse_mistakes(argv)

@@ -1,10 +1,14 @@
 """Checks of a run that need only its flags, its folder and the names of its data. This module does not import torch.
 
-Importing torch takes seconds, and a user who mistyped a flag should not wait for it: see :func:`refuse_mistakes`.
+Importing torch takes seconds, and a user who mistyped a flag should not wait for it: see :func:`refuse_mistakes` and
+:func:`refuse_mistakes_of_script`.
 """
 
 from __future__ import annotations
 
+import ast
+import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,10 +26,13 @@ from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.metrics import metric_name, metrics_of
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.switch import TEMPLATES
 from rapidformer_templates.run import configure
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.lock import try_folder
 from rapidformer_templates.run.push_to_hub import check_push, create_repository
+from rapidformer_templates.run.scripts import is_planning
+from rapidformer_templates.system.launch import is_script, is_worker
 
 
 def refuse_mistakes(argv: Sequence[str]) -> str:
@@ -77,6 +84,51 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
     mistakes.raise_all()
     create_repository(config)
     return template
+
+
+OWN_COMMAND_LINE = re.compile("Flags|argv|argparse|parse_args|getopt|click|typer|absl|fire|hydra")
+"""Words in a script that may give its command line another meaning."""
+
+
+def refuse_mistakes_of_script(script: str, argv: Sequence[str]) -> None:
+    """Check the flags of a white-box script before it imports torch. Its template repeats the check.
+
+    Only a script whose command line surely has no flags of its own is checked: it calls ``main()`` of a class that
+    derives directly from a template.
+
+    Raises:
+        ConfigError: the mistakes.
+    """
+    try:
+        source = Path(script).read_text(encoding="utf-8")
+        statements = ast.parse(source).body
+    except (OSError, ValueError, SyntaxError):
+        return  # Python reports it
+    if OWN_COMMAND_LINE.search(source) or not {"-h", "--help", "--help-all"}.isdisjoint(argv):
+        return
+    for guard in [node for node in statements if isinstance(node, ast.If)]:
+        if ast.unparse(guard.test) == "__name__ == '__main__'":
+            statements = [*statements, *guard.body]
+    classes = [node for node in statements if isinstance(node, ast.ClassDef)]
+    templates = [
+        kind.name for kind in classes if [ast.unparse(base) for base in kind.bases] in [[t] for t in TEMPLATES]
+    ]
+    calls = [node.value.func for node in statements if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    if {f"{name}.main" for name in templates} & set(map(ast.unparse, calls)):
+        parse(argv, REGISTRY.options(), prog=Path(script).name)
+
+
+def exit_on_mistakes_of_program() -> None:
+    """End the running script if its flags have mistakes: see :func:`refuse_mistakes_of_script`."""
+    if is_worker() or not is_script():
+        return
+    try:
+        refuse_mistakes_of_script(sys.argv[0], sys.argv[1:])
+    except ConfigError as error:
+        if is_planning():
+            raise  # the command that inspects this script reports it
+        print(error.render(), file=sys.stderr)
+        raise SystemExit(error.exit_status) from None
 
 
 def _collect_missing_paths(config: RunConfig, mistakes: MistakeCollector) -> None:
