@@ -86,7 +86,7 @@ def test_what_is_no_kind_of_device_is_an_error_with_a_hint(
 def test_torch_is_imported_only_where_its_build_says_that_there_may_be_another(
     version: str, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(environment, "version_of_package", lambda name: version)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **unused: ())
     assert environment._may_have_another_kind() == asks
     assert detect_gpu() is None

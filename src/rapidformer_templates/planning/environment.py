@@ -128,6 +128,14 @@ def version_of_package(name: str) -> str:
     return importlib.metadata.version(name)
 
 
+def torch_build() -> str | None:
+    """Return the part after the ``+`` of torch's version, such as ``cpu``. None without torch."""
+    try:
+        return version_of_package("torch").partition("+")[2]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def version_of(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version, for comparisons."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
@@ -156,11 +164,8 @@ def detect_gpu() -> tuple[int, int] | None:
     """Return the compute capability of the first visible GPU, or None if torch would see none."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
-    try:
-        if importlib.metadata.version("torch").endswith("+cpu"):
-            return None
-    except importlib.metadata.PackageNotFoundError:
-        pass  # planning on a machine without torch: only the driver decides
+    if torch_build() == "cpu":  # on a machine without torch, only the driver decides
+        return None
     query = shutil.which("nvidia-smi")
     if query is None:
         return None
@@ -204,21 +209,16 @@ def ask_torch_if_needed(device: str) -> None:
     """
     if device == "cpu" or detect_gpu() is not None:
         return
-    try:
-        is_for_cpus = importlib.metadata.version("torch").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if not is_for_cpus:
+    if torch_build() not in (None, "cpu"):
         import torch  # noqa: F401
 
 
 def _may_have_another_kind() -> bool:
-    try:
-        build = importlib.metadata.version("torch").partition("+")[2]
-    except importlib.metadata.PackageNotFoundError:
+    build = torch_build()
+    if build is None:
         return False
-    packages = importlib.metadata.entry_points(group="torch.backends")  # plugins that torch imports, such as torch_npu
-    return build.startswith(("rocm", "xpu")) or sys.platform == "darwin" or bool(packages)
+    plugins = importlib.metadata.entry_points(group="torch.backends")  # packages that torch imports, such as torch_npu
+    return build.startswith(("rocm", "xpu")) or sys.platform == "darwin" or bool(plugins)
 
 
 def no_device(kind: str) -> str:
