@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rapidformer_templates.engines.shards import local_part
-from rapidformer_templates.switches.optimizer.adam_like import AdamLike, AdamOptions
+from rapidformer_templates.switches.optimizer.base import AdamLike, AdamOptions
 
 TURN = 40503
 """65536 divided by the golden ratio.

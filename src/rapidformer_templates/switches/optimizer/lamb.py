@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
-from rapidformer_templates.switches.optimizer.adam_like import AdamLike, AdamOptions
+from rapidformer_templates.switches.optimizer.base import AdamLike, AdamOptions
 
 
 class Lamb(AdamLike):

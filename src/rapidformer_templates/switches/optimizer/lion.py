@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from rapidformer_templates.engines.shards import local_part
+from rapidformer_templates.switches.optimizer.base import BaseOptimizer
 
 
-class Lion(Optimizer):
+class Lion(BaseOptimizer):
     """Lion of Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2.
 
     Each element moves by the learning rate, up or down. The direction is the sign of a mix of momentum and gradient.
@@ -37,13 +35,7 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update_all(self) -> None:
         for group in self.param_groups:
             lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
             for parameter in group["params"]:
@@ -56,4 +48,3 @@ class Lion(Optimizer):
                 direction = momentum.lerp(gradient, 1 - beta1).sign_()
                 weight.mul_(1 - lr * decay).sub_(direction, alpha=lr)
                 momentum.lerp_(gradient, 1 - beta2)
-        return loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -11,9 +11,10 @@ from torch.optim.optimizer import ParamsT
 
 from rapidformer_templates.engines.recipe import GroupOptions, undecayed
 from rapidformer_templates.models.blocks import tables_of
+from rapidformer_templates.switches.optimizer.base import BaseOptimizer
 
 
-class Muon(Optimizer):
+class Muon(BaseOptimizer):
     """Muon (Jordan et al., 2024), whose updates are orthogonalized momentum, combined with AdamW.
 
     The update of an ``m × n`` matrix is scaled by ``0.2 √max(m, n)``. This makes it as large as AdamW's
@@ -55,19 +56,12 @@ class Muon(Optimizer):
             for name, value in self._rules[group["rule"]].defaults.items():
                 group.setdefault(name, value)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update_all(self) -> None:
         for name, rule in self._rules.items():
             # Both optimizers use our groups and our state, regardless of who has set them.
             rule.param_groups = [group for group in self.param_groups if group["rule"] == name]
             rule.state = self.state
             rule.step()
-        return loss
 
 
 def groups_of(model: nn.Module) -> GroupOptions:

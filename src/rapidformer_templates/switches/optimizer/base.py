@@ -1,4 +1,4 @@
-"""Common code of Adam-like optimizers: their options, and a step that updates one parameter at a time."""
+"""Common code of optimizers: a step with its closure, and Adam's options with an update of one parameter at a time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 
+class BaseOptimizer(Optimizer):
+    """An optimizer that makes its updates in one method."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update_all()
+        return loss
+
+    @abstractmethod
+    def _update_all(self) -> None:
+        """Update all parameters that have a gradient. Called without recording gradients."""
+
+
 @dataclass(frozen=True)
 class AdamOptions:
     """The options of a parameter group. See :class:`AdamLike`."""
@@ -21,7 +39,7 @@ class AdamOptions:
     weight_decay: float
 
 
-class AdamLike(Optimizer):
+class AdamLike(BaseOptimizer):
     """An optimizer with Adam's options whose parameters are updated one by one.
 
     Args:
@@ -42,19 +60,12 @@ class AdamLike(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update_all(self) -> None:
         for group in self.param_groups:
             options = AdamOptions(group["lr"], group["betas"], group["eps"], group["weight_decay"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, options)
-        return loss
 
     @abstractmethod
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
