@@ -67,6 +67,7 @@ TUNING = [
     "--fsdp-shard-size",
     "--grad-accum-dtype",
     "--grad-reduce-dtype",
+    "--host-memory-gb",
     "--keep-fp32-parameters",
     "--max-global-batch-size",
     "--max-shapes",

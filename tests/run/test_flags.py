@@ -225,6 +225,7 @@ ELSEWHERE = {
     "recompute_num_layers": "tests/switches/checkpoint_activations/test_granularity.py",
     "fsdp_reduce_dtype": "tests/switches/fsdp/test_options.py",
     "max_global_batch_size": "tests/switches/auto_strategy/test_search.py",
+    "host_memory_gb": "tests/switches/auto_strategy/test_setup_memory.py",
     "expert_model_parallel_size": "tests/switches/mixture_of_experts/test_layouts.py",
 }
 """Flags whose effect another test shows, with its file."""

@@ -106,6 +106,15 @@ class DividedStorage:
         return torch.empty(0, dtype=torch.uint8).set_(self.storage)
 
 
+LEAST_WHOLE = 16 << 20
+"""Bytes of a model that may always be whole at a time."""
+
+
+def room_for(size: int, workers: int, least: int = LEAST_WHOLE) -> int:
+    """Return how many bytes of a model of ``size`` bytes may be whole at a time: a twentieth of a worker's share."""
+    return max(least, size // workers // 20)
+
+
 class ModelUnderConstruction:
     """Divides the parameters of a model over the workers of a group while the model is built.
 
@@ -116,12 +125,12 @@ class ModelUnderConstruction:
         group: the process group. None for all workers.
 
     Attributes:
-        least_whole: bytes that may always be whole at a time. In a large model, a twentieth of a worker's share may be.
+        least_whole: bytes that may always be whole at a time. See :func:`room_for` for a large model.
         divisions: how many times a storage was divided over the workers.
         gathers: how many times a storage was gathered.
     """
 
-    least_whole = 16 << 20
+    least_whole = LEAST_WHOLE
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -361,7 +370,7 @@ class ModelUnderConstruction:
 
     def _make_room(self, *used: DividedStorage) -> None:
         """Divide what was not used for longest, until there is room for what is used next."""
-        room = max(self.least_whole, self._all_bytes // self.world // 20)
+        room = room_for(self._all_bytes, self.world, self.least_whole)
         room -= sum(one.size for one in used if one.key not in self._whole)
         if self._whole_bytes <= room:
             return

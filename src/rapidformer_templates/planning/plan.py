@@ -143,6 +143,7 @@ class Plan:
         switches: names of the active switches in the order in which they are applied.
         sizes: workers and batches.
         engine: ``module:Class`` of the engine that owns the optimizer step.
+        builds_in_shares: whether the workers divide the model while it is built. Otherwise each builds all of it.
         engine_options: options that the active switches set for the engine and the transforms.
         device: ``cpu``, or torch's name of the accelerator.
         precision: the type of matrix products: ``fp32``, ``bf16`` or ``fp16``.
@@ -160,6 +161,7 @@ class Plan:
     switches: tuple[str, ...] = ()
     sizes: Sizes = Sizes()
     engine: str = "rapidformer_templates.engines.local:SingleEngine"
+    builds_in_shares: bool = False
     engine_options: EngineOptions = EngineOptions()
     device: str = "cpu"
     precision: str = "fp32"

@@ -75,6 +75,7 @@ def plan_of(request: Request, registry: Registry) -> Plan:
         switches=tuple(request.active),
         sizes=request.sizes,
         engine=_engine(request),
+        builds_in_shares=any(switch.builds_in_shares for switch in request.active.values()),
         engine_options=options,
         device=environment.device,
         precision=precision(config, environment),

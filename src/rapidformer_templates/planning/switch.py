@@ -328,6 +328,7 @@ class Switch:
             otherwise fail only later, in the workers.
         order: ``module:function`` that makes the order of the training samples from (template, samples).
         engine: ``module:Class`` of the engine that it needs. If several switches have one, the first applied wins.
+        builds_in_shares: whether each worker builds only a share of the model and its largest parameter, not all of it.
         engine_options: returns the options of the engine with those of this switch. The plan shows them.
         transform: ``module:function`` that applies it to the model, an ``engines.assembly.Transform``.
         exported: module that marks and reads folders of changed models that ``from_pretrained`` cannot read.
@@ -382,6 +383,7 @@ class Switch:
     prepare: str | None = None
     order: str | None = None
     engine: str | None = None
+    builds_in_shares: bool = False
     engine_options: Callable[[Request, EngineOptions], EngineOptions] = lambda request, options: options
     transform: str | None = None
     exported: str | None = None

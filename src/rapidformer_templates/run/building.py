@@ -34,6 +34,7 @@ from rapidformer_templates.run.out_of_memory import explained_while_building
 from rapidformer_templates.run.reference import allow_trial, provide_reference
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.step_errors import IndexLimits
+from rapidformer_templates.system.memory import measured_peak
 from rapidformer_templates.system.process_state import give_freed_memory_back, keep_freed_memory, seed_all
 from rapidformer_templates.system.terminal import say
 
@@ -82,9 +83,19 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
     Args:
         build_reference: builds the reference model for preferences, if it is not the initial model.
     """
-    plan, training, workers = run.plan, run.config.training, run.workers
-    engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=training.clip_grad)
+    engine: Engine = load_object(run.plan.engine)(run.plan, run.workers, clip_grad=run.config.training.clip_grad)
+    with measured_peak(run.workers.device) as run.setup_peak:
+        _set_up(run, engine)
+        with engine.construction() as construction:
 
+            def build_again() -> nn.Module:
+                return _transformed(run, _build_model(run), construction).model
+
+            provide_reference(run, build_reference or build_again)
+
+
+def _set_up(run: Run, engine: Engine) -> None:
+    plan, training, workers = run.plan, run.config.training, run.workers
     with engine.construction() as construction:
         # 1. The model as the user builds it, and what must be known about it before it is transformed.
         model = _build_model(run)
@@ -112,12 +123,6 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
         if training.ema_decay is not None:
             engine.keep_average(training.ema_decay)
         run.engine = engine
-    with engine.construction() as construction:
-
-        def build_again() -> nn.Module:
-            return _transformed(run, _build_model(run), construction).model
-
-        provide_reference(run, build_reference or build_again)
 
 
 def _build_model(run: Run) -> nn.Module:

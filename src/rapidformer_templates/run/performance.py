@@ -8,9 +8,7 @@ Python.
 from __future__ import annotations
 
 import json
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.files import write_json
+from rapidformer_templates.system.memory import peak_bytes
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.run import Run
@@ -109,11 +108,7 @@ def _token_rate(tokens: int, seconds: float) -> dict[str, float]:
 
 def peak_memory_mb(device: torch.device) -> float:
     """Return the peak memory so far in MB (10^6 bytes): allocated on the accelerator, or resident."""
-    allocated = accelerator.peak_bytes(device) if accelerator.is_asynchronous(device) else None
-    if allocated is not None:
-        return round(allocated / 1e6, 1)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak * (1 if sys.platform == "darwin" else 1024) / 1e6, 1)
+    return round(peak_bytes(device) / 1e6, 1)
 
 
 STEP, DATA, EXCHANGE, TRAIN, REST = (f"rapidformer: {part}" for part in ("step", "data", "exchange", "train", "rest"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -173,8 +174,10 @@ class Receipts:
             "freed_memory": freed_memory,
             "swapped_bytes": lambda: getattr(engine, "swapped_bytes", 0),
             "layout": lambda: engine.workers.dimensions,
+            "setup_peak_bytes": lambda: asdict(self.run.setup_peak),
         }
         always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes", "freed_memory"}
+        always |= {"setup_peak_bytes"}
         values = {name: measure() for name, measure in measures.items() if name in self.requested | always}
         of_switches = {
             name: value for receipt in self._switch_receipts for name, value in receipt.after_step(engine).items()
@@ -226,4 +229,5 @@ class Receipts:
         for of_rank in reversed(ranks):
             values |= {name: value for name, value in of_rank.items() if name not in INTERNAL and value is not None}
         bytes_by_rank = [{name: of_rank[name] for name in BYTES_BY_RANK if name in of_rank} for of_rank in ranks]
-        return values | {"held_bytes_by_rank": bytes_by_rank}
+        setup_peaks = [of_rank["setup_peak_bytes"] for of_rank in ranks]
+        return values | {"held_bytes_by_rank": bytes_by_rank, "setup_peak_bytes_by_rank": setup_peaks}

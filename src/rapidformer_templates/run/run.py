@@ -24,6 +24,7 @@ from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import Callback, CallbackStates, Hooks, checked_count
 from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.run.step_errors import IndexLimits
+from rapidformer_templates.system.memory import MemoryPeak
 from rapidformer_templates.system.workers import Workers
 
 
@@ -103,6 +104,7 @@ class Run:
         depths: the depths of the layers, for a learning rate per layer. See
             :func:`~rapidformer_templates.engines.layerwise_rates.depths_of`.
         engine: trains the model.
+        setup_peak: memory that building, loading and setting up the model needed.
         peak_lr: the learning rate of the optimizer recipe.
         order: the order of the training samples.
         position: the progress of the training.
@@ -124,6 +126,7 @@ class Run:
     parameter_groups: GroupOptions = field(init=False, default=undecayed)
     depths: Mapping[str, int] = field(init=False, default_factory=dict)
     engine: Engine = field(init=False)
+    setup_peak: MemoryPeak = field(init=False)
     peak_lr: float = field(init=False)
 
     order: Order = field(init=False)

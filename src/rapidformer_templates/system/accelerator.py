@@ -95,6 +95,15 @@ def peak_bytes(device: torch.device) -> int | None:
     return None if ask is None else int(ask(device))
 
 
+def reset_peak_bytes(device: torch.device) -> int:
+    """Let :func:`peak_bytes` begin again, if torch can. Return the bytes that are allocated now."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "reset_peak_memory_stats"):
+        return peak_bytes(device) or 0
+    module.reset_peak_memory_stats(device)
+    return int(module.memory_allocated(device))
+
+
 def random_state(device: torch.device) -> torch.Tensor:
     """Return the state of an accelerator's random number generator."""
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)

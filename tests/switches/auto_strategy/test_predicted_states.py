@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,20 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer_templates import Data, Pretrainer, Trainer
-from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
-from rapidformer_templates.planning.resolve import nearest, resolve
-from rapidformer_templates.planning.switch import FORECAST, Switch
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.switch import FORECAST
 from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from tests.support.machine import why_no_nvme
+from tests.support.switch_cases import Case, case_of, words
 from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
@@ -75,40 +74,12 @@ def shapes(config: RunConfig, plan: Any) -> ModelShapes:
 
 # The runs. Values by field, and a number of workers for each.
 
-Case = tuple[str, int, str, Mapping[str, Any]]
-"""(name, workers, template, values)."""
-
-CHEAP = {
-    "torch_compile": "aot_eager",
-    "deepspeed_config": '{"zero_optimization": {"stage": 2}}',
-    "nvme_path": "{folder}",
-}
-"""Values that mean the same for the states and need neither time nor a user's file."""
-
 NO_RUN = {
     "auto-strategy": "it chooses among the others",
     "tf32": "it needs a GPU",
     "offload-activations": "it needs a device with separate memory, and does not move the states",
     "onnx-runtime": "its first step takes half a minute, and the states are the engine's",
 }
-
-
-def case_of(switch: Switch) -> Case:
-    """Return the switch with what it needs, as the nearest combination that the rules accept."""
-    template = "Trainer" if "Trainer" in switch.templates else switch.templates[0]
-    world = 4 if switch.name == "hybrid-sharding" else 2  # two groups of two
-    place = detect(template, "test", device="cpu", world_size=world)
-    packages = {**place.packages, **({switch.needs_package: "any"} if switch.needs_package else {})}
-    place = dataclasses.replace(place, packages=packages)
-    values = {name: CHEAP.get(name, value) for name, value in switch.on.items()}
-    config = REGISTRY.complete(RunConfig()).replace("test", micro_batch_size=2, **values)
-    request = build_request(config, place, REGISTRY.switches)
-    if REGISTRY.refusals(request):
-        kept = (
-            path for path in nearest(request, REGISTRY) if all(name not in c.values for c in path for name in values)
-        )
-        values |= {name: value for change in next(kept) for name, value in change.values.items()}
-    return switch.name, world, template, values
 
 
 def _installed(package: str) -> bool:
@@ -275,29 +246,6 @@ def _marked(case: Case) -> Any:
 
 
 PARAMETERS = list(map(_marked, CASES))
-
-
-def words(values: Mapping[str, Any], folder: str) -> list[str]:
-    found = [
-        "--device",
-        "cpu",
-        "--lr",
-        "1e-3",
-        "--train-iters",
-        "1",
-        "--micro-batch-size",
-        "2",
-        "--save",
-        folder,
-        "--no-export-model",
-    ]
-    for name, value in values.items():
-        off = spelling(name).replace("--", "--no-", 1)
-        if isinstance(value, bool):
-            found += [spelling(name) if value else off]
-        else:
-            found += [spelling(name), str(value).replace("{folder}", folder)]
-    return found
 
 
 def run(case: Case, folder: str) -> list[StateBytes]:

@@ -32,6 +32,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import (
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
+from rapidformer_templates.switches.auto_strategy.setup_memory import setup_memory
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
 from tests.support.selection import by_default
 
@@ -83,7 +84,9 @@ def fits(search: Search, layout: Layout) -> bool:
         memory = predict(search.subject.shapes, layout, memory_options_of(plan, search.subject.shapes.width))
     except ModelError:
         return False
-    return memory.total * (1 + ALLOWANCE) / GB + search.hardware.context_gb <= search.hardware.memory_gb
+    setup = setup_memory(search.subject.shapes, layout, memory_options_of(plan, search.subject.shapes.width))
+    peak = max(memory.total, setup.device)
+    return peak * (1 + ALLOWANCE) / GB + search.hardware.context_gb <= search.hardware.memory_gb
 
 
 @pytest.mark.slow
@@ -288,7 +291,7 @@ def test_activations_go_to_the_host_where_nothing_else_fits(monkeypatch: pytest.
         layout = Layout(micro_batch=32, offload=offload)
         setting = search._setting(layout)
         assert isinstance(setting, MemoryOptions)
-        needed[offload] = search._needed_gb(predict(search.subject.shapes, layout, setting))
+        needed[offload] = search._needed_gb(predict(search.subject.shapes, layout, setting).total)
     assert needed[True] < needed[False]
 
     def found(flags: str, gigabytes: float) -> tuple[set[bool], set[bool]]:

@@ -48,7 +48,8 @@ def search(config: RunConfig, environment: Environment, registry: Registry = REG
     # The flags without a layout: invalid ones are refused with the usual message.
     without_layout = registry.complete(config).replace("default", micro_batch_size=1, global_batch_size=None)
     plan = resolve(without_layout, environment, registry)
-    hardware = find_hardware(environment, precision(registry.complete(config), environment))
+    complete = registry.complete(config)
+    hardware = find_hardware(environment, precision(complete, environment), complete.get("host_memory_gb"))
     subject = Subject(config, plan, gpu=environment.device != "cpu")
     return Search(config, environment, subject, hardware, registry, by_memory=by_memory).run(), hardware
 
@@ -89,12 +90,17 @@ def to_json(result: SearchResult, hardware: Hardware) -> dict[str, object]:
     """Return the public JSON form. See docs/planner.md."""
     layouts: list[dict[str, object]] = []
     for candidate in result.layouts:
-        timing, sizes = candidate.timing, {**vars(candidate.memory), "total": candidate.memory.total}
+        timing, memory, setup = candidate.timing, candidate.memory, candidate.setup
+        sizes = {**vars(memory), "total": memory.total, "setup": setup.device, "setup_host": setup.host}
         gigabytes = {name: round(size / GB, 6) for name, size in sizes.items()}
         layouts.append(
             {
                 **_sizes(candidate.layout),
-                "memory_gb": {**gigabytes, "needed": round(candidate.needed_gb, 3)},
+                "memory_gb": {
+                    **gigabytes,
+                    "needed": round(candidate.needed_gb, 3),
+                    "node_host": round(candidate.host_gb, 3),
+                },
                 "bubble": round(candidate.layout.bubble, 6),
                 "communication": round(timing.communication / timing.total, 6),
                 "step_seconds": timing.total,
@@ -142,6 +148,7 @@ def show(result: SearchResult, hardware: Hardware) -> None:
     for line in not_predicted(result):
         print(line)
     print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free in addition")
+    print("setup is the peak of a device while the model is built and loaded, host that of all workers of a node")
     show_rejected(result, terminal)
 
 
@@ -158,7 +165,7 @@ def _table(result: SearchResult) -> Table:
     more = [name for name in ("context", "experts") if any(getattr(each.layout, name) > 1 for each in result.layouts)]
     for name in (*COLUMNS[:2], *more, *COLUMNS[2:]):
         table.add_column(name, justify="right", min_width=WIDTHS.get(name))
-    for name in ("state GB", "activ. GB", "needed GB", "bubble", "comm.", "s/step", "samples/s"):
+    for name in ("state GB", "activ. GB", "setup GB", "needed GB", "host GB", "bubble", "comm.", "s/step", "samples/s"):
         table.add_column(name, justify="right")
     for candidate in result.layouts[:SHOWN]:
         layout, memory, timing = candidate.layout, candidate.memory, candidate.timing
@@ -170,7 +177,9 @@ def _table(result: SearchResult) -> Table:
             "" if layout.recompute == "none" else layout.recompute,
             f"{(memory.parameters + memory.gradients + memory.optimizer) / GB:.2f}",
             f"{(memory.activations + memory.buffers) / GB:.2f}",
+            f"{candidate.setup.device / GB:.2f}",
             f"{candidate.needed_gb:.2f}",
+            f"{candidate.host_gb:,.1f}",
             f"{layout.bubble:.0%}",
             f"{timing.communication / timing.total:.0%}",
             f"{timing.total:.3g}",
@@ -215,11 +224,8 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
             lines.append(f"  best with another {words} ({value}): {faster:+.0%} samples/s, {other.needed_gb:.1f} GB")
     if layout.offload and any(not rejected.layout.offload for rejected in result.rejected):
         lines.append("  what blocks keep goes to host memory: no layout fits without that")
-    if best.memory.host:
-        lines.append(
-            f"  host memory: {best.memory.host / GB:.1f} GB per worker in addition to its device, which is not checked"
-        )
-    return lines
+    limit = "" if hardware.host_gb is None else f" of {hardware.host_gb:,g} GB"
+    return [*lines, f"  host memory: {best.host_gb:,.1f}{limit} per node, including the allowance"]
 
 
 def not_predicted(result: SearchResult) -> list[str]:

@@ -202,6 +202,7 @@ class MemoryOptions:
     Attributes:
         precision: type of matrix products: ``fp32``, ``bf16`` or ``fp16``.
         gpu: whether a worker is a GPU. If so, offloaded data does not use its memory.
+        builds_in_shares: whether the workers divide the model while it is built.
         how: the optimizer's state, and ZeRO-3's sizes.
         offload: where the optimizer is offloaded, ``cpu`` or ``nvme``. Empty means that it is not.
         bucket: elements of ZeRO's gradient buffer.
@@ -215,6 +216,7 @@ class MemoryOptions:
 
     precision: str = "fp32"
     gpu: bool = False
+    builds_in_shares: bool = False
     how: StateOptions = PLAIN
     offload: str = ""
     bucket: int = LEAST
@@ -258,6 +260,7 @@ def memory_options_of(plan: Plan, width: int) -> MemoryOptions:
     return MemoryOptions(
         precision=plan.precision,
         gpu=plan.device != "cpu",
+        builds_in_shares=plan.builds_in_shares,
         how=how,
         offload=options.offload or "",
         bucket=zero.get("reduce_bucket_size", LEAST),

@@ -30,6 +30,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import (
 )
 from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_alone, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+from rapidformer_templates.switches.auto_strategy.setup_memory import SetupMemory, setup_memory
 from rapidformer_templates.switches.auto_strategy.stage_balance import balance_memory
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, Timing, predict_seconds
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
@@ -57,14 +58,19 @@ class Candidate:
     """A layout that fits.
 
     Attributes:
-        needed_gb: memory that the device must have: the prediction plus the allowance and the context.
+        memory: at the peak of training.
+        setup: at the peak before the first step.
+        needed_gb: memory that the device must have: the higher peak plus the allowance and the context.
+        host_gb: memory that a node must have for all of its workers: the higher peak plus the allowance.
     """
 
     layout: Layout
     setting: MemoryOptions
     memory: Memory
+    setup: SetupMemory
     timing: Timing
     needed_gb: float
+    host_gb: float
 
     @property
     def samples_per_second(self) -> float:
@@ -127,6 +133,7 @@ class Search:
         self.hardware = hardware
         self.registry = registry
         self._model: ModelFacts = model_facts(config)
+        self._setups: dict[Layout, SetupMemory] = {}
 
     def run(self) -> SearchResult:
         """Try all layouts. Activations are offloaded to the host only if no other layout fits."""
@@ -163,7 +170,7 @@ class Search:
             with suppress(ModelError):  # reported when the family is tried
                 if isinstance(setting, MemoryOptions):
                     states = states_alone(shapes, family, setting)
-                    if self._needed_gb(states) <= self.hardware.memory_gb:
+                    if self._needed_gb(states.total) <= self.hardware.memory_gb:
                         variants.add(variant_of(family, setting))
         shapes.prepare(variants)
         for family, setting in families.items():
@@ -297,27 +304,54 @@ class Search:
         shapes, whole = self.subject.shapes, self.hardware.memory_gb
         if self.by_memory and layout.pipeline > 1:
             layout = replace(layout, stages=balance_memory(shapes, layout, setting, exact=exact).sizes)
-        states = states_alone(shapes, layout, setting)
-        if self._needed_gb(states) > whole:
-            return Rejected(layout, self._too_large(states))
+        setup = self._setup(layout, setting)
+        if constraint := self._constraint(states_alone(shapes, layout, setting), setup, setting):
+            return Rejected(layout, constraint)
         memory = predict(shapes, layout, setting, exact=exact)
-        needed = self._needed_gb(memory)
+        needed = self._needed_gb(max(memory.total, setup.device))
         if not exact and abs(needed - whole) < DOUBT * whole:
             return self._try(layout, setting, exact=True)
-        if needed > whole:
-            return Rejected(layout, self._too_large(memory))
+        if constraint := self._constraint(memory, setup, setting):
+            return Rejected(layout, constraint)
         trace = shapes.trace(variant_of(layout, setting), exact=exact)
         local = self.environment.local_world_size
         timing = predict_seconds(layout, setting, trace, self.subject.facts, self.hardware, local)
-        return Candidate(layout, setting, memory, timing, needed)
+        return Candidate(layout, setting, memory, setup, timing, needed, self._host_gb(memory, setup))
 
-    def _needed_gb(self, memory: Memory) -> float:
-        return memory.total * (1 + ALLOWANCE) / GB + self.hardware.context_gb
+    def _needed_gb(self, size: int) -> float:
+        return size * (1 + ALLOWANCE) / GB + self.hardware.context_gb
+
+    def _host_gb(self, memory: Memory, setup: SetupMemory) -> float:
+        training = memory.host if self.environment.device != "cpu" else memory.total
+        return self.environment.local_world_size * max(setup.host, training) * (1 + ALLOWANCE) / GB
+
+    def _setup(self, layout: Layout, setting: MemoryOptions) -> SetupMemory:
+        family = replace(layout, micro_batch=1, accumulation=1, recompute="none")
+        if family not in self._setups:
+            self._setups[family] = setup_memory(self.subject.shapes, family, setting)
+        return self._setups[family]
+
+    def _constraint(self, memory: Memory, setup: SetupMemory, setting: MemoryOptions) -> str | None:
+        """Return what these workers have too little of, or None."""
+        device, node = self.hardware.memory_gb, self.hardware.host_gb
+        if self._needed_gb(memory.total) > device:
+            return self._too_large(memory)
+        if self._needed_gb(setup.device) > device:
+            needed = f"{self._needed_gb(setup.device):.1f} GB per worker of {device:g} GB"
+            return f"memory: {needed} to build and load the model"
+        needed_on_node = self._host_gb(memory, setup)
+        if node is None or needed_on_node <= node:
+            return None
+        hint = ""
+        if setup.host > memory.host and not setting.builds_in_shares:
+            in_shares = ", ".join(switch.name for switch in self.registry.switches if switch.builds_in_shares)
+            hint = f" (each worker builds the whole model; {in_shares} build it in shares)"
+        return f"host memory: {needed_on_node:,.1f} GB needed on a node, {node:,g} GB there{hint}"
 
     def _too_large(self, memory: Memory) -> str:
         parts = {name: value for name, value in vars(memory).items() if value and name != "host"}
         largest = max(parts, key=lambda name: parts[name])
-        what = f"memory: {self._needed_gb(memory):.1f} GB per worker of {self.hardware.memory_gb:g} GB"
+        what = f"memory: {self._needed_gb(memory.total):.1f} GB per worker of {self.hardware.memory_gb:g} GB"
         return f"{what} ({largest} alone {parts[largest] / GB:.1f} GB)"
 
     def _verified(self, fitting: list[Candidate], rejected: list[Rejected]) -> list[Candidate]:

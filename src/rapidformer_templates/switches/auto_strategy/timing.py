@@ -74,6 +74,7 @@ class Hardware:
         memory_bandwidth, intra_node, inter_node, host_link: GB/s.
         context_gb: see :class:`Assumed`.
         sources: where each value is from.
+        host_gb: host memory of a node. None if it is unknown, and then not checked.
     """
 
     device: str
@@ -86,6 +87,7 @@ class Hardware:
     host_link: float
     context_gb: float
     sources: Mapping[str, str]
+    host_gb: float | None = None
 
     def lines(self, *, offloads: bool = False) -> list[str]:
         """Return the assumptions as lines for people.
@@ -94,11 +96,15 @@ class Hardware:
             offloads: whether activations go to the host.
         """
         host = [f"{self.host_link:g} GB/s to the host and back ({self.sources['host_link']})"] if offloads else []
+        of_node = "host memory of a node unknown and not checked (--host-memory-gb N checks it)"
+        if self.host_gb is not None:
+            of_node = f"host memory {self.host_gb:g} GB per node ({self.sources['host_gb']})"
         named = [f"GPUs ({self.sources['device']})"] if "device" in self.sources else []
         return [
             *named,
             f"device memory {self.memory_gb:g} GB per worker ({self.sources['memory_gb']}), "
             f"{self.context_gb:g} GB of it for contexts and libraries",
+            of_node,
             f"{self.tflops:g} TFLOP/s of {self.precision} products ({self.sources['tflops']}), "
             f"{self.memory_bandwidth:g} GB/s to memory ({self.sources['memory_bandwidth']})",
             f"{self.intra_node:g} GB/s per worker inside a node ({self.sources['intra_node']}), "
@@ -111,8 +117,11 @@ TENSOR_SHARE, FP32_SHARE, MEMORY_SHARE, LINK_SHARE = 0.45, 0.8, 0.8, 2 / 3
 """Share of a data sheet's peak that training reaches: 16-bit products, fp32 products, memory, links in a node."""
 
 
-def find_hardware(environment: Environment, precision: str) -> Hardware:
+def find_hardware(environment: Environment, precision: str, host_memory_gb: float | None = None) -> Hardware:
     """Return the devices of this machine, or those that ``--device-kind`` or the variables in ``GIVEN`` describe.
+
+    Args:
+        host_memory_gb: host memory of a node. None measures it if the plan is for this machine.
 
     Raises:
         ConfigError: a variable is not a positive number, or the memory is unknown.
@@ -145,7 +154,17 @@ def find_hardware(environment: Environment, precision: str) -> Hardware:
             values[name], sources[name] = _positive(variable), variable
     if "memory_gb" not in values:
         values["memory_gb"], sources["memory_gb"] = _measured_gb(environment), "measured"
-    return Hardware(environment.device, precision, **values, context_gb=assumed.context_gb, sources=sources)
+    sources["host_gb"] = "--host-memory-gb"
+    if host_memory_gb is None and sources["memory_gb"] == "measured":
+        host_memory_gb, sources["host_gb"] = round(_host_bytes() / GB, 1), "measured"
+    return Hardware(
+        environment.device,
+        precision,
+        **values,
+        context_gb=assumed.context_gb,
+        sources=sources,
+        host_gb=host_memory_gb,
+    )
 
 
 def _positive(variable: str) -> float:
@@ -162,11 +181,7 @@ def _positive(variable: str) -> float:
 def _measured_gb(environment: Environment) -> float:
     """Memory of the smallest visible GPU, or a worker's share of the memory of this machine or container, in GB."""
     if environment.device == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        limit = Path("/sys/fs/cgroup/memory.max")
-        text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
-        memory = memory if text == "max" else min(memory, int(text))
-        return round(memory / GB / environment.local_world_size, 1)
+        return round(_host_bytes() / GB / environment.local_world_size, 1)
     sizes: list[float] = []
     if query := shutil.which("nvidia-smi"):
         command = [query, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # in MiB
@@ -179,6 +194,14 @@ def _measured_gb(environment: Environment) -> float:
             hint="rapidformer plan --auto-strategy --device-kind a100-80gb …, or DEVICE_MEMORY_GB=80, says how much",
         )
     return round(min(sizes) * 2**20 / GB, 1)
+
+
+def _host_bytes() -> int:
+    """Memory of this machine or container."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+    return memory if text == "max" else min(memory, int(text))
 
 
 ADAM_TRAFFIC = 28

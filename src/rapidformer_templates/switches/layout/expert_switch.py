@@ -123,6 +123,7 @@ EXPERT_PARALLEL = Switch(
     notes=idle_without_copies("expert-parallel: one worker, so there is nothing to divide"),
     transform="rapidformer_templates.switches.layout.experts:divide_experts",
     engine="rapidformer_templates.switches.layout.experts:ExpertParallelEngine",
+    builds_in_shares=True,
     copies_differ=True,
     in_layout=lambda switch: dataclasses.replace(switch, engine=PARALLEL_ENGINE, master_weights=True),
     receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),

@@ -138,6 +138,7 @@ PIPELINE_PARALLEL = Switch(
     templates=("Trainer",),
     sizes={"pipeline": "pipeline_model_parallel_size"},
     engine="rapidformer_templates.switches.layout.pipeline_engine:PipelineEngine",
+    builds_in_shares=True,
     master_weights=True,
     transform="rapidformer_templates.switches.layout.pipeline:cut_into_stages",
     receipt=("parameter_bytes", "blocks"),

@@ -80,6 +80,7 @@ TENSOR_PARALLEL = Switch(
     notes=_tensor_notes,
     sizes={"tensor": "tensor_model_parallel_size"},
     engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
+    builds_in_shares=True,
     master_weights=True,
     transform="rapidformer_templates.switches.layout.tensor:divide_matrices",
     receipt_hooks="rapidformer_templates.switches.layout.tensor:TensorDivision",

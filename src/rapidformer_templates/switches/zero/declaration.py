@@ -196,6 +196,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         notes=_notes,
         prepare="rapidformer_templates.switches.zero.file_switch:prepare",
         engine=ENGINE,
+        builds_in_shares=level == 3,
         engine_options=lambda request, options: replace(options, deepspeed=_deepspeed_config(request)),
         receipt=(
             "parameter_bytes",

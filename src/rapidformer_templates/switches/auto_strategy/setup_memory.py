@@ -1,0 +1,79 @@
+"""Memory of a worker from the start of ``build_model`` until its engine can train: the peak on its device and host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rapidformer_templates.engines.construction import PIECE, room_for
+from rapidformer_templates.planning.optimizer_states import FP32, ParameterShape
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
+from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.stage_memory import peak_stage_candidates
+
+PACKED_BY_DDP = 250 * 2**20
+"""Bytes of parameters that DDP packs at a time to send the values of the first worker."""
+
+
+@dataclass(frozen=True)
+class SetupMemory:
+    """Bytes of one worker at its peak before the first step. On a CPU both are the same memory.
+
+    Attributes:
+        device: on the accelerator.
+        host: in the memory of its node.
+    """
+
+    device: int
+    host: int
+
+
+def setup_memory(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> SetupMemory:
+    """Predict the memory of the worker that needs most.
+
+    The model is built on the host in fp32: whole, or in shares (see ``engines/construction.py``). Then the engine
+    takes it over, one parameter or one unit at a time.
+    """
+    sizes = [FP32 * facts.count for facts in model.all_parameters.values()]
+    whole, largest = sum(sizes), max(sizes, default=0)
+    owned, passing = _taken_over(model, layout, setting, largest)
+    building = whole + largest
+    if setting.builds_in_shares and layout.world > 1:
+        # Stages, experts and matrices are cut out on the host. FSDP and ZeRO-3 take their part from the shares.
+        share = max(whole // layout.world, 0 if layout.partitioning in ("fsdp", "zero-3") else owned)
+        gathered = min(largest, layout.world * PIECE)  # on its way into the whole parameter
+        building = share + max(room_for(whole, layout.world), largest) + gathered
+    if setting.gpu:
+        return SetupMemory(owned + passing, building)
+    peak = max(building, owned + passing)
+    return SetupMemory(peak, peak)
+
+
+def _taken_over(model: ModelShapes, layout: Layout, setting: MemoryOptions, largest: int) -> tuple[int, int]:
+    """Return bytes of the parameters that the engine has at the end, and of what exists next to them at the peak."""
+    if setting.by_parallel_engine(layout):
+        stages = peak_stage_candidates(model, layout, setting)
+        owned = max(
+            _built_bytes([*stage.parameters.values(), *model.stage_frozen(stage.coordinates)]) for stage in stages
+        )
+        copied = owned if setting.masters else 0  # fp32 masters exist before the first parameter is cast
+        shares = layout.replicas if layout.partitioning != "none" else 1
+        return owned, max(largest, copied // shares)
+    states = max(states_by_worker(model, layout, setting), key=lambda states: states.total)
+    states = states.on_gpu if setting.gpu else states
+    everything = [*model.parameters.values(), *model.frozen_of(model.all_parameters.values())]
+    match layout.partitioning:
+        case "fsdp":
+            block = model.most_in_a_block(model.all_parameters, layout.experts, FP32)
+            return states.parameters, max(block, model.outside_blocks(FP32))
+        case "zero-3":
+            return states.parameters + states.optimizer, largest
+        case "zero-1" | "zero-2":  # the exact fp32 values, until the masters have them
+            return states.parameters + states.optimizer, _built_bytes(everything)
+    owned = _built_bytes([facts.among(layout.experts) for facts in everything])
+    return owned, min(owned, PACKED_BY_DDP) if layout.replicas > 1 else largest
+
+
+def _built_bytes(parameters: list[ParameterShape]) -> int:
+    """Return the bytes of parameters before an engine converts them."""
+    return sum(facts.bytes_in(FP32 if facts.is_trained else facts.width) for facts in parameters)
