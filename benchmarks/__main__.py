@@ -29,6 +29,7 @@ QUESTIONS = {
     "layouts": "losses of eighteen layouts of up to eight workers, compared with one process",
     "longest": "a sequence that is too long for one worker, divided over several",
     "states": "bytes per parameter of each way to shard the states",
+    "setup-memory": "memory of building a model that is larger than a worker, under each engine",
     "moe": "a mixture of experts, compared with the dense model",
     "adapters": "LoRA, DoRA and QLoRA, compared with full fine-tuning",
     "precision": "loss and bytes of 16-bit weights with fp32 masters",

@@ -105,6 +105,19 @@ def test_a_trial_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_trial_runs_the_first_blocks_alone() -> None:
+    config = tiny("gpt2").config
+    config.n_layer = 5
+    model = transformers.GPT2LMHeadModel(config)
+    blocks = list(model.transformer.h)
+    called: set[int] = set()
+    for number, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: called.add(number))
+    assert label_use(model) == label_use(tiny("gpt2"))
+    assert called == {0, 1}
+    assert list(model.transformer.h) == blocks
+
+
 def test_what_cannot_be_tried_goes_by_its_name() -> None:
     class Deaf(transformers.GPT2LMHeadModel):
         def forward(self, input_ids: Any, labels: Any, ears: Any) -> Any:  # type: ignore[override]

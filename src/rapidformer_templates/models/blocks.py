@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -236,7 +237,7 @@ class AbsentModule(Placeholder):
 
 
 class SkippedBlock(Placeholder):
-    """Placeholder for a block of another stage. It returns its input.
+    """Placeholder for a block of another stage, or for one that is not needed. It returns its input.
 
     Args:
         form: number of entries in the tuple that a block returns. None for a tensor.
@@ -246,10 +247,10 @@ class SkippedBlock(Placeholder):
     def __init__(self, form: int | None, block: nn.Module) -> None:
         super().__init__()
         self.__dict__.update(facts_of(block))
-        self._form = form
+        self.form = form
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        return in_form(hidden_of(args, kwargs), self._form)
+        return in_form(hidden_of(args, kwargs), self.form)
 
 
 def facts_of(block: nn.Module) -> dict[str, str | int | float | None]:
@@ -279,3 +280,29 @@ def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Non
     finally:
         for name, module in before.items():
             put(model, name, module)
+
+
+@contextmanager
+def first_blocks_only(model: nn.Module) -> Iterator[None]:
+    """Skip all blocks inside the context except the first two of each kind.
+
+    A forward then shows how a model uses its inputs, and takes little time even if the model is large. It needs two
+    blocks, because a token may reach an earlier one through a third token (the prompts of cpmant).
+    """
+    groups: dict[tuple[str, tuple[type, ...]], list[str]] = {}
+    blocks = find_blocks(model)
+    for name, block in blocks.items():
+        kind = name.rpartition(".")[0], tuple(type(module) for module in block.modules())
+        groups.setdefault(kind, []).append(name)
+    with ExitStack() as stack:
+        for first, _, *others in (names for names in groups.values() if len(names) > 2):
+            skipped = {name: SkippedBlock(None, blocks[name]) for name in others}
+            hook = blocks[first].register_forward_hook(partial(_take_form, list(skipped.values())))
+            stack.callback(hook.remove)
+            stack.enter_context(replaced(model, skipped))
+        yield
+
+
+def _take_form(skipped: Sequence[SkippedBlock], block: nn.Module, args: object, output: object) -> None:
+    for other in skipped:
+        other.form = len(output) if isinstance(output, tuple) else None

@@ -12,7 +12,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.blocks import first_blocks_only
 from rapidformer_templates.system import accelerator
 
 LENGTH = 4
@@ -81,6 +82,8 @@ def label_use(model: nn.Module) -> LabelUse:
     with in_evaluation(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about labels that do not fit the head do not matter here
         try:
+            with suppress(Exception), first_blocks_only(model):  # some models cannot do without a block
+                return _tried(model, reader)
             return _tried(model, reader)
         except Exception as error:  # any model can fail in its own way on four tokens
             name = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.models")), "")

@@ -89,7 +89,7 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
         with engine.construction() as construction:
 
             def build_again() -> nn.Module:
-                return _transformed(run, _build_model(run), construction).model
+                return _transformed(run, _build_model(run, construction), construction).model
 
             provide_reference(run, build_reference or build_again)
 
@@ -98,7 +98,7 @@ def _set_up(run: Run, engine: Engine) -> None:
     plan, training, workers = run.plan, run.config.training, run.workers
     with engine.construction() as construction:
         # 1. The model as the user builds it, and what must be known about it before it is transformed.
-        model = _build_model(run)
+        model = _build_model(run, construction)
         run.index_limits = IndexLimits.of(model, own_loss=run.overrides("compute_loss"))
         _turn_off_cache(model)
         _try_labels(run, model)
@@ -125,10 +125,10 @@ def _set_up(run: Run, engine: Engine) -> None:
         run.engine = engine
 
 
-def _build_model(run: Run) -> nn.Module:
+def _build_model(run: Run, construction: ModelUnderConstruction | None) -> nn.Module:
     """Build the untrained model. Each call gives the same weights."""
     seed_all(run.config.training.seed)
-    with explained_while_building(run.plan, run.workers.rank):
+    with explained_while_building(run.plan, run.workers.rank, is_divided=construction is not None):
         return checked_model(run.hooks.build_model())
 
 

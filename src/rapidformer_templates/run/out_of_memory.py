@@ -135,12 +135,16 @@ def _converted(where: str, hint: Callable[[], str], worker: str = "") -> Iterato
         raise OutOfMemory(f"{who}: {_first_line(error)}", where=where, hint=hint()) from error
 
 
-def explained_while_building(plan: Plan, rank: int) -> AbstractContextManager[None]:
-    """Return a context like :func:`explained` for building a model. Savings during a step do not help there."""
-    hint = "each worker builds the whole model before it is divided: fewer workers per machine, a smaller model, or "
-    hint += "--zero-3-memory-optimization, which divides it while it is built"
-    if "zero-3" in plan.switches:
-        hint = "more workers, or a smaller model"
+def explained_while_building(plan: Plan, rank: int, *, is_divided: bool) -> AbstractContextManager[None]:
+    """Return a context like :func:`explained` for building a model. Savings during a step do not help there.
+
+    Args:
+        is_divided: whether a worker keeps only its share of the model.
+    """
+    hint = "more workers, or a smaller model"
+    if not is_divided:
+        hint = "each worker builds the whole model: fewer workers per machine, a smaller model, or "
+        hint += "--fsdp-memory-optimization, which divides it while it is built"
     where = f"while the model is built, {' → '.join(plan.switches)} on {plan.sizes.world} workers"
     return _converted(where, lambda: hint, f"worker {rank}")
 
