@@ -154,8 +154,15 @@ def use_default_allocator() -> None:
     """
     if _changed:
         _mallopt({M_MMAP_MAX: 65536, M_TRIM_THRESHOLD: 2**17, M_MMAP_THRESHOLD: 2**17})
-        ctypes.CDLL(None).malloc_trim(0)
+        return_freed_memory()
         _changed.clear()
+
+
+def return_freed_memory() -> None:
+    """Return the memory that glibc's allocator keeps at the moment to the system, also between tensors in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 _changed: dict[int, int] = {}

@@ -21,9 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from rapidformer_templates.system.files import write_at
+from rapidformer_templates.system.process_state import return_freed_memory
 
 FIRST_FILE, LARGEST_FILE = 1 << 26, 1 << 32
 """Bytes of the first file, and of the largest one unless a tensor needs more. Each file has twice the last one's."""
+RETURNED_AFTER = 1 << 25
+"""Bytes of stored tensors after which freed memory is returned. Many small tensors leave holes that glibc keeps."""
 ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes."""
 
@@ -44,6 +47,7 @@ class TensorFiles:
         self._files: list[torch.Tensor] = []  # the bytes of each file
         self._descriptor = -1
         self._end = 0  # of the last tensor in the last file
+        self._unreturned = 0  # bytes that were stored since freed memory was returned
 
     def __enter__(self) -> TensorFiles:
         return self
@@ -69,6 +73,10 @@ class TensorFiles:
         write_at(self._descriptor, values.numpy().data, self._end)
         stored = self._files[-1][self._end : self._end + size]
         self._end = -(-(self._end + size) // ALIGNMENT) * ALIGNMENT
+        self._unreturned += size
+        if self._unreturned > RETURNED_AFTER:
+            return_freed_memory()
+            self._unreturned = 0
         # A storage for each tensor: safetensors and transformers take tensors of one storage for tied weights.
         own_storage = torch.frombuffer(stored.numpy().data, dtype=torch.uint8)
         return own_storage.view(tensor.dtype).view(tensor.shape)
