@@ -13,7 +13,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from benchmarks.contest import Answer, Flag, bars, median_sd, table, verdict
 from benchmarks.turns import Ended, Loop, StepDone
 from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.commands.demo import DATA_NAME, demo_model_folder, make_demo_data
+from rapidformer_templates.data.types import Data, Endless
 
 FLAGS = (
     Flag("repeats", 3, "runs per solution"),
@@ -76,7 +77,6 @@ class Count:
 
 def ours(step_done: StepDone, folder: Path, seed: int) -> Figures:
     """Run the black box's own template and flags. The added code only observes."""
-    from rapidformer_templates.data.types import Data
     from rapidformer_templates.finetuner import Finetuner
 
     count = Count()
@@ -84,9 +84,8 @@ def ours(step_done: StepDone, folder: Path, seed: int) -> Figures:
     class Watched(Finetuner):
         def build_data(self) -> Data:
             data = super().build_data()
-            assert isinstance(data.train, Sequence)
             assert data.collate is not None
-            data.collate = count.counting(data.collate, len(data.train))
+            data.collate = count.counting(data.collate, _size(data))
             return data
 
         def on_train_start(self) -> None:
@@ -108,9 +107,15 @@ def ours(step_done: StepDone, folder: Path, seed: int) -> Figures:
         ]
         template = Watched([str(flag) for flag in flags])
         accuracy = template.fit()["metrics"]["accuracy"]
-    assert isinstance(template.data.train, Sequence)
-    sizes = len(template.data.train), len(template.data.valid or [])
+    sizes = _size(template.data), len(template.data.valid or [])
     return count.figures(step_done.seconds, template.eval_seconds, sizes, accuracy)
+
+
+def _size(data: Data) -> int:
+    """Return the number of training samples."""
+    assert data.train is not None, "the demo's data set has a training part"
+    assert not isinstance(data.train, Endless), "the demo's data set is not streamed"
+    return len(data.train)
 
 
 def transformers_trainer(step_done: StepDone, folder: Path, seed: int, sampling: str) -> Figures:
