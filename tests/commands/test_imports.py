@@ -192,6 +192,7 @@ def test_commands_that_compute_nothing_import_nothing_for_it(folder: Path) -> No
 UNUSED = ("datasets", "deepspeed", "matplotlib", "pandas", "peft", "seqeval", "sklearn")
 
 
+@pytest.mark.slow
 def test_a_run_without_tables_and_evaluations_imports_nothing_for_them() -> None:
     program = f"import rapidformer_templates.trainer, sys; sys.exit(str(set({UNUSED}) & set(sys.modules) or '') or 0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

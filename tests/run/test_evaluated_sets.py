@@ -280,6 +280,7 @@ def losses_of(texts: Path, tokenizer: Path, tmp_path: Path, *more: str) -> dict[
     return {name: value for name, value in train(None, flags)["metrics"].items() if name.endswith("loss")}
 
 
+@pytest.mark.slow
 def test_streams_and_mixtures_have_the_same_sets(texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
     """In a mixture of a set with a copy of itself, all parts exist twice, but each named set only once."""
     wanted = losses_of(texts, gpt_folder, tmp_path / "whole")

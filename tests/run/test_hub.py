@@ -48,6 +48,7 @@ def _command(words: str, *more: str) -> int:
     return main([*words.split(), *STEPS.split(), *more])
 
 
+@pytest.mark.slow
 def test_a_run_downloads_what_it_needs_and_the_next_one_nothing(
     hub: Hub, model: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -75,6 +76,7 @@ def _find(workers: Any, url: str, home: Path) -> tuple[str, str]:
         return str(model_folder(MODEL, None, "weights", flag="")), str(find_or_download(DATA, None, "").folder)
 
 
+@pytest.mark.slow
 def test_one_of_two_workers_downloads(hub: Hub, model: dict[str, bytes], tmp_path: Path) -> None:
     first, second = run_in_workers(2, _find, hub.url, tmp_path / "home")
     assert first == second
@@ -209,6 +211,7 @@ def test_splits_are_not_for_local_files(tmp_path: Path) -> None:
         template.task.read_rows()
 
 
+@pytest.mark.slow
 def test_a_push_with_a_card(
     hub: Hub, model: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +239,7 @@ def test_a_push_with_a_card(
     assert names["tokenizer"]("it is good")["input_ids"]
 
 
+@pytest.mark.slow
 def test_adapters_name_their_base_on_the_hub(hub: Hub, model: dict[str, bytes], tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert _command(RUN, "--save", str(run), "--lora-rank", "2", "--push-to-hub", "someone/adapters") == 0

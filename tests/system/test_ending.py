@@ -154,6 +154,7 @@ def test_a_second_ctrl_c_ends_workers_that_hang(start: Callable[..., Run]) -> No
     assert run.process.returncode == 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
 def test_each_signal_saves(start: Callable[..., Run], number: int) -> None:
     run = start("steps")
@@ -176,6 +177,7 @@ def test_under_nohup_a_closed_terminal_is_nothing(start: Callable[..., Run]) -> 
     assert run.process.returncode == 75
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_saves(start: Callable[..., Run]) -> None:
     ours, theirs = pty.openpty()
     run = start("steps", stdout=theirs, stderr=theirs)
@@ -187,6 +189,7 @@ def test_a_closed_terminal_saves(start: Callable[..., Run]) -> None:
     assert run.saved == [True, True]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_workers_import_is_no_stack_trace(start: Callable[..., Run]) -> None:
     run = start("imports")
     run.process.send_signal(signal.SIGINT)

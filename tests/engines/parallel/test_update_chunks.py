@@ -156,6 +156,7 @@ class Large(CausalJob):
             self.live.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [True, False])
 def test_the_planner_predicts_the_peak(apart: bool) -> None:
     def batch(samples: int) -> dict[str, torch.Tensor]:

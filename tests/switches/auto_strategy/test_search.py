@@ -136,6 +136,7 @@ def test_stages_are_interleaved_as_far_as_the_blocks_divide(
         assert interleaved.memory.activations > plain.memory.activations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "sizes"),
     by_default(
@@ -180,6 +181,7 @@ def mixture(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_experts_of_an_architecture_are_divided_and_visited(mixture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"--pretrained-model-name-or-path {mixture} --seq-length 16 --world-size 4 --local-world-size 4"
     flags += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 --device cpu"
@@ -284,6 +286,7 @@ def test_every_way_to_partition_is_tried(monkeypatch: pytest.MonkeyPatch) -> Non
 OFFLOADING = f"{TINY} --auto-strategy --device cuda --micro-batch-size 32 --no-checkpoint-activations"
 
 
+@pytest.mark.slow
 def test_activations_go_to_the_host_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     search = search_of(OFFLOADING, monkeypatch, 80)
     needed = {}

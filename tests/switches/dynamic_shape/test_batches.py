@@ -296,6 +296,7 @@ def test_a_run_tells_what_it_padded_and_goes_on_where_it_was(tmp_path: Path) -> 
         Job([*static.split(), str(tmp_path / "parts")]).fit()
 
 
+@pytest.mark.slow
 def test_epochs_are_whole(tmp_path: Path) -> None:
     summary, lines = _train(tmp_path, "--epochs", "2", "--micro-batch-size", "2")
     assert summary["epochs"] == 2

@@ -142,6 +142,7 @@ def _share(workers: Any, flags: str) -> Trained:
     return train("sharing", True, f"{SHARED} {flags}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "--no-fsdp-reshard-after-forward", "--checkpoint-activations"])
 def test_a_module_of_several_blocks_is_of_none_of_their_units(flags: str) -> None:
     expected = reference("sharing", True, f"{SHARED} --micro-batch-size 8")

@@ -134,6 +134,7 @@ def test_the_package_for_cpus_is_told_from_that_for_gpus() -> None:
     assert installed_packages()["onnxruntime"].endswith("+cpu") is cpu_only
 
 
+@pytest.mark.slow
 def test_equal_blocks_share_graphs_which_read_and_write_the_tensors_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     shared: dict[int, int] = {}
     share = backend._share

@@ -156,12 +156,14 @@ def test_what_was_sent_is_kept_no_longer_than_it_travels() -> None:
     assert 2 * HIDDEN <= third < 2.5 * HIDDEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", by_default([1], [1, STAGES - 1]))
 def test_transfers_do_not_pile_up(rank: int) -> None:
     few, many = (Held("gpt2", rank, microbatches=count).peak for count in (8, 20))
     assert many - few == 12 * batch(SAMPLES)["input_ids"].nbytes  # the batches themselves
 
 
+@pytest.mark.slow
 def test_micro_batches_share_the_copies_of_the_weights() -> None:
     """Four micro batches in flight each had their own copy. They compute the same with one shared copy."""
     shared = Held("llama", 0, "bf16")
