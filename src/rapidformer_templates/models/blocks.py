@@ -76,8 +76,8 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of the full parameter."""
-    return tensor.nbytes if is_quantized(tensor) else math.prod(shape_of(tensor)) * tensor.element_size()
+    """Return the bytes of the full parameter, also if ZeRO-3 has partitioned it."""
+    return math.prod(getattr(tensor, "ds_shape", tensor.shape)) * tensor.element_size()
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:

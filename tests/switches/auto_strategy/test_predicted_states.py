@@ -213,6 +213,9 @@ TOGETHER: list[Case] = [
     ("lora, int8, pipeline", 2, "Trainer", {**CODED, **PIPELINE}),
     ("lora, int8, fsdp", 2, "Trainer", {**CODED, **REGISTRY["fsdp"].on}),
     ("lora, nf4, hybrid, bf16", 4, "Trainer", {**NF4, **REGISTRY["hybrid-sharding"].on, "mixed_precision": "bf16"}),
+    ("lora, int8, zero-3", 2, "Trainer", {**CODED, **ZERO_3, "zero_3_param_persistence_threshold": 1000}),
+    ("lora, int4, zero-3, offload, bf16", 2, "Trainer",
+     {**FOUR_BITS, **ZERO_3, "cpu_offload": True, "mixed_precision": "bf16"}),
     ("lora, half, fsdp", 2, "Trainer", {**LORA, **HALF, **REGISTRY["fsdp"].on, "mixed_precision": "bf16"}),
     ("experts, average, hybrid", 4, "Trainer",
      {"num_experts": 3, **AVERAGE, "fsdp_memory_optimization": True, "fsdp_shard_size": 2}),
@@ -235,6 +238,7 @@ QUICK = {
 LONGER = {
     *(case[0] for case in MASTERS),
     *("lora, int8, fsdp", "lora, nf4, hybrid, bf16", "lora, half, fsdp"),
+    *("lora, int8, zero-3", "lora, int4, zero-3, offload, bf16"),
     *("average, oss", "lora, fsdp", "lora, zero-2", "lora, tensor, sharded over data"),
 }
 """Cases that ``make test-longer`` runs as well."""

@@ -216,8 +216,9 @@ def _beside(
             ]
         case "zero-3":
             # Whole parameters (all of them, up to 10^9 elements), and their receive buffers.
-            gathered = sum(p.count for p in model.all_parameters.values() if p.count > setting.how.kept_whole)
-            return [MemorySnapshot(alone, states.gradients, bucket + 2 * width * gathered)]
+            everything = model.all_parameters.values()
+            gathered = sum(p.bytes_in(width) for p in everything if (p.code_bytes or p.count) > setting.how.kept_whole)
+            return [MemorySnapshot(alone, states.gradients, bucket + 2 * gathered)]
     raise KeyError(layout.partitioning)
 
 

@@ -243,31 +243,31 @@ def each_divided(
     parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = PLAIN
 ) -> list[StateBytes]:
     """ZeRO-3: this worker's part of each flattened parameter, of its gradient, its fp32 master and its moments."""
-    share, small = _parts(parameters, workers, how)
+    share, small = _parts(parameters, workers, width, how)
     optimizer = _masters_and_state(_sub_groups(parameters, workers, how, SUB_GROUP), how)
-    return [StateBytes(width * (share + small), width * share, optimizer)] * workers
+    return [StateBytes(share + small, share, optimizer)] * workers
 
 
 def each_divided_on_host(
     parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = ON_HOST
 ) -> list[StateBytes]:
     """ZeRO-3 with offload: gradients exist twice, as they are reduced and as the update on the host reads them."""
-    share, small = _parts(parameters, workers, how)
-    gradients = (width + FP32) * share
+    share, small = _parts(parameters, workers, width, how)
+    gradients = share + FP32 * share // width
     optimizer = _masters_and_state(_sub_groups(parameters, workers, how, SUB_GROUP), how)
-    away = (width * share, gradients, optimizer)
-    return [StateBytes(width * (share + small), gradients, optimizer, on_host=away)] * workers
+    away = (share, gradients, optimizer)
+    return [StateBytes(share + small, gradients, optimizer, on_host=away)] * workers
 
 
 def each_divided_on_disk(
     parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions = ON_HOST
 ) -> list[StateBytes]:
     """ZeRO-3 with NVMe: like offload, but a sub-group's masters, their gradients and moments are on the disk."""
-    share, small = _parts(parameters, workers, how)
+    share, small = _parts(parameters, workers, width, how)
     in_memory = [n for n in _sub_groups(parameters, workers, how, SUB_GROUP_FOR_DISK) if n < LEAST_ON_DISK]
-    gradients, optimizer = width * share + FP32 * sum(in_memory), _masters_and_state(in_memory, how)
-    away = (width * share, gradients, optimizer)
-    return [StateBytes(width * (share + small), gradients, optimizer, on_host=away)] * workers
+    gradients, optimizer = share + FP32 * sum(in_memory), _masters_and_state(in_memory, how)
+    away = (share, gradients, optimizer)
+    return [StateBytes(share + small, gradients, optimizer, on_host=away)] * workers
 
 
 def _masters_and_state(sub_groups: Sequence[int], how: StateOptions) -> int:
@@ -289,7 +289,8 @@ def _sub_groups(parameters: Sequence[ParameterShape], workers: int, how: StateOp
     return sizes
 
 
-def _parts(parameters: Sequence[ParameterShape], workers: int, how: StateOptions) -> tuple[int, int]:
-    """Return elements of (this worker's part of every parameter, small parameters that are kept whole)."""
-    share = sum(math.ceil(p.count / workers) for p in parameters)
-    return share, sum(p.count for p in parameters if p.count <= how.kept_whole)
+def _parts(parameters: Sequence[ParameterShape], workers: int, width: int, how: StateOptions) -> tuple[int, int]:
+    """Return bytes of (this worker's part of every parameter, small parameters that are kept whole)."""
+    stored = [(p.code_bytes, 1) if p.code_bytes else (p.count, width) for p in parameters]
+    share = sum(math.ceil(count / workers) * size for count, size in stored)
+    return share, sum(count * size for count, size in stored if count <= how.kept_whole)

@@ -25,7 +25,7 @@ from rapidformer_templates.planning.switch import (
 )
 
 CODES = ("int8", "nf4", "int4")
-DIVIDING = ("zero-3", "deepspeed-config", "tensor-parallel")
+DIVIDING = ("deepspeed-config", "tensor-parallel")
 WHOLE_BASE = drop({"quantize_base": None})
 BITSANDBYTES = (0, 50)
 """The first version that also quantizes on a CPU."""
@@ -122,12 +122,12 @@ def _beside_matrices(request: Request) -> list[Finding]:
 
 @RULES.add(
     "RF140",
-    "A base in 8 or 4 bits is divided only by FSDP, with torch 2.12 or newer.",
-    "FSDP gathers all codes of a weight before they are read; a worker that computes with a part of a weight would "
-    "cut through blocks of numbers that share a scale, and older versions shard floating-point numbers only",
+    "A base in 8 or 4 bits is divided only by ZeRO-3, and by FSDP with torch 2.12 or newer.",
+    "they gather all codes of a weight before they are read; a worker that computes with a part of a weight would cut "
+    "through blocks of numbers that share a scale, and FSDP of older versions shards floating-point numbers only",
     "[rapidformer_templates]",
-    Example("--lora-rank 8 --quantize-base int8 --zero-3-memory-optimization", {"packages": {"peft": "0.17"}}),
-    refusal="A base in 8 or 4 bits under an engine that divides its weights, except FSDP.",
+    Example("--lora-rank 8 --quantize-base int8 --tensor-model-parallel-size 2", {"packages": {"peft": "0.17"}}),
+    refusal="A base in 8 or 4 bits under an engine that divides its weights, except FSDP and ZeRO-3.",
 )
 def _codes_divided(request: Request) -> list[Finding]:
     """Refuse quantized weights if a switch divides them and does not gather them.
@@ -217,7 +217,7 @@ def _acted(measured: Measured) -> str | None:
     coded = (adapted or 0) - (measured["adapted_routers"] or 0)
     if adapted and measured.config.get("quantize_base") in CODES and in_codes != coded:
         return f"{coded} layers in {measured.config.get('quantize_base')} were expected; {in_codes} are"
-    if "fsdp" in measured.plan.switches:
+    if {"fsdp", "zero-3"} & set(measured.plan.switches):
         shares = measured.plan.engine_options.parameter_sharding.shard_size or measured.plan.sizes.copies
         whole, most = measured["quantized_bytes"] or 0, max(measured.all("quantized_bytes_on_worker"), default=0)
         if most > whole / shares + (in_codes or 0):  # each layer is rounded up to equal shares

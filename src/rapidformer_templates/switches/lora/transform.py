@@ -375,10 +375,11 @@ class TrainedBesideFrozen(TrainedAndFrozen):
         routers = merge_by_name(engine, {name: isinstance(layer, MatrixAdapter) for name, layer in local.items()})
         not_coded = {name for name, layer in local.items() if not is_quantized(layer)}
         codes = [parameter for parameter in engine.model.parameters() if holds_codes(parameter)]
+        parts: list[torch.Tensor] = [getattr(each, "ds_tensor", local_part(each)) for each in codes]  # ZeRO-3 has it
         return super().after_step(engine) | {
             "adapted_layers": len(routers),
             "adapted_routers": sum(routers.values()),
             "quantized_layers": len(routers.keys() - set().union(*engine.workers.gather(not_coded))),
             "quantized_bytes": sum(map(bytes_of, codes)),
-            "quantized_bytes_on_worker": sum(local_part(parameter).untyped_storage().nbytes() for parameter in codes),
+            "quantized_bytes_on_worker": sum(part.untyped_storage().nbytes() for part in parts),
         }

@@ -1,4 +1,4 @@
-"""A base in fewer bits under FSDP: each worker has its share of the codes, and each step equals one process."""
+"""A base in fewer bits in FSDP's and ZeRO-3's shares. Codes are divided, and each step equals one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 
 FOUR = "nf4" if importlib.util.find_spec("bitsandbytes") else "int4"
 STEPS = (
@@ -33,20 +33,24 @@ STEPS = (
     " --lr 1e-3 --log-interval 1 --lora-rank 3 --lora-alpha 24"
 )
 FSDP, PAIR = "--fsdp-memory-optimization", "--fsdp-shard-size 2"
+ZERO = "--zero-3-memory-optimization --zero-3-param-persistence-threshold 40"
 BF16 = "--mixed-precision bf16"
 LAYOUTS = {  # name: (workers, job, fp64, base, other flags)
-    "4 bits": (2, "gpt2-4-tied", True, FOUR, "--micro-batch-size 2"),
-    "int8": (2, "llama-4-tied", True, "int8", "--micro-batch-size 4"),
-    "int4, recomputed": (2, "bert-4-untied", True, "int4", "--micro-batch-size 1 --checkpoint-activations"),
+    "4 bits": (2, "gpt2-4-tied", True, FOUR, f"{FSDP} --micro-batch-size 2"),
+    "int8": (2, "llama-4-tied", True, "int8", f"{FSDP} --micro-batch-size 4"),
+    "int4, recomputed": (2, "bert-4-untied", True, "int4", f"{FSDP} --micro-batch-size 1 --checkpoint-activations"),
     "int8, whole until the backward": (
-        2, "gpt2-4-tied", True, "int8", "--micro-batch-size 2 --no-fsdp-reshard-after-forward",
+        2, "gpt2-4-tied", True, "int8", f"{FSDP} --micro-batch-size 2 --no-fsdp-reshard-after-forward",
     ),
-    "int8, bf16": (2, "llama-4-tied", False, "int8", f"--micro-batch-size 4 {BF16} --checkpoint-activations"),
-    "4 bits, bf16": (2, "gpt2-4-tied", False, FOUR, f"--micro-batch-size 2 {BF16}"),
-    "half": (2, "gpt2-4-tied", False, "half", f"--micro-batch-size 4 {BF16}"),
-    "int4, four workers": (4, "neox-4-untied", True, "int4", "--micro-batch-size 2"),
-    "4 bits, copies": (4, "gpt2-4-tied", True, FOUR, f"--micro-batch-size 1 {PAIR}"),
-    "int8, copies": (4, "llama-4-tied", True, "int8", f"--micro-batch-size 2 {PAIR} --checkpoint-activations"),
+    "int8, bf16": (2, "llama-4-tied", False, "int8", f"{FSDP} --micro-batch-size 4 {BF16} --checkpoint-activations"),
+    "4 bits, bf16": (2, "gpt2-4-tied", False, FOUR, f"{FSDP} --micro-batch-size 2 {BF16}"),
+    "half": (2, "gpt2-4-tied", False, "half", f"{FSDP} --micro-batch-size 4 {BF16}"),
+    "int4, four workers": (4, "neox-4-untied", True, "int4", f"{FSDP} --micro-batch-size 2"),
+    "4 bits, copies": (4, "gpt2-4-tied", True, FOUR, f"{FSDP} --micro-batch-size 1 {PAIR}"),
+    "int8, copies": (4, "llama-4-tied", True, "int8", f"{FSDP} --micro-batch-size 2 {PAIR} --checkpoint-activations"),
+    "int8, zero-3": (2, "llama-4-tied", False, "int8", f"{ZERO} --micro-batch-size 2 --checkpoint-activations"),
+    "4 bits, zero-3": (4, "gpt2-4-tied", False, FOUR, f"{ZERO} --micro-batch-size 1"),
+    "int4, zero-3, bf16": (2, "gpt2-4-tied", False, "int4", f"{ZERO} --micro-batch-size 4 {BF16}"),
 }  # fmt: skip
 
 
@@ -65,7 +69,7 @@ class Observed(Trained):
 def _observe(layout: str, flags: str) -> Observed:
     """Train a case, and read the frozen weights from the model."""
     _, job, double, base, _ = LAYOUTS[layout]
-    kinds = (torch.uint8, torch.bfloat16)
+    kinds = (torch.bfloat16,) if base == "half" else (torch.uint8,)
     whole_codes: dict[str, torch.Tensor] = {}
     held: dict[str, int] = {}
 
@@ -73,19 +77,30 @@ def _observe(layout: str, flags: str) -> Observed:
         def on_step_end(self, step: int, result: Any) -> None:
             super().on_step_end(step, result)
             for name, tensor in self.model.named_parameters():
-                if tensor.dtype in kinds:
-                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                    held[canonical_name(name)] = local.untyped_storage().nbytes()
-                    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                    whole_codes[canonical_name(name)] = whole.detach().clone()
+                if tensor.dtype not in kinds or tensor.requires_grad:
+                    continue
+                local = tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
+                held[canonical_name(name)] = local.untyped_storage().nbytes()
+                whole_codes[canonical_name(name)] = _whole(tensor)
 
     Job.double = double
     run = trained(Job(f"{STEPS} --quantize-base {base} {flags}".split()))
     return {**run, "codes": whole_codes, "held": held}
 
 
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor().detach().clone()
+    if not hasattr(tensor, "ds_tensor"):
+        return tensor.detach().clone()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([tensor]):
+        return tensor.detach().clone()
+
+
 def _in_workers(workers: Any, layouts: list[str]) -> dict[str, Observed]:
-    return {name: _observe(name, f"{FSDP} {LAYOUTS[name][4]}") for name in layouts}
+    return {name: _observe(name, LAYOUTS[name][4]) for name in layouts}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +134,8 @@ def test_layout_follows_one_process(
     wanted, double = references[layout], LAYOUTS[layout][2]
     assert len({loss for loss, _ in wanted["curve"]}) == 4
     # In bf16, products of half a batch are rounded apart from those of the other half.
-    limits = {"rtol": 1e-10, "atol": 1e-12} if double else {"rtol": 2**-7, "atol": 0.0}
+    rtol = 1e-10 if double else 2**-7 if BF16 in LAYOUTS[layout][4] else 1e-5
+    limits = {"rtol": rtol, "atol": 1e-12 if double else 1e-6}
     for found in runs[layout]:
         for key in ("curve", "evaluations"):
             torch.testing.assert_close(
@@ -127,7 +143,7 @@ def test_layout_follows_one_process(
                 **limits,
             )
         assert found["weights"].keys() == wanted["weights"].keys()
-        assert weights_apart(found["weights"], wanted["weights"]) < (1e-9 if double else 2**-7)
+        assert weights_apart(found["weights"], wanted["weights"]) < 10 * rtol
 
 
 @pytest.mark.parametrize("layout", PARAMETERS)
@@ -139,12 +155,14 @@ def test_each_worker_has_its_share_of_the_same_codes(
     receipts = wanted["summary"]["receipts"]
     for found in runs[layout]:
         assert found["codes"].keys() == wanted["codes"].keys()
-        for name, whole in wanted["codes"].items():
-            assert torch.equal(found["codes"][name], whole), name
-            assert wanted["held"][name] == whole.nbytes
-            least = whole.nbytes / shares  # the rows of a matrix in 16 bits are not cut
-            assert least <= found["held"][name] < least + (1 if whole.dtype == torch.uint8 else whole[0].nbytes + 1)
-        same = ("frozen_parameters", "frozen_bytes", "quantized_layers", "quantized_bytes", "trained_parameters")
+        for name, codes_of_layer in wanted["codes"].items():
+            assert torch.equal(found["codes"][name], codes_of_layer), name
+            assert wanted["held"][name] == codes_of_layer.nbytes
+            least = codes_of_layer.nbytes / shares  # the rows of a matrix in 16 bits are not cut
+            assert least <= found["held"][name] < least + (codes_of_layer[0].nbytes if base == "half" else 0) + 1
+        same = ["frozen_parameters", "quantized_layers", "quantized_bytes", "trained_parameters"]
+        if not (ZERO in flags and BF16 in flags):  # DeepSpeed rounds what is not quantized
+            same.append("frozen_bytes")
         assert {name: found["summary"]["receipts"][name] for name in same} == {name: receipts[name] for name in same}
     if base != "half":
         assert receipts["quantized_layers"] == receipts["adapted_layers"] == len(wanted["codes"]) > 0
