@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,11 +29,11 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import with_swi
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.setup_memory import SetupMemory, setup_memory
 from rapidformer_templates.system.workers import Workers, join
-from tests.support.switch_cases import Case, case_of
+from tests.support.switch_cases import Case, case_of, words
 from tests.support.worker_pool import end_pool, run_in_workers
 
 LAYERS, WIDTH = 16, 1024  # 67 MB, 4 MB for each layer
-SHARE, NOISE = 0.15, 20e6
+SHARE, NOISE = 0.2, 20e6
 """Measured bytes may differ by this share, and exceed the prediction by the memory of libraries and by free memory that
 the allocator keeps."""
 
@@ -73,8 +74,13 @@ class LlamaJob(Trainer):
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": blocks or 8}
         return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).train()
 
+    @staticmethod
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        rows = torch.arange(16).expand(samples, -1)
+        return {"input_ids": rows, "labels": rows}
+
     def build_data(self) -> Data:
-        sample = {"input_ids": torch.arange(16), "labels": torch.arange(16)}
+        sample = {name: rows[0] for name, rows in self.batch(1).items()}
         return Data(train=[sample] * 32, collate=default_collate)
 
     def build_model(self) -> Any:
@@ -135,6 +141,19 @@ def engines() -> dict[str, tuple[Case, Plan]]:
 
 
 ENGINES = engines()
+
+
+@only_linux
+@pytest.mark.longer
+@pytest.mark.distributed
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_predicted_peak_of_every_engine_is_measured(engine: str, tmp_path: Path) -> None:
+    (name, workers, _, values), plan = ENGINES[engine]
+    flags = [*words(values, str(tmp_path / name)), "--overwrite"]
+    config = LlamaJob(flags).config
+    of_model = ModelShapes(lambda blocks: with_switches(LlamaJob.model(blocks), config, plan), LlamaJob.batch)
+    predicted = setup_memory(of_model, layout_of(plan), memory_options_of(plan, of_model.width))
+    assert_predicted(predicted, LlamaJob, workers, flags)
 
 
 def are_divided(workers: Workers, plans: dict[str, Plan]) -> dict[str, bool]:

@@ -138,7 +138,7 @@ def _sizes(layout: Layout) -> dict[str, object]:
 
 def show(result: SearchResult, hardware: Hardware) -> None:
     """Print the best layouts, their assumptions, and why the others were rejected."""
-    terminal = console(piped_width=140)
+    terminal = console(piped_width=160)
     if result.layouts:
         terminal.print(_table(result))
         for line in reasons(result, hardware):

@@ -68,10 +68,16 @@ def _taken_over(model: ModelShapes, layout: Layout, setting: MemoryOptions, larg
             return states.parameters, max(block, model.outside_blocks(FP32))
         case "zero-3":
             return states.parameters + states.optimizer, largest
-        case "zero-1" | "zero-2":  # the exact fp32 values, until the masters have them
-            return states.parameters + states.optimizer, _built_bytes(everything)
+        case "zero-1" | "zero-2":
+            exact = 0 if setting.precision == "fp32" else _built_bytes(everything)  # until the masters have the values
+            return states.parameters + states.optimizer, exact
     owned = _built_bytes([facts.among(layout.experts) for facts in everything])
-    return owned, min(owned, PACKED_BY_DDP) if layout.replicas > 1 else largest
+    if layout.replicas == 1:
+        return owned, largest
+    packed = min(_built_bytes([p for p in everything if layout.experts == 1 or not p.is_expert]), PACKED_BY_DDP)
+    if layout.partitioning == "oss" and not setting.gpu:
+        packed += owned  # fairscale copies the parameters of each owner into a buffer, and freed memory stays
+    return owned, packed
 
 
 def _built_bytes(parameters: list[ParameterShape]) -> int:
