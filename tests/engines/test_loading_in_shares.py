@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -16,10 +17,14 @@ from torch import nn
 from transformers import modeling_utils
 
 from rapidformer_templates.engines.construction import ModelUnderConstruction, divided_construction
-from rapidformer_templates.models import file_tensors
+from rapidformer_templates.models import weight_files
 from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.switches.mixture_of_experts import exported
+from rapidformer_templates.switches.mixture_of_experts.transform import KEY, MixtureSizes
 from rapidformer_templates.system.workers import Workers
+from tests.support.jobs import VOCABULARY, PretrainedJob
+from tests.support.parity import Trained, trained, weights_apart
 from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
@@ -36,7 +41,7 @@ HEADS = {"bert": "AutoModelForSequenceClassification"}
 
 
 class Case(NamedTuple):
-    """A saved model: its architecture, the type of its weights, and how they are in files."""
+    """A saved model: its architecture, the type of its weights, and how it is saved."""
 
     architecture: str
     dtype: str
@@ -50,6 +55,7 @@ CASES = [
     Case("bert", "float32"),
     Case("gpt2", "bfloat16", "adapters"),
     Case("llama", "float16", "bin"),
+    Case("gpt2", "bfloat16", "converted"),
     Case("gpt2", "float32"),
     Case("llama", "float32"),
     Case("mixtral", "float16", "several"),
@@ -65,7 +71,12 @@ def _save(case: Case, folder: Path) -> Path:
     config = transformers.AutoConfig.for_model(case.architecture, **SIZES, **MODELS[case.architecture])
     kind = transformers.AutoModelForMaskedLM if case.architecture == "bert" else transformers.AutoModelForCausalLM
     model = kind.from_config(config).to(getattr(torch, case.dtype))
+    if case.files == "converted":
+        setattr(model.config, KEY, asdict(MixtureSizes(experts=3, top_k=1)))
+        exported.rebuild(model)
     model.save_pretrained(folder / "base", max_shard_size="100KB" if case.files == "several" else "1GB")
+    if case.files == "converted":
+        exported.mark(folder / "base")
     if case.files == "bin":
         torch.save(model.state_dict(), folder / "base/pytorch_model.bin")
         (folder / "base/model.safetensors").unlink()
@@ -107,10 +118,10 @@ def _load(workers: Workers, folder: Path, tokenizer: Path, head: str, least_whol
         read.append(len(buffer))
         read_file(path, start, buffer)
 
-    whole, read_file = build(), file_tensors._read
+    whole, read_file = build(), weight_files._read
     construction = ModelUnderConstruction()
     construction.least_whole = least_whole
-    with divided_construction(construction), mock.patch.object(file_tensors, "_read", count):
+    with divided_construction(construction), mock.patch.object(weight_files, "_read", count):
         model = build()
         cost = Loaded(sum(read), construction.divisions, construction.gathers)
         construction.finish()
@@ -141,7 +152,7 @@ def test_weights_are_read_in_shares(
         return
     sizes = _bytes_of_large_tensors(tmp_path / "base")
     for cost in costs:
-        assert 0 < cost.read <= sum(sizes) / world + len(sizes) * file_tensors.SMALLEST
+        assert 0 < cost.read <= sum(sizes) / world + len(sizes) * weight_files.SMALLEST
     is_part = case.architecture == "bert"  # the head of the file is not used
     assert sum(cost.read for cost in costs) == sum(sizes) or (is_part and sum(cost.read for cost in costs) < sum(sizes))
 
@@ -151,7 +162,7 @@ def _bytes_of_large_tensors(folder: Path) -> list[int]:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             sizes += [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118 - it is not a dictionary
-    return [size for size in sizes if size >= file_tensors.SMALLEST]
+    return [size for size in sizes if size >= weight_files.SMALLEST]
 
 
 class Unusual(nn.Module):
@@ -166,12 +177,17 @@ class Unusual(nn.Module):
         self.register_buffer("table", table)
         self.scaled = nn.Parameter(scaled.float() * 2)
         overwritten.fill_(3.0)
-        self.overwritten = nn.Parameter(overwritten)
+        self.register_buffer("overwritten", overwritten)
         self.row = nn.Parameter(copied[1].clone())
         self.copied = nn.Parameter(copied)
         self.joined = nn.Parameter(torch.cat([joined[0], joined[1].half()], dim=1))
         self.with_another = nn.Parameter(torch.stack([joined[0], torch.ones_like(joined[0])]))
         self.rest = nn.Parameter(torch.cat([joined[2].double(), joined[1].double()], dim=-2))
+        self.loaded = nn.ParameterList(torch.zeros(6, 64, 65) for _ in range(2))
+        with torch.no_grad():
+            self.loaded[0].copy_(joined[2])
+            self.loaded[1].copy_(self.loaded[0])
+            self.loaded[0].add_(1.0)
         self.transposed = nn.Parameter(torch.stack([joined[0].mT, joined[1].mT.half()], dim=-1))
 
 
@@ -203,3 +219,41 @@ def test_tensors_of_files_are_used_like_others(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     first, *others = run_in_workers(3, _build_unusual, tmp_path / "model.safetensors")
     assert all(exchanges == first for exchanges in others)
+
+
+STEPS = "--train-iters 2 --global-batch-size 4 --lr 1e-3 --log-interval 1"
+FLAGS = [
+    "--fsdp-memory-optimization",
+    "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+    "--zero-3-memory-optimization",
+]
+
+
+def _train(folder: Path, flags: str) -> Trained:
+    kind = type("Job", (PretrainedJob,), {"folder": str(folder), "double": True})
+    return trained(kind([*STEPS.split(), *flags.split()]))
+
+
+def _train_in_shares(workers: Workers, folder: Path, flags: str) -> tuple[Trained, int]:
+    """Train with everything divided while the model is built. Return also how often a tensor in a file was read."""
+    with (
+        mock.patch.object(ModelUnderConstruction, "least_whole", 8 << 10),
+        mock.patch.object(weight_files, "_read", side_effect=weight_files._read) as read,
+    ):
+        return _train(folder, flags), read.call_count
+
+
+@pytest.mark.parametrize("flags", by_default(FLAGS[:1], FLAGS))
+def test_engines_train_a_model_that_was_read_in_shares(flags: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 2}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout))
+    model.bfloat16().save_pretrained(tmp_path)
+    wanted = _train(tmp_path, "--micro-batch-size 4")
+    rounding = 1e-6 if "zero" in flags else 1e-11  # DeepSpeed updates weights in fp32
+    for run, count in run_in_workers(2, _train_in_shares, tmp_path, f"{flags} --micro-batch-size 2"):
+        assert count > 0
+        assert [loss for loss, _ in run["curve"]] == pytest.approx([loss for loss, _ in wanted["curve"]], rel=rounding)
+        assert weights_apart(run["weights"], wanted["weights"]) < rounding

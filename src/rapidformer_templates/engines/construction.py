@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.models.file_tensors import FileTensor, join, tensors_read_by
+from rapidformer_templates.models.weight_files import FileTensor, join, tensors_read_by
 from rapidformer_templates.system.process_state import environment_variable, freed_memory_given_back
 from rapidformer_templates.system.workers import all_gather
 
@@ -100,6 +100,10 @@ class DividedStorage:
         """Return the bytes of each share. The last shares may end behind the storage."""
         unit = ALIGNMENT * self.dtype.itemsize
         return -(-self.size // (world * unit)) * unit
+
+    def share_as(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a copy of the share in another type. None before it is read."""
+        return None if self.share is None else self.share.view(self.dtype).to(dtype, copy=True).view(torch.uint8)
 
     def all_bytes(self) -> torch.Tensor:
         """Return the bytes of the whole storage as a tensor on the same memory."""
@@ -177,11 +181,23 @@ class ModelUnderConstruction:
         storage = self._filled_by(tensor)
         if storage is None or storage.is_whole:
             return None
-        if storage.source is not None:
-            return self._divided(tensor.shape, dtype, source=storage.source)
-        assert storage.share is not None
-        share = storage.share.view(storage.dtype).to(dtype, copy=True).view(torch.uint8)
-        return self._divided(tensor.shape, dtype, share=share)
+        return self._divided(tensor.shape, dtype, source=storage.source, share=storage.share_as(dtype))
+
+    def copy(self, target: torch.Tensor, origin: torch.Tensor) -> bool:
+        """Copy a divided tensor into another one without an exchange. Return False if that is not possible."""
+        to, storage = self._filled_by(target), self._filled_by(origin)
+        if to is None or storage is None or to is storage or storage.is_whole or target.shape != origin.shape:
+            return False
+        if not to.storage.resizable():  # an array of numpy uses it as well
+            return False
+        if self._whole.pop(to.key, None) is not None:
+            self._whole_bytes -= to.size
+        to.storage.resize_(0)
+        to.is_whole = to.is_changed = False
+        to.share, to.source = storage.share_as(to.dtype), storage.source
+        if to.source is not None:
+            self._read_share(to)
+        return True
 
     def join(self, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size], dim: int) -> torch.Tensor | None:
         """Return the concatenation of tensors in files as another tensor in files, or None for other tensors.
@@ -515,11 +531,13 @@ class _Operations(TorchDispatchMode):
     def _without_exchange(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
-        """Return the result of an operation as a divided tensor, or None if the operation needs whole tensors."""
+        """Return the divided result of an operation on shares or on files alone, or None for other operations."""
         if func is _aten._to_copy.default:
             dtype, device, layout = (kwargs.get(name) for name in ("dtype", "device", "layout"))
             stays = device in (None, torch.device("cpu")) and layout in (None, torch.strided)
             return self.model.cast(args[0], dtype) if stays and dtype is not None else None
+        if func is _aten.copy_.default:
+            return args[0] if self.model.copy(args[0], args[1]) else None
         if func in (_aten.cat.default, _aten.stack.default):
             tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
             shapes = [tensor.shape for tensor in tensors]

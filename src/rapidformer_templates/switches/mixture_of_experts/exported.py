@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.model_files import CONVERTED
+from rapidformer_templates.models.weight_files import tensors_in
 from rapidformer_templates.switches.mixture_of_experts.transform import KEY, MixtureSizes, make_sparse
 from rapidformer_templates.system.files import write_json
 
@@ -72,14 +72,14 @@ def read_model(
     model.config.name_or_path = str(folder)  # from_pretrained does so, and adapters record it as base
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(file)
-    tensors = model.state_dict()
+        weights |= tensors_in(file)
+    tensors = model.state_dict(keep_vars=True)  # tied weights are one object
     wrong = [(n, w.shape, tensors[n].shape) for n, w in weights.items() if n in tensors and w.shape != tensors[n].shape]
     for name, _, _ in wrong:
         del weights[name]
     missing = set(model.load_state_dict(weights, strict=False).missing_keys) - {name for name, _, _ in wrong}
-    read = {tensors[name].data_ptr() for name in weights if name in tensors}
-    untied = {name for name in missing if tensors[name].data_ptr() not in read}
+    read = {id(tensors[name]) for name in weights if name in tensors}
+    untied = {name for name in missing if id(tensors[name]) not in read}
     return model, {"missing_keys": untied, "mismatched_keys": wrong}
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import modeling_utils
 
-from rapidformer_templates.models.file_tensors import FileTensor, join, tensors_read_by
+from rapidformer_templates.models.weight_files import FileTensor, join, tensors_read_by
 
 
 @pytest.fixture

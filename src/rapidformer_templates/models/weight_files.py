@@ -127,6 +127,13 @@ def tensors_read_by(read: ReadTensor) -> Iterator[None]:
         _read_tensor.reset(token)
 
 
+def tensors_in(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors of a safetensors file, as ``from_pretrained`` would read them."""
+    with _open(safe_open, str(path), framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - it is not a dictionary
+            yield name, file.get_slice(name)[...]
+
+
 def _open(original: Callable[..., safe_open], path: str, *args: object, **kwargs: object) -> safe_open | _OpenFile:
     opened, read = original(path, *args, **kwargs), _read_tensor.get()  # safetensors checks the file
     return opened if read is None else _OpenFile(path, opened, read)
@@ -150,7 +157,7 @@ class _OpenFile:
             self._header: dict[str, _Entry] = json.loads(file.read(size))
         self._begin = 8 + size
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._opened, name)
 
     def __enter__(self) -> _OpenFile:
@@ -160,7 +167,7 @@ class _OpenFile:
     def __exit__(self, *error: object) -> None:
         self._opened.__exit__(*error)
 
-    def get_slice(self, name: str) -> object:
+    def get_slice(self, name: str) -> Any:
         """Return an object that reads the tensor when it is indexed with ``...``, as transformers does."""
         original = self._opened.get_slice(name)
         entry = self._header[name]
@@ -178,7 +185,7 @@ class _Slice:
     def __init__(self, original: Any, tensor: FileTensor, read: ReadTensor) -> None:
         self._original, self._tensor, self._read = original, tensor, read
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
     def __getitem__(self, index: object) -> torch.Tensor:
