@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from rapidformer_templates.data.loader import BatchRequest, eval_requests, train_requests
 from rapidformer_templates.data.order import WINDOW, SampleOrder
+from rapidformer_templates.data.random_streams import NewestEpochs
 
 SIZES = st.integers(1, 60)
 BATCHES = st.integers(1, 16)
@@ -124,3 +126,30 @@ def test_grouped_epochs_are_drawn_anew() -> None:
             assert abs(np.corrcoef(places, means)[0, 1]) < 0.2
     kept = np.mean([len(mates[0][sample] & mates[1][sample]) / 7 for sample in range(4000)])
     assert kept < 0.1
+
+
+class _Drawing:
+    """Draws numbers for epochs, and records when it does."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.numbers = NewestEpochs(self.draw)
+
+    def draw(self, epoch: int) -> int:
+        self.calls.append(epoch)
+        return 10 * epoch
+
+
+def test_an_epoch_is_drawn_once_until_the_next_but_one() -> None:
+    drawing = _Drawing()
+    assert [drawing.numbers[epoch] for epoch in (0, 1, 0, 1, 2, 1, 0)] == [0, 10, 0, 10, 20, 10, 0]
+    assert drawing.calls == [0, 1, 2, 0]
+    copy = pickle.loads(pickle.dumps(drawing))
+    assert (copy.numbers[2], copy.calls) == (20, [0, 1, 2, 0, 2])  # the copy has no number yet
+
+
+def test_a_copy_of_an_order_has_the_same_samples() -> None:
+    order = SampleOrder(10, 4, 5, by_epochs=False)
+    expected = [order.step(step)[0].tolist() for step in range(6)]
+    copy = pickle.loads(pickle.dumps(order))
+    assert [copy.step(step)[0].tolist() for step in range(6)] == expected

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.random_streams import NewestEpochs, Stream
 from rapidformer_templates.data.shapes import Shape
 
 WINDOW = 50
@@ -60,24 +60,23 @@ class Order(Protocol):
         """Return (sample indices, positions) of the global batch of ``step``. Positions never repeat in a run."""
 
     def requests(self, step: int, count: int, own_indices: range) -> Iterator[BatchRequest]:
-        """Yield the requests of this rank, whose indices among the ``count`` micro batches are ``own_indices``."""
+        """Yield the requests of this rank, whose indices among the ``count`` micro batches are ``own_indices``.
+
+        By default, the global batch is split into even pieces. No sample of a short batch is lost or repeated: a piece
+        without samples is idle.
+        """
+        samples, positions = self.step(step)
+        for number in own_indices:
+            first, end = len(samples) * number // count, len(samples) * (number + 1) // count
+            idle = first == end
+            piece = slice(0, 1) if idle else slice(first, end)
+            yield BatchRequest(samples[piece].tolist(), (self.seed, Stream.SAMPLE), positions[piece].tolist(), idle)
 
     def depends_on(self) -> dict[str, object]:
         """Return what the samples of a step depend on, as plain values. A resumed run must have the same values."""
 
 
-def even_requests(
-    samples: np.ndarray, positions: np.ndarray, seed: int, count: int, own_indices: range
-) -> Iterator[BatchRequest]:
-    """Split a global batch into ``count`` even pieces and yield ``own_indices``. A piece without samples is idle."""
-    for number in own_indices:
-        first, end = len(samples) * number // count, len(samples) * (number + 1) // count
-        idle = first == end
-        piece = slice(0, 1) if idle else slice(first, end)
-        yield BatchRequest(samples[piece].tolist(), (seed, Stream.SAMPLE), positions[piece].tolist(), idle)
-
-
-class SampleOrder:
+class SampleOrder(Order):
     """The order of the training samples.
 
     Samples are drawn from an endless sequence of positions. Position ``p`` is in epoch ``p // size``, and each epoch is
@@ -114,7 +113,7 @@ class SampleOrder:
         self.in_order = in_order
         self.identity = identity
         self.steps_per_epoch = math.ceil(size / global_batch)
-        self._permutations: dict[int, np.ndarray] = {}
+        self._permutations = NewestEpochs(self._permutation)
         self._window: tuple[tuple[int, int], list[np.ndarray]] = ((-1, -1), [])
 
     def epoch(self, step: int) -> float:
@@ -134,10 +133,6 @@ class SampleOrder:
         else:
             positions = self._grouped(epoch, index, end)
         return self._samples(positions), positions
-
-    def requests(self, step: int, count: int, own_indices: range) -> Iterator[BatchRequest]:
-        """Split the global batch into ``count`` even pieces. No sample of a short batch is lost or repeated."""
-        return even_requests(*self.step(step), self.seed, count, own_indices)
 
     def depends_on(self) -> dict[str, object]:
         """Return what the samples of a step depend on."""
@@ -171,18 +166,13 @@ class SampleOrder:
             return positions
         first, last = int(positions.min()) // self.size, int(positions.max()) // self.size
         if first == last:  # nearly always the case, and several times faster
-            return self._permutation(first)[positions - first * self.size]
+            return self._permutations[first][positions - first * self.size]
         epochs = positions // self.size
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
-            samples[in_epoch] = self._permutation(int(epoch))[positions[in_epoch] % self.size]
+            samples[in_epoch] = self._permutations[int(epoch)][positions[in_epoch] % self.size]
         return samples
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch not in self._permutations:
-            # A step needs at most two epochs unless a batch is larger than the data. Keep the newest few.
-            for old in [e for e in self._permutations if e < epoch - 1]:
-                del self._permutations[old]
-            self._permutations[epoch] = np.random.default_rng((self.seed, Stream.ORDER, epoch)).permutation(self.size)
-        return self._permutations[epoch]
+        return np.random.default_rng((self.seed, Stream.ORDER, epoch)).permutation(self.size)

@@ -1,8 +1,12 @@
-"""Streams of random numbers for the data."""
+"""Streams of random numbers for the data, and results that are drawn once per epoch."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
 class Stream(enum.IntEnum):
@@ -37,3 +41,26 @@ class Stream(enum.IntEnum):
     PAIR_SAMPLES = 18
     PAIR_CHUNKS = 19
     PAIR_ORDERS = 20
+
+
+class NewestEpochs(Generic[T]):
+    """Results of a method that draws them for an epoch, such as the order of its samples.
+
+    A batch needs one epoch, or two at a border. So the results of an epoch are dropped when the next but one begins.
+
+    Args:
+        draw: maps the number of an epoch to its result.
+    """
+
+    def __init__(self, draw: Callable[[int], T]) -> None:
+        self._draw = draw
+        self._drawn: dict[int, T] = {}
+
+    def __getitem__(self, epoch: int) -> T:
+        if epoch not in self._drawn:
+            self._drawn = {old: drawn for old, drawn in self._drawn.items() if old >= epoch - 1}
+            self._drawn[epoch] = self._draw(epoch)
+        return self._drawn[epoch]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_draw": self._draw, "_drawn": {}}  # loader processes draw again: tables would be sent as copies

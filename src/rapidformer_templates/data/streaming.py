@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rapidformer_templates.data.finetuning.messages import rows_with_texts
-from rapidformer_templates.data.order import BatchRequest, even_requests
+from rapidformer_templates.data.order import Order
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.text.bad_lines import BadLines, add_by_reason
 from rapidformer_templates.data.text.encoding import Encoder, EncodingJob, EncodingRecipe
@@ -318,7 +318,7 @@ class StreamedSamples(Endless):
         self._rewind(self.bookmark)
 
 
-class StreamOrder:
+class StreamOrder(Order):
     """The order of the samples of a stream, which equals that of the stream itself.
 
     Args:
@@ -344,10 +344,6 @@ class StreamOrder:
         """Return (numbers, positions) of the samples of ``step``. Both are the same."""
         positions = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
         return positions, positions
-
-    def requests(self, step: int, count: int, own_indices: range) -> Iterator[BatchRequest]:
-        """Split the global batch into ``count`` even pieces."""
-        return even_requests(*self.step(step), self.seed, count, own_indices)
 
     def depends_on(self) -> dict[str, object]:
         """Return what the samples of a step depend on."""

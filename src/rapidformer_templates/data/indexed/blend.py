@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from rapidformer_templates.data.indexed.cache import IndexCache, Tables
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.random_streams import NewestEpochs, Stream
 from rapidformer_templates.data.types import Data, Endless, SampleSet, SizeOf, size_function
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.system.files import hash_of
@@ -180,9 +180,6 @@ class Blend:
         return {name: value for name, value in self.__dict__.items() if name != "_tables"}
 
 
-KEPT_EPOCHS = 2
-
-
 class ShuffledEpochs:
     """A data set in its own order, which continues over epochs. Each epoch is a new permutation.
 
@@ -203,7 +200,7 @@ class ShuffledEpochs:
         self.seed = seed
         self.number = number
         self.identity = f"{len(samples)} samples of {name}"
-        self._permutations: dict[int, np.ndarray] = {}
+        self._permutations = NewestEpochs(self._permutation)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -219,12 +216,11 @@ class ShuffledEpochs:
 
     def _index(self, position: int) -> int:
         epoch, within = divmod(position, len(self.samples))
-        if epoch not in self._permutations:
-            for old in sorted(self._permutations)[: 1 - KEPT_EPOCHS]:
-                del self._permutations[old]
-            generator = np.random.default_rng((self.seed, Stream.MIXED, self.number, epoch))
-            self._permutations[epoch] = generator.permutation(len(self.samples))
         return int(self._permutations[epoch][within])
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        generator = np.random.default_rng((self.seed, Stream.MIXED, self.number, epoch))
+        return generator.permutation(len(self.samples))
 
 
 def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Data:

@@ -17,7 +17,7 @@ import numpy as np
 from rapidformer_templates.data.indexed.cache import IndexCache, Tables, contents, identity
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_short_probability
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.random_streams import NewestEpochs, Stream
 from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.models.architectures import PairLabel
 from rapidformer_templates.system.files import hash_of
@@ -87,7 +87,7 @@ class SentencePairs:
         self.seed = seed
         self.label = label
         self.cache = cache or IndexCache()
-        self._orders: dict[int, np.ndarray] = {}
+        self._orders = NewestEpochs(self._order)
         first, last = documents
         sizes = np.diff(dataset.documents[first : last + 1])
         self.single = int((sizes == 1).sum())
@@ -131,7 +131,7 @@ class SentencePairs:
     def __getitem__(self, position: int) -> dict[str, np.ndarray | int]:
         if position < 0:
             position = range(len(self))[position]
-        first, end, target = self.chunks[self._order(position // len(self))[position % len(self)]].tolist()
+        first, end, target = self.chunks[self._orders[position // len(self)][position % len(self)]].tolist()
         generator = np.random.default_rng((self.seed, Stream.PAIR_SAMPLES, position))
         border = int(generator.integers(first + 1, end))
         other = bool(generator.random() < 0.5)
@@ -147,13 +147,9 @@ class SentencePairs:
         return self.mask(sample, generator) | {self.label: int(other)}
 
     def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            for old in [e for e in self._orders if e < epoch - 1]:  # a batch may cross the border of two epochs
-                del self._orders[old]
-            generator = np.random.default_rng((self.seed, Stream.PAIR_ORDERS, epoch))
-            tables = self.cache(self._name("order", epoch), lambda: {"order": generator.permutation(len(self))})
-            self._orders[epoch] = tables["order"]
-        return self._orders[epoch]
+        """Draw the order of the chunks in an epoch."""
+        generator = np.random.default_rng((self.seed, Stream.PAIR_ORDERS, epoch))
+        return self.cache(self._name("order", epoch), lambda: {"order": generator.permutation(len(self))})["order"]
 
     def _read(self, first: int, end: int) -> np.ndarray:
         """Return the tokens of the sentences [first, end)."""
@@ -180,7 +176,7 @@ class SentencePairs:
 
     def __getstate__(self) -> dict[str, object]:
         # Tables would be sent to loader processes as copies. There they are read from the cache or rebuilt.
-        return {**{name: value for name, value in self.__dict__.items() if name != "chunks"}, "_orders": {}}
+        return {name: value for name, value in self.__dict__.items() if name != "chunks"}
 
 
 def build_chunks(

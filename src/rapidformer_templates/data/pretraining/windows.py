@@ -20,14 +20,12 @@ import numpy as np
 
 from rapidformer_templates.data.indexed.cache import IndexCache, Tables, contents, identity
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.random_streams import NewestEpochs, Stream
 from rapidformer_templates.data.types import Rows
 from rapidformer_templates.system.files import hash_of
 
 TABLES_VERSION = 2
 """Part of the tables' names. Increase it when their meaning changes."""
-
-KEPT_EPOCHS = 2
 
 
 class GPTSamples:
@@ -74,7 +72,7 @@ class GPTSamples:
             end = int(dataset.pointers[last - 1]) // dataset.dtype.itemsize + int(dataset.lengths[last - 1])
             self.tokens = end - int(dataset.pointers[first]) // dataset.dtype.itemsize
         self.samples = max(0, (self.tokens - overlap) // length)
-        self._epochs: dict[int, Tables] = {}
+        self._epochs = NewestEpochs(self._tables)
 
     @property
     def identity(self) -> str:
@@ -98,7 +96,7 @@ class GPTSamples:
         return [self._read(int(e), within[i : i + 1])[0] for i, e in enumerate(epochs)]
 
     def _read(self, epoch: int, within: np.ndarray) -> list[dict[str, np.ndarray]]:
-        tables = self._tables(epoch)
+        tables = self._epochs[epoch]
         ends, size = tables["ends"], self.length + self.overlap
         samples = tables["shuffle"][within].astype(np.int64)
         begins = samples * self.length
@@ -119,15 +117,10 @@ class GPTSamples:
         return Rows(columns)
 
     def _tables(self, epoch: int) -> Tables:
-        if epoch not in self._epochs:
-            # A batch needs one epoch, or two at a border.
-            for old in sorted(self._epochs)[: 1 - KEPT_EPOCHS]:
-                del self._epochs[old]
-            name = "gpt-" + hash_of(
-                [TABLES_VERSION, identity(self.dataset.prefix), self.part, self.length, self.overlap, self.seed, epoch]
-            )
-            self._epochs[epoch] = self.cache(name, lambda: self._make_tables(epoch))
-        return self._epochs[epoch]
+        name = "gpt-" + hash_of(
+            [TABLES_VERSION, identity(self.dataset.prefix), self.part, self.length, self.overlap, self.seed, epoch]
+        )
+        return self.cache(name, lambda: self._make_tables(epoch))
 
     def _make_tables(self, epoch: int) -> Tables:
         """Build the tables of an epoch in numpy. Time and memory are linear in the documents and the samples."""
@@ -144,10 +137,6 @@ class GPTSamples:
         state.shuffle(shuffle)
         shifts = self.dataset.pointers[documents] // self.dataset.dtype.itemsize - ends[:-1]
         return {"ends": ends, "shifts": shifts, "samples": samples, "shuffle": shuffle}
-
-    def __getstate__(self) -> dict[str, object]:
-        # Memory-mapped tables would be sent to loader processes as copies.
-        return self.__dict__ | {"_epochs": {}}
 
 
 class Documents:

@@ -12,7 +12,7 @@ import numpy as np
 from rapidformer_templates.data.collate import check_pads_to_shape
 from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import BatchRequest
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.random_streams import NewestEpochs, Stream
 from rapidformer_templates.data.shapes import Shape, choose_shapes, count_batches
 from rapidformer_templates.data.types import Data, SampleSet
 from rapidformer_templates.errors import DataError
@@ -63,7 +63,7 @@ class DynamicOrder:
         self._shape_of = np.repeat(np.arange(len(shapes)), [share.batches for share in shares])
         self.batches = len(self._ends)
         self.steps_per_epoch = math.ceil(self.batches / micro_batches)
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._epochs = NewestEpochs(self._draw)
 
     @property
     def fill(self) -> float:
@@ -119,24 +119,20 @@ class DynamicOrder:
         else:
             first, end = step * self.micro_batches, (step + 1) * self.micro_batches
         positions = [divmod(n, self.batches) for n in range(first, end)]
-        drawn = [(epoch, int(self._drawn(epoch)[1][position])) for epoch, position in positions]
+        drawn = [(epoch, int(self._epochs[epoch][1][position])) for epoch, position in positions]
         return sorted(drawn, key=lambda batch: -self._shape_of[batch[1]])
 
     def _samples(self, epoch: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (sample indices, positions) of a batch."""
         first, end = int(self._ends[batch - 1]) if batch else 0, int(self._ends[batch])
-        return self._drawn(epoch)[0][first:end], np.arange(first, end) + epoch * self.size
+        return self._epochs[epoch][0][first:end], np.arange(first, end) + epoch * self.size
 
-    def _drawn(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (samples sorted by shape, order of the batches) of an epoch."""
-        if epoch not in self._epochs:
-            for old in [e for e in self._epochs if e < epoch - 1]:  # a step seldom uses more than two
-                del self._epochs[old]
-            samples = np.random.default_rng((self.seed, Stream.ORDER, epoch)).permutation(self.size)
-            by_shape = samples[np.argsort(self._kinds[samples], kind="stable")]
-            order = np.random.default_rng((self.seed, Stream.BATCHES, epoch)).permutation(self.batches)
-            self._epochs[epoch] = (by_shape, order)
-        return self._epochs[epoch]
+    def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draw (samples sorted by shape, order of the batches) of an epoch."""
+        samples = np.random.default_rng((self.seed, Stream.ORDER, epoch)).permutation(self.size)
+        by_shape = samples[np.argsort(self._kinds[samples], kind="stable")]
+        order = np.random.default_rng((self.seed, Stream.BATCHES, epoch)).permutation(self.batches)
+        return by_shape, order
 
 
 class RunWithData(Protocol):
