@@ -157,6 +157,10 @@ class ChatExample:
     messages: list[Message]
     prompt_length: int = 0
 
+    @property
+    def prompt(self) -> list[Message]:
+        return self.messages[: self.prompt_length]
+
 
 @dataclass(frozen=True)
 class Completion:

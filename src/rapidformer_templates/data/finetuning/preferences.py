@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat, takewhile
 
 import numpy as np
@@ -144,8 +144,7 @@ def pair_samples(name: str, pairs: Sequence[tuple[Example, Example]], reader: Ch
         DataError: there is no pair in which both answers have a token within the length.
     """
     chosen, rejected = (_encoded([pair[i] for pair in pairs], reader) for i in (0, 1))
-    usable = [i for i in range(len(pairs)) if _is_answered(chosen[i]) and _is_answered(rejected[i])]
-    _add_notes(name, len(pairs), len(usable), reader)
+    usable = _usable(name, chosen, rejected, reader)
     return PreferenceSamples(_fields("", chosen, usable) | _fields("rejected_", rejected, usable))
 
 
@@ -158,7 +157,7 @@ def labelled_samples(name: str, answers: Sequence[LabelledAnswer], reader: ChatR
     Raises:
         DataError: no sample has a token of both answers within the length.
     """
-    prompts = [_prompt_of(answer.example) for answer in answers]
+    prompts = [json.dumps(answer.example.prompt) for answer in answers]
     if len(set(prompts)) == 1:
         reader.notes.append(f"{name}: all answers are to one prompt, so KTO measures drift on other answers to it")
     others: list[int] = []
@@ -171,18 +170,9 @@ def labelled_samples(name: str, answers: Sequence[LabelledAnswer], reader: ChatR
         others.append(next((other for other in earlier if prompts[other] != prompt), i - 1))
     swapped = [_swapped(answers[i].example, answers[other].example) for i, other in enumerate(others)]
     matched, mismatched = (_encoded(examples, reader) for examples in ([a.example for a in answers], swapped))
-    usable = [i for i in range(len(answers)) if _is_answered(matched[i]) and _is_answered(mismatched[i])]
-    _add_notes(name, len(answers), len(usable), reader)
+    usable = _usable(name, matched, mismatched, reader)
     good: dict[str, Ragged | list[bool]] = {"is_good": [bool(answers[i].is_good) for i in usable]}
     return PreferenceSamples(_fields("", matched, usable) | _fields("kl_", mismatched, usable) | good)
-
-
-def _prompt_of(example: Example) -> str:
-    """Return the prompt of an answer as a text that can be compared."""
-    if isinstance(example, Completion):
-        return json.dumps(example.prompt)
-    assert isinstance(example, ChatExample)
-    return json.dumps(example.messages[: example.prompt_length])
 
 
 def _swapped(example: Example, other: Example) -> Example:
@@ -191,17 +181,31 @@ def _swapped(example: Example, other: Example) -> Example:
         return Completion(example.prompt, other.completion)
     assert isinstance(example, ChatExample)
     assert isinstance(other, ChatExample)
-    return ChatExample(
-        [*example.messages[: example.prompt_length], *other.messages[other.prompt_length :]], example.prompt_length
-    )
+    return replace(example, messages=[*example.prompt, *other.messages[other.prompt_length :]])
 
 
 def _encoded(examples: Sequence[Example], reader: ChatReader) -> list[EncodedChat]:
     return reader.encoded([reader.render(example) for example in examples])
 
 
-def _is_answered(tokens: EncodedChat) -> bool:
-    return bool(tokens.learned[1:].any())  # the first token has no context to be predicted from
+def _usable(name: str, first: Sequence[EncodedChat], second: Sequence[EncodedChat], reader: ChatReader) -> list[int]:
+    """Return the indices of the samples whose two answers both have a token within the length. Others are noted.
+
+    Raises:
+        DataError: there is none.
+    """
+    # The first token of a row has no context to be predicted from.
+    usable = [i for i, rows in enumerate(zip(first, second, strict=True)) if all(row.learned[1:].any() for row in rows)]
+    total = len(first)
+    if not usable:
+        message = f"no token of an answer is within the first {reader.seq_length} tokens of any of the {total} samples"
+        raise DataError(message, where="--seq-length", hint="use a greater --seq-length, or shorter prompts")
+    if len(usable) < total:
+        reader.notes.append(
+            f"{name}: {total - len(usable):,} of {total:,} samples are not used: an answer has no token within "
+            f"{reader.seq_length} tokens"
+        )
+    return usable
 
 
 def _fields(prefix: str, rows: Sequence[EncodedChat], indices: Sequence[int]) -> dict[str, Ragged | list[bool]]:
@@ -210,17 +214,6 @@ def _fields(prefix: str, rows: Sequence[EncodedChat], indices: Sequence[int]) ->
         f"{prefix}input_ids": Ragged(rows[i].ids for i in indices),
         f"{prefix}labels": Ragged(np.append(IGNORED, row[1:]) for row in labels),
     }
-
-
-def _add_notes(name: str, total: int, used: int, reader: ChatReader) -> None:
-    if not used:
-        message = f"no token of an answer is within the first {reader.seq_length} tokens of any of the {total} samples"
-        raise DataError(message, where="--seq-length", hint="use a greater --seq-length, or shorter prompts")
-    if used < total:
-        reader.notes.append(
-            f"{name}: {total - used:,} of {total:,} samples are not used: an answer has no token within "
-            f"{reader.seq_length} tokens"
-        )
 
 
 class PreferenceCollate:

@@ -55,7 +55,55 @@ from rapidformer_templates.models.label_use import LabelUse, check_causal
 from rapidformer_templates.planning.tasks import TEXT_COLUMNS
 
 
-class CausalLM(Task):
+class ContinuesTexts(Task):
+    """Base of tasks whose models predict by continuing texts and answering conversations."""
+
+    @property
+    def text_column(self) -> str:
+        """Name of the text column for a text given alone. It is continued, regardless of the training data."""
+        return self.config.data.text_column or TEXT_COLUMNS[0]
+
+    def inputs(self, part: DataPart) -> Inputs:
+        """Tokenize texts to continue and conversations to answer.
+
+        Raises:
+            DataError: a column is missing, a row cannot be used, or a prompt leaves the model no room to write.
+        """
+        columns, tokenizer = find_prompt_columns(part, self.config.data, self.columns or {}), self.tokenizer
+        reader = ChatReader(tokenizer, self.seq_length, answers_only=True, bad=BadLines(advice=PREDICTION_ADVICE))
+        unanswered = reader.read(part, rows_of(part, columns), partial(read_prompt, columns))
+        reader.bad.raise_all()
+        ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
+        positions, prompts = positions_of(self.model_config), []
+        for row, one in enumerate(unanswered):
+            text = one if isinstance(one, str) else reader.question(one)
+            ids = tokenizer(text, add_special_tokens=isinstance(one, str), verbose=False)["input_ids"]
+            if isinstance(one, str) and ids and ids[-1] in ends:
+                ids = ids[:-1]  # the tokenizer ends each text, but this text must be continued
+            if not ids:
+                raise DataError(
+                    "the prompt has no token", where=part.where(row), hint="write a text that the model can continue"
+                )
+            if positions is not None and len(ids) >= positions:
+                message = f"the prompt has {len(ids)} tokens, and the model takes {positions}, including what it writes"
+                raise DataError(message, where=part.where(row), hint="shorten it")
+            prompts.append(ids)
+        return Inputs.of(TokenizedSamples({"input_ids": Ragged(prompts)}))
+
+    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
+        """Generate the continuation of each prompt."""
+        pad = self.tokenizer.pad_token_id
+        assert isinstance(pad, int)
+        batch = to_device(padded_left([row["input_ids"] for row in rows], pad), device_of(model))
+        length, positions = batch["input_ids"].shape[1], positions_of(self.model_config)
+        room = generation.max_new_tokens or DEFAULT_NEW_TOKENS
+        new_tokens = room if positions is None else min(room, positions - length)
+        tokens = generate(model, self.tokenizer, batch, new_tokens, generation.temperature)
+        texts = self.tokenizer.batch_decode(tokens[:, length:].cpu().numpy(), skip_special_tokens=True)
+        return [{"text": text} for text in texts]
+
+
+class CausalLM(ContinuesTexts):
     """Each text, conversation, or prompt with its completion is one sample, cut to the sequence length.
 
     Texts and completions end with an end-of-sequence token. All tokens of plain text have a loss. In other data only
@@ -121,11 +169,6 @@ class CausalLM(Task):
         column = columns.names[0]
         return part.usable([column], partial(text_value, column=column, may_be_empty=not bad.skip), bad)
 
-    @property
-    def text_column(self) -> str:
-        """Name of the text column for a text given alone. It is continued, regardless of the training data."""
-        return self.config.data.text_column or TEXT_COLUMNS[0]
-
     def _samples(self, name: str, part: DataPart, columns: Columns, block: Block | None) -> TokenizedSamples:
         if columns.kind == "text":
             if self.config.data.loss_on == "answers":
@@ -185,53 +228,6 @@ class CausalLM(Task):
 
     def compute_metrics(self, predictions: list[np.ndarray], references: list[np.ndarray]) -> dict[str, float]:
         return token_accuracy(predictions, references)
-
-    def inputs(self, part: DataPart) -> Inputs:
-        return Inputs.of(TokenizedSamples({"input_ids": Ragged(prompts_of(self, part))}))
-
-    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
-        return continued(self, model, rows, generation)
-
-
-def prompts_of(task: Task, part: DataPart) -> list[list[int]]:
-    """Tokenize texts to continue and conversations to answer.
-
-    Raises:
-        DataError: a column is missing, a row cannot be used, or a prompt leaves the model no room to write.
-    """
-    columns, tokenizer = find_prompt_columns(part, task.config.data, task.columns or {}), task.tokenizer
-    reader = ChatReader(tokenizer, task.seq_length, answers_only=True, bad=BadLines(advice=PREDICTION_ADVICE))
-    unanswered = reader.read(part, rows_of(part, columns), partial(read_prompt, columns))
-    reader.bad.raise_all()
-    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
-    positions, prompts = positions_of(task.model_config), []
-    for row, one in enumerate(unanswered):
-        text = one if isinstance(one, str) else reader.question(one)
-        ids = tokenizer(text, add_special_tokens=isinstance(one, str), verbose=False)["input_ids"]
-        if isinstance(one, str) and ids and ids[-1] in ends:
-            ids = ids[:-1]  # the tokenizer ends each text, but this text must be continued
-        if not ids:
-            raise DataError(
-                "the prompt has no token", where=part.where(row), hint="write a text that the model can continue"
-            )
-        if positions is not None and len(ids) >= positions:
-            message = f"the prompt has {len(ids)} tokens, and the model takes {positions}, including what it writes"
-            raise DataError(message, where=part.where(row), hint="shorten it")
-        prompts.append(ids)
-    return prompts
-
-
-def continued(task: Task, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
-    """Generate the continuation of each prompt."""
-    pad = task.tokenizer.pad_token_id
-    assert isinstance(pad, int)
-    batch = to_device(padded_left([row["input_ids"] for row in rows], pad), device_of(model))
-    length, positions = batch["input_ids"].shape[1], positions_of(task.model_config)
-    room = generation.max_new_tokens or DEFAULT_NEW_TOKENS
-    new_tokens = room if positions is None else min(room, positions - length)
-    tokens = generate(model, task.tokenizer, batch, new_tokens, generation.temperature)
-    texts = task.tokenizer.batch_decode(tokens[:, length:].cpu().numpy(), skip_special_tokens=True)
-    return [{"text": text} for text in texts]
 
 
 def predicted_tokens(tokens: torch.Tensor, labels: torch.Tensor) -> tuple[list[np.ndarray], list[np.ndarray]]:

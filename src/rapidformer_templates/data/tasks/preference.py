@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import find_columns, read_example, rows_of
 from rapidformer_templates.data.finetuning.chat_samples import PREDICTION_ADVICE, ChatReader
 from rapidformer_templates.data.finetuning.preferences import (
@@ -32,7 +31,7 @@ from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.tasks import preference_losses as losses
 from rapidformer_templates.data.tasks.base import EvalBatch, Inputs, Record, Task, as_data, round_score
-from rapidformer_templates.data.tasks.language_models import continued, prompts_of
+from rapidformer_templates.data.tasks.language_models import ContinuesTexts
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data, Model, ModelOutputs, Sample, Tensors
 from rapidformer_templates.models.architectures import dropout_rates
@@ -40,14 +39,14 @@ from rapidformer_templates.models.label_use import LabelUse, check_causal
 from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.metrics import preference_metrics
-from rapidformer_templates.planning.tasks import MESSAGES, TEXT_COLUMNS
+from rapidformer_templates.planning.tasks import MESSAGES
 from rapidformer_templates.system.workers import Workers
 
 Reference = Callable[[Any], AbstractContextManager[Model]]
 """Maps the trained model to a context that yields the reference model."""
 
 
-class _Preferences(Task):
+class _Preferences(ContinuesTexts):
     """Base of both tasks: reading answers, and the reward metrics of each step.
 
     Attributes:
@@ -86,11 +85,6 @@ class _Preferences(Task):
     def _prompt(self, part: DataPart) -> str | None:
         """Return the column of prompts, or None if the answers contain their prompts."""
         return self.column_if_any(part, "text_column", (PROMPT,))
-
-    @property
-    def text_column(self) -> str:
-        """Name of the text column for a text given alone. It is not the prompt of a preference data set."""
-        return self.config.data.text_column or TEXT_COLUMNS[0]
 
     def build_model(self) -> PreTrainedModel:
         """Build the model without dropout unless the user sets it. Both models must see the same answer."""
@@ -187,12 +181,6 @@ class Preference(_Preferences):
     def use_labels(self, use: LabelUse) -> bool:
         check_causal(use, "--task preference")
         return True
-
-    def inputs(self, part: DataPart) -> Inputs:
-        return Inputs.of(TokenizedSamples({"input_ids": Ragged(prompts_of(self, part))}))
-
-    def records(self, model: TrainedModel, rows: Sequence[Sample], generation: Generation) -> list[Record]:
-        return continued(self, model, rows, generation)
 
     def prepass(self, evaluate: EvalBatch, microbatches: Iterable[MicroBatch], workers: Workers) -> None:
         """Compute KTO's drift, or ORPO's pairs per token, over the whole global batch."""
