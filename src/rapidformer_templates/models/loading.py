@@ -348,9 +348,7 @@ def _load_weights(
 
 
 def _draw(names: set[str], model: PreTrainedModel, random_state: torch.Tensor) -> None:
-    """Initialize new parameters of a pretrained model with the same values under every engine.
-
-    With ZeRO-3 the construction of the model draws random numbers, too. Without it, it does not.
+    """Initialize new parameters of a pretrained model, and those of a head that is left out.
 
     Args:
         names: names of the new parameters.

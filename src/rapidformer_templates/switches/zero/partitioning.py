@@ -95,7 +95,6 @@ def partition(
                 masters.keep(canonical_name(name), whole.flatten()[first : first + count].clone(), first=first)
             if construction:
                 construction.forget([whole])
-                construction.forget_freed()
             del whole
     if construction:
         construction.finish()
