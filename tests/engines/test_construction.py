@@ -25,7 +25,8 @@ from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.system.workers import Workers
 from tests.support.combinations import place
-from tests.support.jobs import JOBS, ClassJob
+from tests.support.jobs import JOBS, ClassJob, WideJob
+from tests.support.machine import why_no_nvme
 from tests.support.parity import Trained, reference, trained, weights_apart
 from tests.support.requests import config_of
 from tests.support.selection import by_default
@@ -194,7 +195,7 @@ class PretrainedJob(ClassJob):
         return build_model(config, "AutoModelForSequenceClassification", num_labels=3)
 
 
-KINDS = JOBS | {"unusual": UnusualJob, "pretrained": PretrainedJob}
+KINDS = JOBS | {"unusual": UnusualJob, "pretrained": PretrainedJob, "wide": WideJob}
 UNCHANGED = "--lr 0 --train-iters 1 --global-batch-size 4 --micro-batch-size 1"
 ENGINES = {
     "fsdp": "--fsdp-memory-optimization",
@@ -204,9 +205,11 @@ STARTS = {
     f"{kind}, {engine}, {workers} workers{name}": (kind, workers, f"{flags} {more}")
     for engine, flags in ENGINES.items()
     for kind in KINDS
+    if kind != "wide"
     for workers in (1, 2, 4)
     for name, more in (("", ""), (", bf16", "--mixed-precision bf16"))
 }
+STARTS["wide, zero-3, nvme, bf16"] = "wide", 2, f"{ENGINES['zero-3']} --nvme-path FOLDER --mixed-precision bf16"
 BY_DEFAULT = {
     "unusual, fsdp, 2 workers",
     "unusual, zero-3, 2 workers",
@@ -221,13 +224,15 @@ def _start(workers: Workers, kind: str, flags: str) -> tuple[Trained, int]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("start", by_default(BY_DEFAULT, STARTS))
-def test_initial_weights_have_the_bits_of_one_process(start: str) -> None:
+def test_initial_weights_have_the_bits_of_one_process(start: str, tmp_path: Path) -> None:
     kind, world, flags = STARTS[start]
+    if "nvme" in flags and (why := why_no_nvme()):
+        pytest.skip(why)
     if "zero" in flags:
         pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
     torch.manual_seed(RunConfig().training.seed)
     expected = KINDS[kind](UNCHANGED.split()).build_model().state_dict()
-    for run, divisions in run_in_workers(world, _start, kind, flags):
+    for run, divisions in run_in_workers(world, _start, kind, flags.replace("FOLDER", str(tmp_path))):
         assert divisions > 0 or world == 1
         assert run["weights"].keys() <= expected.keys()
         for name, weight in run["weights"].items():
