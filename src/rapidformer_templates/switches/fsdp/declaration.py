@@ -224,6 +224,7 @@ SWITCHES = (
         divides_copies=True,
         notes=idle_without_copies("fsdp: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.fsdp.engine:FSDPEngine",
+        freed_memory="given back",
         builds_in_shares=True,
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
         acted=_SHARES,
