@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks import setup_memory_worker
 from benchmarks.contest import Answer, Columns, Flag, Row, table, verdict
+from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.system import launch
 
 TENSOR, STAGES = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -48,28 +49,23 @@ GOAL = 1.1
 """A worker may need its share and the largest part that is whole at a time, and a tenth more."""
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
+def measure(options: argparse.Namespace, advance: Advance = lambda text: None) -> list[Row]:
     """Return a row for each engine and each source of the weights, with the worker that needs most."""
     engines = options.engines.split(",")
     settings = [(engine, pretrained) for engine in engines for pretrained in (False, True)]
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="rf-") as name:
         largest = _write_model(Path(name), options.width, options.blocks)
-        cases = []
         for engine, pretrained in settings:
             flags = [flag.format(workers=options.workers) for flag in ENGINES[engine]]
-            # The case that needs less goes first.
-            cases += [
-                {"folder": name, "flags": flags, "pretrained": pretrained, "divided": divided}
-                for divided in (True, False)
-            ]
-        found = _run(cases, options.workers)
-    rows: list[Row] = []
-    for (engine, pretrained), after, before in zip(settings, found[::2], found[1::2], strict=True):
-        row: Row = {"engine": engine, "weights": "pretrained" if pretrained else "random", "largest": largest}
-        row["share"] = max(rank["share"] for rank in after)
-        for way, ranks in (("before", before), ("after", after)):
-            row |= {way: max(rank["peak"] for rank in ranks), f"seconds_{way}": max(r["seconds"] for r in ranks)}
-        rows.append(row)
+            row: Row = {"engine": engine, "weights": "pretrained" if pretrained else "random", "largest": largest}
+            for way in ("before", "after"):
+                case = {"folder": name, "flags": flags, "pretrained": pretrained, "divided": way == "after"}
+                ranks = _run(case, options.workers)
+                row |= {"share": max(rank["share"] for rank in ranks), way: max(rank["peak"] for rank in ranks)}
+                row[f"seconds_{way}"] = max(rank["seconds"] for rank in ranks)
+            rows.append(row)
+            advance(f"{engine}, {row['weights']}")
     return rows
 
 
@@ -91,12 +87,12 @@ def _write_model(folder: Path, width: int, blocks: int) -> int:
     return max(sum(p.numel() for p in unit.parameters()) for unit in units) * 4
 
 
-def _run(cases: Sequence[dict[str, Any]], workers: int) -> list[list[dict[str, float]]]:
-    """Run cases in one group of processes. Returns what each worker reports for each case."""
+def _run(case: dict[str, Any], workers: int) -> list[dict[str, float]]:
+    """Run a case in a group of new processes, because memory that others have freed would change the peak."""
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
-        launch.run_workers([sys.executable, "-m", setup_memory_worker.__name__, json.dumps(cases), folder], workers)
-        files = [[Path(folder) / f"{case}-{rank}.json" for rank in range(workers)] for case in range(len(cases))]
-        return [[json.loads(file.read_text(encoding="utf-8")) for file in ranks] for ranks in files]
+        launch.run_workers([sys.executable, "-m", setup_memory_worker.__name__, json.dumps(case), folder], workers)
+        files = [Path(folder) / f"{rank}.json" for rank in range(workers)]
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 def _columns() -> Columns:
@@ -126,6 +122,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def answer(options: argparse.Namespace) -> Answer:
-    rows = measure(options)
+    with progress("setup-memory", 2 * len(options.engines.split(","))) as advance:
+        rows = measure(options, advance)
     title = f"peak MB of building a model on each of {options.workers} workers, in fp32"
     return Answer({"rows": rows}, table(title, rows, _columns(), left=2), notes(rows))

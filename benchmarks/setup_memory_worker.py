@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -77,15 +76,11 @@ def _of_status(field: str) -> int:
 
 
 def main() -> None:
-    """``python -m … CASES FOLDER``: one process of a group that measures one case after another."""
-    cases, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    """``python -m … CASE FOLDER``: one process of a group."""
+    case, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    with join("cpu") as workers:
-        for number, case in enumerate(cases):
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
-            result = measure(**case)
-            (folder / f"{number}-{workers.rank}.json").write_text(json.dumps(result), encoding="utf-8")
+    result = measure(**case)
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import modeling_utils
 
-from rapidformer_templates.engines.construction import ModelUnderConstruction, divided_construction
+from rapidformer_templates.engines.construction import ModelUnderConstruction
+from rapidformer_templates.engines.gather_on_use import divided_construction
 from rapidformer_templates.models import weight_files
 from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig

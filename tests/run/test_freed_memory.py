@@ -21,7 +21,7 @@ WITH_PACKAGES = on(CPU, packages=dict.fromkeys(OPTIONAL_PACKAGES, "any"))
 ZERO_3 = "--zero-3-memory-optimization"
 WAYS = {
     "": "kept",
-    "--fsdp-memory-optimization": "kept",
+    "--fsdp-memory-optimization": "given back",
     "--oss-sdp-memory-optimization": "kept",
     "--zero-1-memory-optimization": "as usual",
     "--use-distributed-optimizer": "as usual",

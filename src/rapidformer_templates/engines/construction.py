@@ -5,67 +5,30 @@ parameters need the memory, its storage is divided: every worker keeps an equal 
 rest. The next operation that reads or writes the parameter, or a view of it, gathers the storage again. A parameter
 that ``from_pretrained`` reads begins divided: each worker reads its share of the tensor in the file.
 
-Operations are seen below autograd, by ``TorchDispatchMode``, so a backward gathers what it reads as well. The unit is
-the storage, so views and tied weights need no bookkeeping. FSDP's ``fully_shard`` frees memory in the same way: it
-resizes a storage to zero bytes.
+The unit is the storage, so views and tied weights need no bookkeeping. FSDP's ``fully_shard`` frees memory in the same
+way: it resizes a storage to zero bytes. ``gather_on_use.py`` sees the operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import ctypes
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._ops import OpOverload
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.models.weight_files import FileTensor, join, tensors_read_by
-from rapidformer_templates.system.process_state import environment_variable, freed_memory_given_back
-from rapidformer_templates.system.workers import all_gather
+from rapidformer_templates.models.weight_files import FileTensor, join
 
 LEAST_DIVIDED = 4096
 """Bytes of the smallest storage that is divided."""
-PIECE = 4 << 20
-"""Bytes of a share that one exchange moves. Larger exchanges would need as much memory again."""
 ALIGNMENT = 64
 """Shares begin at multiples of this many elements of any type. So a cast needs no exchange."""
-
-_aten = torch.ops.aten
-OVERWRITES = frozenset(
-    {
-        _aten.zero_,
-        _aten.fill_,
-        _aten.copy_,
-        _aten.normal_,
-        _aten.uniform_,
-        _aten.random_,
-        _aten.bernoulli_,
-        _aten.exponential_,
-    }
-)
-"""Operations that write all of their first argument without reading it."""
-
-_Tensor: Any = torch.Tensor
-DIRECT_ACCESS = frozenset(
-    {
-        _Tensor.numpy,
-        _Tensor.__array__,
-        _Tensor.tolist,
-        _Tensor.data_ptr,
-        _Tensor.untyped_storage,
-        _Tensor.__deepcopy__,
-        _Tensor.__reduce_ex__,
-    }
-)
-"""Methods that reach the memory of a tensor without an operation."""
 
 
 @dataclass(eq=False)
@@ -295,6 +258,41 @@ class ModelUnderConstruction:
         for storage in self._storages.values():
             storage.share = shares[storage.number]
 
+    @contextmanager
+    def partly_filled(
+        self, tensors: Iterable[torch.Tensor], parts_of: Callable[[torch.Tensor], Sequence[range]]
+    ) -> Iterator[None]:
+        """Give divided tensors their memory inside the context, but fill only a part of it on each worker.
+
+        Nothing else may be read. This takes less time than gathering them, and untouched memory costs nothing.
+
+        Args:
+            parts_of: returns the elements of a tensor that each worker reads, as ranges of the flattened tensor.
+        """
+        with self.paused():
+            filled, users = [], defaultdict(list)
+            for tensor in tensors:
+                users[self.find(tensor)].append(tensor)
+            for storage, (tensor, *others) in users.items():
+                if storage is None:
+                    continue
+                if others or not tensor.is_contiguous() or tensor.nbytes < storage.size:  # not ranges of the memory
+                    self._gather(storage)
+                    continue
+                if storage.key in self._whole:
+                    self._divide(storage)
+                if storage.source is not None:
+                    self._read_share(storage)
+                storage.storage.resize_(storage.size)
+                bits = tensor.element_size()
+                needed = [range(part.start * bits, part.stop * bits) for part in parts_of(tensor)]
+                whole = storage.all_bytes()
+                self._collect(storage, needed, whole[needed[self.rank].start : needed[self.rank].stop])
+                filled.append(storage)
+            yield
+            for storage in filled:
+                storage.storage.resize_(0)
+
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stop dividing whole tensors whose values an engine has taken over. All workers must name the same ones."""
         for storage in self.storages_of(tensors):
@@ -398,7 +396,7 @@ class ModelUnderConstruction:
         self.forget_freed()
 
     def _divide(self, storage: DividedStorage) -> None:
-        """Keep this worker's share of a storage. After a change, all shares come from the first worker."""
+        """Keep this worker's share of a storage and free the rest."""
         del self._whole[storage.key]
         self._whole_bytes -= storage.size
         if self._storages.get(storage.key) is not storage:  # forgotten
@@ -407,17 +405,30 @@ class ModelUnderConstruction:
             del self._storages[storage.key]
             return
         if storage.is_changed:
-            whole, size = storage.all_bytes(), storage.share_size(self.world)
-            if storage.share is None:
-                storage.share = torch.empty(size, dtype=torch.uint8)
-            for piece in _pieces(size):
-                parts = None
-                if self.rank == 0:
-                    parts = [_padded(whole[span], piece.stop - piece.start) for span in self._spans(piece, size)]
-                dist.scatter(storage.share[piece], parts, group=self.group, group_src=0)
+            self._keep_share(storage)
             self.divisions += 1
         storage.storage.resize_(0)
         storage.is_whole = storage.is_changed = False
+
+    def _keep_share(self, storage: DividedStorage) -> None:
+        """Copy the share from the whole storage. If the values differ between workers, it comes from the first one."""
+        whole, size = storage.all_bytes(), storage.share_size(self.world)
+        if storage.share is None:
+            storage.share = torch.empty(size, dtype=torch.uint8)
+        own = whole[self.rank * size : (self.rank + 1) * size]
+        checksum = _checksum(whole)
+        extremes = torch.tensor([checksum, -checksum])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
+        is_same = bool(extremes[0] == -extremes[1])  # as if all workers have drawn the same random numbers
+        works: list[dist.Work | None] = []
+        if self.rank == 0 or is_same:
+            storage.share[: len(own)].copy_(own)
+        elif len(own):
+            works.append(self._receive(storage.share[: len(own)], 0))
+        if self.rank == 0 and not is_same:
+            parts = [whole[peer * size : (peer + 1) * size] for peer in range(self.world)]
+            works += [self._send(part, peer) for peer, part in enumerate(parts) if peer and len(part)]
+        _wait(works)
 
     def _gather(self, storage: DividedStorage) -> None:
         if not storage.is_whole:
@@ -425,16 +436,35 @@ class ModelUnderConstruction:
                 self._read_share(storage)
             assert storage.share is not None
             storage.storage.resize_(storage.size)
-            whole, size = storage.all_bytes(), storage.share_size(self.world)
-            for piece in _pieces(size):
-                gathered = torch.empty(self.world * (piece.stop - piece.start), dtype=torch.uint8)
-                all_gather(gathered, storage.share[piece], group=self.group)
-                for span, part in zip(self._spans(piece, size), gathered.chunk(self.world), strict=True):
-                    target = whole[span]
-                    target.copy_(part[: len(target)])
+            self._collect(storage, [range(storage.size)] * self.world, storage.all_bytes())
             self.gathers += 1
             storage.is_whole = True
         self._mark_whole(storage)
+
+    def _collect(self, storage: DividedStorage, needed: Sequence[range], target: torch.Tensor) -> None:
+        """Send each worker the bytes of a storage that it needs, and put those of this worker into ``target``.
+
+        Args:
+            needed: the bytes that each worker needs.
+        """
+        assert storage.share is not None
+        size, own = storage.share_size(self.world), needed[self.rank]
+        begin, works = self.rank * size, []
+        for peer, of_peer in enumerate(needed):
+            sent = storage.share[max(0, of_peer.start - begin) : max(0, of_peer.stop - begin)]
+            place = target[max(0, peer * size - own.start) : max(0, min((peer + 1) * size, own.stop) - own.start)]
+            if peer == self.rank:
+                place.copy_(sent)
+                continue
+            works += [self._send(sent, peer)] if len(sent) else []
+            works += [self._receive(place, peer)] if len(place) else []
+        _wait(works)
+
+    def _send(self, values: torch.Tensor, peer: int) -> dist.Work | None:
+        return dist.isend(values, group=self.group, group_dst=peer)
+
+    def _receive(self, place: torch.Tensor, peer: int) -> dist.Work | None:
+        return dist.irecv(place, group=self.group, group_src=peer)
 
     def _send_shares(self, storage: DividedStorage, ranks: Sequence[int]) -> torch.Tensor:
         """Send the shares of a storage to a group of workers, which divide it among themselves.
@@ -442,153 +472,23 @@ class ModelUnderConstruction:
         Returns:
             this worker's share in that group, or the whole storage for a group of one. Empty on other workers.
         """
-        before, after = storage.share_size(self.world), storage.share_size(len(ranks))
-
-        def common(sender: int, receiver: int) -> int:
-            begin = max(sender * before, receiver * after)
-            return max(0, min((sender + 1) * before, (receiver + 1) * after, storage.size) - begin)
-
-        sent, received = [0] * self.world, [0] * self.world
-        for receiver, rank in enumerate(ranks):
-            sent[rank] = common(self.rank, receiver)
-        share = torch.empty(0, dtype=torch.uint8)
-        if self.rank in ranks:
-            received = [common(sender, ranks.index(self.rank)) for sender in range(self.world)]
-            share = torch.empty(after, dtype=torch.uint8)
-            if len(ranks) == 1:
-                storage.storage.resize_(storage.size)
-                share = storage.all_bytes()
-        assert storage.share is not None
-        dist.all_to_all_single(share[: sum(received)], storage.share[: sum(sent)], received, sent, group=self.group)
+        size = storage.share_size(len(ranks))
+        needed = [range(0)] * self.world
+        for place, rank in enumerate(ranks):
+            needed[rank] = range(min(place * size, storage.size), min((place + 1) * size, storage.size))
+        share = torch.empty(size if self.rank in ranks else 0, dtype=torch.uint8)
+        if list(ranks) == [self.rank]:
+            storage.storage.resize_(storage.size)
+            share = storage.all_bytes()
+        self._collect(storage, needed, share)
         return share
 
-    def _spans(self, piece: slice, size: int) -> list[slice]:
-        """Return the bytes of the whole storage that each worker's piece of its share has. The last may end behind."""
-        return [slice(rank * size + piece.start, rank * size + piece.stop) for rank in range(self.world)]
+
+def _checksum(values: torch.Tensor) -> int:
+    return zlib.crc32((ctypes.c_char * len(values)).from_address(values.data_ptr()))
 
 
-def _pieces(size: int) -> Iterator[slice]:
-    for start in range(0, size, PIECE):
-        yield slice(start, min(start + PIECE, size))
-
-
-def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
-    return part if len(part) == size else torch.nn.functional.pad(part, (0, size - len(part)))
-
-
-@contextmanager
-def divided_construction(model: ModelUnderConstruction) -> Iterator[None]:
-    """Divide the parameters of all modules that are built or changed inside this context."""
-
-    def add(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not model.is_paused:
-            with model.paused(), torch.no_grad():
-                model.add(parameter)
-
-    hook = register_module_parameter_registration_hook(add)
-    try:
-        # By default transformers reads several tensors ahead, in threads.
-        with (
-            freed_memory_given_back(),
-            environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"),
-            tensors_read_by(model.from_file),
-            _DirectAccess(model),
-            _Operations(model),
-        ):
-            yield
-    finally:
-        hook.remove()
-
-
-class _Operations(TorchDispatchMode):
-    """Gathers what an operation reads or writes."""
-
-    def __init__(self, model: ModelUnderConstruction) -> None:
-        super().__init__()
-        self.model = model
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs, model = kwargs or {}, self.model
-        if model.is_paused:
-            return func(*args, **kwargs)
-        with model.paused():
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if not any(model.find(tensor) for tensor in tensors):
-                return func(*args, **kwargs)
-            divided = self._without_exchange(func, args, kwargs)
-            if divided is not None:
-                return divided
-            if _returns_view(func):
-                return self._view(func, args, kwargs, tensors)
-            if func.overloadpacket in OVERWRITES and model.overwrite(args[0]):
-                model.use(tensors)  # the source of a copy
-            else:
-                model.use(tensors, written=list(_written(func, args, kwargs)))
-            return func(*args, **kwargs)
-
-    def _without_exchange(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> torch.Tensor | None:
-        """Return the divided result of an operation on shares or on files alone, or None for other operations."""
-        if func is _aten._to_copy.default:
-            dtype, device, layout = (kwargs.get(name) for name in ("dtype", "device", "layout"))
-            stays = device in (None, torch.device("cpu")) and layout in (None, torch.strided)
-            return self.model.cast(args[0], dtype) if stays and dtype is not None else None
-        if func is _aten.copy_.default:
-            return args[0] if self.model.copy(args[0], args[1]) else None
-        if func in (_aten.cat.default, _aten.stack.default):
-            tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-            shapes = [tensor.shape for tensor in tensors]
-            if func is _aten.stack.default:
-                dim %= len(shapes[0]) + 1
-                shapes = [torch.Size((*shape[:dim], 1, *shape[dim:])) for shape in shapes]
-            return self.model.join(tensors, shapes, dim % len(shapes[0]))
-        return None
-
-    def _view(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]
-    ) -> Any:
-        """Make a view. It reads no values, but torch checks its bounds. Memory that nobody writes costs nothing."""
-        divided = [storage for storage in self.model.storages_of(tensors) if not storage.is_whole]
-        for storage in divided:
-            storage.storage.resize_(storage.size)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            for storage in divided:
-                storage.storage.resize_(0)
-
-
-class _DirectAccess(TorchFunctionMode):
-    """Gathers a tensor whose memory is read without an operation, and sees new storages of parameters."""
-
-    def __init__(self, model: ModelUnderConstruction) -> None:
-        super().__init__()
-        self.model = model
-
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in DIRECT_ACCESS and not self.model.is_paused:
-            with self.model.paused():
-                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-                self.model.use(tensors, written=tensors)  # it may be written as well
-        result = func(*args, **kwargs)
-        if func == _Tensor.data.__set__ and isinstance(args[0], nn.Parameter) and not self.model.is_paused:
-            with self.model.paused(), torch.no_grad():
-                self.model.add(args[0])  # it has another storage now
-        return result
-
-
-def _returns_view(func: OpOverload) -> bool:
-    """Return whether an operation returns views of its arguments and does nothing else."""
-    aliases = [returned.alias_info for returned in func._schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-
-
-def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None, "this worker is in the group"
+        work.wait()

@@ -22,9 +22,10 @@ from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines.assembly import Assembly
-from rapidformer_templates.engines.construction import ModelUnderConstruction, divided_construction
+from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.embedding_noise import rows_of
+from rapidformer_templates.engines.gather_on_use import divided_construction
 from rapidformer_templates.engines.host_optimizer import HostOptimizer, is_in_host_memory
 from rapidformer_templates.engines.loss import AuxiliaryLosses, Recorder, loss_and_count
 from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions

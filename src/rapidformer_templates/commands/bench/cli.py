@@ -14,7 +14,7 @@ from rapidformer_templates.planning.flag_parser import CommandParser, positive
 EVIDENCE = (
     "adapters", "context", "faults", "fused-loss", "graph", "layouts", "longest", "moe", "offload",
     "optimizers", "overhead", "packing", "padding", "peers", "planner", "precision", "preprocess", "reading", "saving",
-    "states", "streaming",
+    "setup-memory", "states", "streaming",
 )  # fmt: skip
 """Questions that ``python -m benchmarks`` answers in a checkout of the repository."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.engines.construction import PIECE, room_for
+from rapidformer_templates.engines.construction import room_for
 from rapidformer_templates.planning.optimizer_states import FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
@@ -41,8 +41,7 @@ def setup_memory(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> 
     if setting.builds_in_shares and layout.world > 1:
         # Stages, experts and matrices are cut out on the host. FSDP and ZeRO-3 take their part from the shares.
         share = max(whole // layout.world, 0 if layout.partitioning in ("fsdp", "zero-3") else owned)
-        gathered = min(largest, layout.world * PIECE)  # on its way into the whole parameter
-        building = share + max(room_for(whole, layout.world), largest) + gathered
+        building = share + max(room_for(whole, layout.world), largest)
     if setting.gpu:
         return SetupMemory(owned + passing, building)
     peak = max(building, owned + passing)

@@ -88,15 +88,22 @@ class FSDPEngine(SingleEngine):
         shapes_of_codes = {name: shape_of(p) for name, p in model.named_parameters() if is_quantized(p)}
         blocks = list(find_blocks(model).values())
         for unit in (*_shared_modules(blocks), *blocks, model):
-            self._move_unit(unit)
             whole = list(unit.parameters())
-            fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
-            if self._construction:
-                self._construction.forget(whole)
-                self._construction.forget_freed()
+            with self._construction.partly_filled(whole, self._chunks) if self._construction else nullcontext():
+                self._move_unit(unit)
+                fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
             del whole
+            if self._construction:
+                self._construction.forget_freed()
         for name, shape in shapes_of_codes.items():
             note_shape(model.get_parameter(name), shape)
+
+    def _chunks(self, parameter: torch.Tensor) -> list[range]:
+        """Return the elements that each worker keeps. ``fully_shard`` divides the rows as ``torch.chunk`` does."""
+        rows, row = len(parameter), math.prod(parameter.shape[1:])
+        count = math.ceil(rows / self.group)
+        starts = [min(rank % self.group * count, rows) for rank in range(self.workers.world)]
+        return [range(start * row, min(start + count, rows) * row) for start in starts]
 
     def _move_unit(self, unit: nn.Module) -> None:
         """Move a unit to the device, and give all workers the values of the first one."""

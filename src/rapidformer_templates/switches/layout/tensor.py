@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.boxes import local_values
+from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.errors import ModelError
@@ -99,7 +100,7 @@ def divide_matrices(assembly: Assembly, building: Building[object]) -> None:
     head = _install(model, plan, Regions(peers, streams, shards), partial)
     if shards is not None:
         shards.install(model, blocks)
-    _shard_parameters(model, plan, mesh, peers)
+    _shard_parameters(model, plan, mesh, peers, building.construction)
     assembly.record(TensorParallel(peers, head, shards))
     model.forward = _explain_foreign_parameters(model.forward, type(model).__name__)
 
@@ -219,7 +220,9 @@ def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequ
     return frozenset(partial)
 
 
-def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peers: Peers) -> None:
+def _shard_parameters(
+    model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peers: Peers, construction: ModelUnderConstruction | None
+) -> None:
     """Replace all parameters with DTensors. The values come from the first worker."""
     sharded: dict[int, nn.Parameter] = {}
     names = {id(p): name for name, p in model.named_parameters()}
@@ -231,6 +234,8 @@ def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peer
                 continue
             if id(parameter) not in sharded:
                 division = plan.divisions.get(names[id(parameter)])
+                if construction is None or not construction.is_synchronized(parameter):
+                    dist.broadcast(parameter.detach(), group=peers.group, group_src=0)
                 sharded[id(parameter)] = _sharded(parameter, division, mesh, peers)
             module._parameters[key] = sharded[id(parameter)]
 
@@ -238,7 +243,6 @@ def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peer
 def _sharded(parameter: nn.Parameter, division: Division | None, mesh: DeviceMesh, peers: Peers) -> nn.Parameter:
     placements = [Replicate() if division is None else division.placement]
     whole = parameter.detach()
-    dist.broadcast(whole, group=peers.group, group_src=0)
     part = local_values(whole, placements, [peers.size], [peers.rank])
     shard = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
