@@ -281,6 +281,8 @@ class ModelUnderConstruction:
                     continue
                 if storage.key in self._whole:
                     self._divide(storage)
+                if storage.key not in self._storages:  # it cannot be divided
+                    continue
                 if storage.source is not None:
                     self._read_share(storage)
                 storage.storage.resize_(storage.size)
