@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, LlamaForCausalLM
 
 from rapidformer_templates.data.types import Data
@@ -66,8 +67,9 @@ def measure(folder: str, flags: list[str], *, pretrained: bool, divided: bool) -
             build_engine(run)
         peak, seconds = _of_status("VmHWM") - before, time.perf_counter() - began
         parameters = run.engine.local_tensors()["parameters"]
-        local = (p.to_local() if hasattr(p, "to_local") else p for p in parameters)
-        return {"share": sum(p.untyped_storage().nbytes() for p in local), "peak": peak, "seconds": seconds}
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in local}
+        return {"share": sum(storages.values()), "peak": peak, "seconds": seconds}
 
 
 def _of_status(field: str) -> int:
