@@ -12,11 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, LlamaForCausalLM
 
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.run.building import build_data, build_engine, choose_allocation
 from rapidformer_templates.run.run import begin_run
@@ -61,20 +61,14 @@ def measure(folder: str, flags: list[str], *, pretrained: bool, divided: bool) -
         run = begin_run(job, workers)
         build_data(run)
         whole = patch.object(SingleEngine, "construction", lambda engine: nullcontext())
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is the present size
-        before, began = _of_status("VmRSS"), time.perf_counter()
+        began = time.perf_counter()
         with nullcontext() if divided else whole:
             build_engine(run)
-        peak, seconds = _of_status("VmHWM") - before, time.perf_counter() - began
+        seconds = time.perf_counter() - began
         parameters = run.engine.local_tensors()["parameters"]
-        local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in local}
-        return {"share": sum(storages.values()), "peak": peak, "seconds": seconds}
-
-
-def _of_status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+        stored = [local_part(parameter).untyped_storage() for parameter in parameters]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in stored}
+        return {"share": sum(storages.values()), "peak": run.setup_peak.host, "seconds": seconds}
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.system.memory import measured_peak
 from rapidformer_templates.system.workers import Workers
 from tests.support.combinations import place
 from tests.support.jobs import JOBS, ClassJob, WideJob
@@ -245,24 +246,17 @@ LAYERS, WIDTH = 16, 2048  # 256 MB, 16 MB for each layer
 
 def _peak_of_building(workers: Workers, flags: str) -> float:
     """Return by how many MB this process grew at most while it built and divided a model."""
-    status = Path("/proc/self/status")
-
-    def megabytes(field: str) -> float:
-        return float(status.read_text().partition(f"{field}:")[2].split()[0]) / 1024
-
     plan = resolve(config_of(flags), place(workers.world, "Trainer"))
     engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=0.0)
     with engine.construction():
         engine.frozen(nn.Linear(2, 2))  # what is imported and opened once does not count
-    with engine.construction():
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        before = megabytes("VmRSS")
+    with engine.construction(), measured_peak(workers.device) as peak:
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
         for layer in model:
             nn.init.normal_(cast(nn.Linear, layer).weight)
         engine.frozen(model)
-        return megabytes("VmHWM") - before
+    return peak.host / 2**20
 
 
 @pytest.mark.distributed

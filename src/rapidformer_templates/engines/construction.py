@@ -421,16 +421,14 @@ class ModelUnderConstruction:
         checksum = _checksum(whole)
         extremes = torch.tensor([checksum, -checksum])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
-        is_same = bool(extremes[0] == -extremes[1])  # as if all workers have drawn the same random numbers
-        works: list[dist.Work | None] = []
-        if self.rank == 0 or is_same:
+        is_same = bool(extremes[0] == -extremes[1])  # all workers have drawn the same values
+        if is_same or self.rank == 0:
             storage.share[: len(own)].copy_(own)
         elif len(own):
-            works.append(self._receive(storage.share[: len(own)], 0))
+            _wait([self._receive(storage.share[: len(own)], 0)])
         if self.rank == 0 and not is_same:
-            parts = [whole[peer * size : (peer + 1) * size] for peer in range(self.world)]
-            works += [self._send(part, peer) for peer, part in enumerate(parts) if peer and len(part)]
-        _wait(works)
+            _, *others = whole.split(size)
+            _wait([self._send(part, peer) for peer, part in enumerate(others, start=1)])
 
     def _gather(self, storage: DividedStorage) -> None:
         if not storage.is_whole:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.models.weight_files import tensors_read_by
 from rapidformer_templates.system.process_state import environment_variable, freed_memory_given_back
+from rapidformer_templates.system.seen_parameters import parameters_seen_by
 
 _aten = torch.ops.aten
 OVERWRITES = frozenset(
@@ -55,24 +55,21 @@ DIRECT_ACCESS = frozenset(
 def divided_construction(model: ModelUnderConstruction) -> Iterator[None]:
     """Divide the parameters of all modules that are built or changed inside this context."""
 
-    def add(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not model.is_paused:
+    def add(parameter: nn.Parameter) -> None:
+        if not model.is_paused:
             with model.paused(), torch.no_grad():
                 model.add(parameter)
 
-    hook = register_module_parameter_registration_hook(add)
-    try:
-        # By default transformers reads several tensors ahead, in threads.
-        with (
-            freed_memory_given_back(),
-            environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"),
-            tensors_read_by(model.from_file),
-            _DirectAccess(model),
-            _Operations(model),
-        ):
-            yield
-    finally:
-        hook.remove()
+    # By default transformers reads several tensors ahead, in threads.
+    with (
+        freed_memory_given_back(),
+        environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"),
+        tensors_read_by(model.from_file),
+        parameters_seen_by(add),
+        _DirectAccess(model),
+        _Operations(model),
+    ):
+        yield
 
 
 class _Operations(TorchDispatchMode):
@@ -137,7 +134,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _DirectAccess(TorchFunctionMode):
-    """Gathers a tensor whose memory is read without an operation, and sees new storages of parameters."""
+    """Gathers a tensor whose memory is read without an operation."""
 
     def __init__(self, model: ModelUnderConstruction) -> None:
         super().__init__()
@@ -149,11 +146,7 @@ class _DirectAccess(TorchFunctionMode):
             with self.model.paused():
                 tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 self.model.use(tensors, written=tensors)  # it may be written as well
-        result = func(*args, **kwargs)
-        if func == _Tensor.data.__set__ and isinstance(args[0], nn.Parameter) and not self.model.is_paused:
-            with self.model.paused(), torch.no_grad():
-                self.model.add(args[0])  # it has another storage now
-        return result
+        return func(*args, **kwargs)
 
 
 def _returns_view(func: OpOverload) -> bool:

@@ -69,14 +69,12 @@ class SingleEngine:
       is built and sharded, and which optimizer updates it
     - :meth:`step`, :meth:`_begin_step`, :meth:`_accumulation_context`, :meth:`_backward`: the order of micro batches,
       and when gradients are exchanged
-    - :attr:`_divides_model`: whether the model is divided while it is built
     - :attr:`_gradient_divisor`, :meth:`_unused_here`, :meth:`_drop_unused`: how the exchange changes gradients
     - :meth:`_finish_step`, or its parts :meth:`_reduce`, :meth:`_iter_update_chunks`, :meth:`_update`, together with
       :meth:`_drop_gradients` and :meth:`_supports_async_step`
     - :meth:`shards`, :attr:`_divides_gradients`: which part of weights, gradients and optimizer state a worker has
     """
 
-    _divides_model = False  # whether a worker keeps only a part of the model's parameters
     _needs_zero_gradients = False  # whether even a batch without targets must produce gradients
     _divides_gradients = False  # whether a worker has only a part of the gradients after the exchange
     _adds_norms_in_fp64 = False  # see global_norm
@@ -99,11 +97,12 @@ class SingleEngine:
         self._lr_factor = 1.0
         self._monitor: StepMonitor | None = None  # None if the host waits for the device
         self._auxiliary: AuxiliaryLosses | None = None
+        self._builds_in_shares = plan.builds_in_shares
         self._construction: ModelUnderConstruction | None = None
 
     @contextmanager
     def construction(self) -> Iterator[ModelUnderConstruction | None]:
-        if not self._divides_model or self.workers.world == 1:
+        if not self._builds_in_shares or self.workers.world == 1:
             yield None
             return
         self._construction = ModelUnderConstruction()

@@ -86,12 +86,14 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
     engine: Engine = load_object(run.plan.engine)(run.plan, run.workers, clip_grad=run.config.training.clip_grad)
     with measured_peak(run.workers.device) as run.setup_peak:
         _set_up(run, engine)
-        with engine.construction() as construction:
 
-            def build_again() -> nn.Module:
-                return _transformed(run, _build_model(run, construction), construction).model
+        def frozen_reference() -> nn.Module:
+            with engine.construction() as construction:
+                if build_reference:
+                    return engine.frozen(build_reference())
+                return engine.frozen(_transformed(run, _build_model(run, construction), construction).model)
 
-            provide_reference(run, build_reference or build_again)
+        provide_reference(run, frozen_reference)
 
 
 def _set_up(run: Run, engine: Engine) -> None:

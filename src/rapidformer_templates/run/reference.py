@@ -58,7 +58,7 @@ def provide_reference(run: Run, build: Callable[[], nn.Module]) -> None:
     """Give the task its reference model.
 
     Args:
-        build: builds the model of the run again, with the same weights and the transforms of its switches.
+        build: builds a frozen copy of the untrained model.
     """
     task = compared_task(run.task)
     if task is None:
@@ -68,7 +68,7 @@ def provide_reference(run: Run, build: Callable[[], nn.Module]) -> None:
     elif run.engine.assembly.base is not None:
         task.reference = without_adapters
     else:
-        copy = run.engine.frozen(build())
+        copy = build()
         task.reference = lambda model: nullcontext(copy)
 
 

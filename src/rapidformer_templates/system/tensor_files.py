@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from rapidformer_templates.system.files import write_at
 from rapidformer_templates.system.process_state import return_freed_memory
+from rapidformer_templates.system.seen_parameters import parameters_seen_by
 
 FIRST_FILE, LARGEST_FILE = 1 << 26, 1 << 32
 """Bytes of the first file, and of the largest one unless a tensor needs more. Each file has twice the last one's."""
@@ -29,8 +29,6 @@ RETURNED_AFTER = 1 << 25
 """Bytes of stored tensors after which freed memory is returned. Many small tensors leave holes that glibc keeps."""
 ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes."""
-
-_Tensor: Any = torch.Tensor
 
 
 class TensorFiles:
@@ -94,17 +92,8 @@ class TensorFiles:
     @contextmanager
     def parameters_stored(self) -> Iterator[None]:
         """Store parameters that modules get inside the context, and new values that are assigned to them."""
-
-        def store(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            if parameter is not None:
-                self.store_parameter(parameter)
-
-        hook = register_module_parameter_registration_hook(store)
-        try:
-            with _ParameterValues(self):
-                yield
-        finally:
-            hook.remove()
+        with parameters_seen_by(self.store_parameter):
+            yield
 
     def store_parameter(self, parameter: nn.Parameter) -> None:
         """Store the values of a parameter on the host."""
@@ -148,15 +137,3 @@ class _Results(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return tree_map_only(torch.Tensor, self.files.store, func(*args, **(kwargs or {})))
-
-
-class _ParameterValues(TorchFunctionMode):
-    def __init__(self, files: TensorFiles) -> None:
-        super().__init__()
-        self.files = files
-
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func == _Tensor.data.__set__ and isinstance(args[0], nn.Parameter):
-            self.files.store_parameter(args[0])
-        return result

@@ -49,7 +49,6 @@ class ParallelEngine(SingleEngine):
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
-        self._divides_model = workers.tensor * workers.pipeline > 1 or plan.engine_options.experts_over > 1
         self._sharding = plan.engine_options.shard_over_data
         self._gradient_types = _gradient_types(plan.engine_options.master_weights)
         self._sharded_gradients: ShardedGradients

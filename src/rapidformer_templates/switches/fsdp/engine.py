@@ -49,7 +49,7 @@ class FSDPEngine(SingleEngine):
             ``gradients_summed_in`` lists the types of the gradient sums.
     """
 
-    _divides_model = _divides_gradients = True
+    _divides_gradients = True
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)

@@ -183,7 +183,7 @@ def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: d
 class ExpertParallelEngine(DDPEngine):
     """DDP for everything except the experts, which differ between the workers."""
 
-    _divides_model = _divides_gradients = True
+    _divides_gradients = True
 
     def _distribute(self) -> nn.Module:
         self._divided_parameters = [p for p in self._parameters if isinstance(p, DTensor)]

@@ -45,7 +45,6 @@ class DeepSpeedEngine(SingleEngine):
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
         build_parts(plan)
         _init_communication(workers, loud=any(self.config.get(name) for name in LOUD))
-        self._divides_model = self.zero_stage == 3
         self._deepspeed: Any
         self._state: zero_state.ZeroState
 
