@@ -241,6 +241,26 @@ def test_initial_weights_have_the_bits_of_one_process(start: str, tmp_path: Path
             assert torch.equal(weight, expected[name].double()), name
 
 
+def _buffer_after_sharding(workers: Workers) -> bool:
+    """Return whether a buffer in the memory of a parameter keeps its values when FSDP shards the parameter."""
+    plan = resolve(config_of(ENGINES["fsdp"]), place(workers.world, "Trainer"))
+    engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=0.0)
+    torch.manual_seed(1)
+    values = nn.Linear(64, 64, bias=False).weight.detach().clone()
+    with mock.patch.object(ModelUnderConstruction, "least_whole", LEAST), engine.construction():
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        first = cast(nn.Linear, model[0])
+        first.register_buffer("values", first.weight.data)
+        engine.frozen(model)
+    return torch.equal(cast(torch.Tensor, first.values), values)
+
+
+@pytest.mark.distributed
+def test_a_buffer_in_the_memory_of_a_parameter_keeps_its_values() -> None:
+    assert all(run_in_workers(2, _buffer_after_sharding))
+
+
 LAYERS, WIDTH = 16, 2048  # 256 MB, 16 MB for each layer
 
 

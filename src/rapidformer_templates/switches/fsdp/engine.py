@@ -88,7 +88,7 @@ class FSDPEngine(SingleEngine):
         shapes_of_codes = {name: shape_of(p) for name, p in model.named_parameters() if is_quantized(p)}
         blocks = list(find_blocks(model).values())
         for unit in (*_shared_modules(blocks), *blocks, model):
-            whole = list(unit.parameters())
+            whole = [*unit.parameters(), *unit.buffers()]
             with self._construction.partly_filled(whole, self._chunks) if self._construction else nullcontext():
                 self._move_unit(unit)
                 fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -107,13 +107,12 @@ class FSDPEngine(SingleEngine):
 
     def _move_unit(self, unit: nn.Module) -> None:
         """Move a unit to the device, and give all workers the values of the first one."""
+        # Found before they move: the construction does not know tensors on a device.
+        synchronized = self._construction.is_synchronized if self._construction else lambda parameter: False
+        differing = [p for p in unit.parameters() if not isinstance(p, DTensor) and not synchronized(p)]
         accelerator.move(unit, self.workers.device)
-        for tensor in (*unit.parameters(), *unit.buffers()):
-            is_synchronized = isinstance(tensor, DTensor) or (
-                self._construction is not None and self._construction.is_synchronized(tensor)
-            )
-            if self.workers.world > 1 and not is_synchronized:
-                dist.broadcast(tensor.detach(), src=0)
+        for tensor in (*differing, *unit.buffers()) if self.workers.world > 1 else ():
+            dist.broadcast(tensor.detach(), src=0)
 
     def _shard_expert_stacks(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
         """Shard this worker's experts over the workers of its group that have the same experts."""
