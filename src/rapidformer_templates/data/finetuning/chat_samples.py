@@ -140,11 +140,13 @@ class EncodedChat:
         ids: the tokens.
         learned: whether each token is part of an answer.
         split: number of answers whose first token begins before the answer.
+        is_truncated: whether there were more tokens.
     """
 
     ids: np.ndarray
     learned: np.ndarray
     split: int
+    is_truncated: bool = False
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, special: bool) -> Iterator[EncodedChat]:
@@ -221,9 +223,9 @@ class ChatReader:
             DataError: a row cannot be used, or no answer has a token within the length.
         """
         texts = self.read(part, rows_of(part, columns), lambda fields: self.render(read_example(fields)))
-        truncated, counts = self._encoded(texts)
-        usable = [tokens for tokens in truncated if not self.answers_only or tokens.learned[1:].any()]
-        self._add_notes(name, part, counts, len(usable))
+        chats = self.encoded(texts)
+        usable = [tokens for tokens in chats if not self.answers_only or tokens.learned[1:].any()]
+        self._add_notes(name, part, chats, len(usable))
         samples = {"input_ids": Ragged(tokens.ids for tokens in usable)}
         if self.answers_only:
             labels = (np.where(tokens.learned, tokens.ids, IGNORED) for tokens in usable)
@@ -250,22 +252,16 @@ class ChatReader:
         return results
 
     def encoded(self, texts: Sequence[Rendered]) -> list[EncodedChat]:
-        """Tokenize texts of one kind, truncated to the length."""
-        return self._encoded(texts)[0]
-
-    def _encoded(self, texts: Sequence[Rendered]) -> tuple[list[EncodedChat], _Counts]:
-        """Tokenize texts, truncate them to the length, and count. Texts without a chat template get an end token."""
-        counts, end = _Counts(len(texts)), self.tokenizer.eos_token_id
+        """Tokenize texts of one kind, truncated to the length. Texts without a chat template get an end token."""
+        end, length = self.tokenizer.eos_token_id, self.seq_length
         bare = bool(texts) and texts[0].bare  # a column holds one kind of value
-        truncated = []
+        chats = []
         for tokens in encode(self.tokenizer, texts, special=bare):
             ids, learned = tokens.ids, tokens.learned
             if bare and end is not None and end not in ids[-1:]:
                 ids, learned = np.append(ids, end), np.append(learned, True)
-            counts.truncated += len(ids) > self.seq_length
-            counts.split += tokens.split
-            truncated.append(EncodedChat(ids[: self.seq_length], learned[: self.seq_length], tokens.split))
-        return truncated, counts
+            chats.append(EncodedChat(ids[:length], learned[:length], tokens.split, is_truncated=len(ids) > length))
+        return chats
 
     def render(self, example: Example) -> Rendered:
         """Return the text of a conversation or completion, and the positions of its answers."""
@@ -280,29 +276,18 @@ class ChatReader:
         """Return the text of a conversation up to the answer that it asks for."""
         return self._template.render(messages, add_generation_prompt=True)
 
-    def _add_notes(self, name: str, part: DataPart, counts: _Counts, usable: int) -> None:
-        unused, length = counts.texts - usable, self.seq_length
+    def _add_notes(self, name: str, part: DataPart, chats: Sequence[EncodedChat], usable: int) -> None:
+        count, length, unused = len(chats), self.seq_length, len(chats) - usable
         if not usable and self.whole:
-            message = f"no token of an answer is within the first {length} tokens of any of the {counts.texts} samples"
+            message = f"no token of an answer is within the first {length} tokens of any of the {count} samples"
             raise DataError(message, where=part.files[0], hint="use a greater --seq-length, or shorter prompts")
-        if counts.truncated:
-            note = f"{name}: {counts.truncated:,} of {counts.texts:,} samples are cut to {length} tokens"
+        if truncated := sum(chat.is_truncated for chat in chats):
+            note = f"{name}: {truncated:,} of {count:,} samples are cut to {length} tokens"
             self.notes.append(note + (f"; {unused:,} with no part of an answer left are not used" if unused else ""))
         elif unused:
+            self.notes.append(f"{name}: {unused:,} of {count:,} samples are not used: their answers have no token")
+        if self.answers_only and (split := sum(chat.split for chat in chats)):
             self.notes.append(
-                f"{name}: {unused:,} of {counts.texts:,} samples are not used: their answers have no token"
-            )
-        if counts.split and self.answers_only:
-            self.notes.append(
-                f"{name}: {counts.split:,} answers begin inside a token that begins in their prompt; "
+                f"{name}: {split:,} answers begin inside a token that begins in their prompt; "
                 "put the space or line break between them into the answer"
             )
-
-
-@dataclass
-class _Counts:
-    """Counts of a part: texts, truncated texts, and answers that begin inside a token."""
-
-    texts: int
-    truncated: int = 0
-    split: int = 0

@@ -174,18 +174,21 @@ def read_dataset(config: RunConfig, bad: BadLines | None = None, usable: UsableR
         DataError: a folder, file or part is missing, or lines or rows cannot be used.
     """
     bad = BadLines(skip=config.data.skip_bad_lines) if bad is None else bad
-    if config.data.streaming:
-        return _streamed(config, bad, usable)
     flags = config.data
-    located = locate(flags)
-    files = _with_training(located.parts, flags)
-    parts = {
-        name: _usable(_read_part(located, files[name], bad), bad, usable) for name in parts_read(flags) if name in files
-    }
-    named = _read_named(flags, bad, usable)
+    located, stream = locate_training(flags), None
+    parts: dict[str, DataPart] = {}
+    if flags.streaming:
+        parts["train"], stream = _open_stream(located.parts["train"], config, usable)
+    for name in parts_read(flags):
+        if name in located.parts and name not in parts:
+            parts[name] = _usable(_read_part(located, located.parts[name], bad), bad, usable)
+    named: dict[str, DataPart] = {}
+    for name, one in evaluated_sets(flags).items():
+        part = _usable(_read_part(*locate_evaluated(name, one), bad), bad, usable)
+        named[name] = _first(part, flags.max_eval_samples)
     bad.raise_all()
     train, valid = parts["train"], parts.get("valid")
-    held_out = valid is None and flags.validation_fraction > 0
+    held_out = stream is None and valid is None and flags.validation_fraction > 0
     if held_out:
         if flags.validation_fraction >= 1 or len(train) < 2:
             message = f"nothing is left to train on when {flags.validation_fraction:g} of {len(train)} rows is held out"
@@ -195,10 +198,11 @@ def read_dataset(config: RunConfig, bad: BadLines | None = None, usable: UsableR
         is_held_out[shuffled[: held_out_rows(len(train), flags.validation_fraction)]] = True
         train, valid = train.select(np.flatnonzero(~is_held_out)), train.select(np.flatnonzero(is_held_out))
     return LoadedDataset(
-        train=_first(train, flags.max_train_samples),
+        train=_first(train, flags.max_train_samples) if stream is None else train,
         valid=valid and _first(valid, flags.max_eval_samples),
         test=parts.get(TEST),
         named=named,
+        stream=stream,
         held_out=held_out,
     )
 
@@ -232,66 +236,39 @@ def _usable(part: DataPart, bad: BadLines, usable: UsableRows) -> DataPart:
     return rows
 
 
-def streamed_files(flags: DataFlags) -> Mapping[str, list[Path]]:
-    """Return the files of each part of a streamed data set.
+def locate_training(flags: DataFlags) -> Located:
+    """Find a data set with a training part, which must be files if it is streamed.
 
     Raises:
-        DataError: ``datasets`` saved the data set.
+        DataError: there is no training part, or ``datasets`` saved what should be streamed.
     """
     located = locate(flags)
-    if located.kind != "files":
+    if flags.streaming and located.kind != "files":
         hint = "leave it out, or write the set as files: Dataset.to_parquet(…)"
         raise DataError(f"{located.name} was saved by datasets, and cannot be streamed", where="--streaming", hint=hint)
-    return _with_training(located.parts, flags)
+    if "train" not in located.parts:
+        names = ", ".join(str(path) for paths in located.parts.values() for path in paths)
+        hint = f"name a file train; there is: {names}"
+        raise DataError("the data set has no training part", where=flags.data_dir, hint=hint)
+    return located
 
 
-def _streamed(config: RunConfig, bad: BadLines, usable: UsableRows) -> LoadedDataset:
-    """Read the training part as a stream, with its first rows to find columns. Read the other parts whole."""
-    flags = config.data
-    files = streamed_files(flags)
-    seed = None if flags.shuffle_buffer == 0 else config.training.seed
-    stream = RowStream(files["train"], seed, skip=flags.skip_bad_lines)
+def _open_stream(files: list[Path], config: RunConfig, usable: UsableRows) -> tuple[DataPart, RowStream]:
+    """Return the first rows of a streamed training part, which show the columns, and the stream from its beginning."""
+    seed = None if config.data.shuffle_buffer == 0 else config.training.seed
+    stream = RowStream(files, seed, skip=config.data.skip_bad_lines)
     beginning = stream.state()
     rows = [row for row in (next(stream) for _ in range(FIRST_ROWS)) if row.row is not None]
     if not rows:
-        raise DataError(EMPTY, where=str(files["train"][0]), hint=EMPTY_HINT)
+        raise DataError(EMPTY, where=str(files[0]), hint=EMPTY_HINT)
     stream.go_to(beginning)
     train = part_of_stream(rows, BadLines(skip=True))
     usable(train, BadLines(skip=True))  # finds the columns; the rows are checked when they are used
-    parts = {
-        name: _usable(read_files(files[name], bad), bad, usable) for name in parts_read(flags)[1:] if name in files
-    }
-    named = _read_named(flags, bad, usable)
-    bad.raise_all()
-    valid = parts.get("valid")
-    return LoadedDataset(
-        train=train,
-        valid=valid and _first(valid, flags.max_eval_samples),
-        test=parts.get(TEST),
-        named=named,
-        stream=stream,
-    )
+    return train, stream
 
 
 def _first(part: DataPart, count: int | None) -> DataPart:
     return part if count is None or count >= len(part) else part.select(np.arange(count))
-
-
-def _with_training(files: Mapping[str, list[Path]], flags: DataFlags) -> Mapping[str, list[Path]]:
-    if "train" in files:
-        return files
-    names = ", ".join(str(path) for paths in files.values() for path in paths)
-    hint = f"name a file train; there is: {names}"
-    raise DataError("the data set has no training part", where=flags.data_dir, hint=hint)
-
-
-def _read_named(flags: DataFlags, bad: BadLines, usable: UsableRows) -> dict[str, DataPart]:
-    """Read the additional validation sets."""
-    sets = {}
-    for name, one in evaluated_sets(flags).items():
-        part = _usable(_read_part(*locate_evaluated(name, one), bad), bad, usable)
-        sets[name] = _first(part, flags.max_eval_samples)
-    return sets
 
 
 def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> DataPart:

@@ -65,14 +65,14 @@ class Objective(ABC):
         """See :meth:`Task.check_model`."""
 
     @property
-    @abstractmethod
     def end_token(self) -> int:
-        """The token after each document of raw text."""
+        """The token after each document of raw text: the tokenizer's EOS token, or SEP if it has none."""
+        return self.token("sep" if self.task.tokenizer.eos_token_id is None else "eos")
 
     @property
-    @abstractmethod
     def window(self) -> int:
         """Number of tokens from the beginning of one window of the corpus to the beginning of the next."""
+        return self.task.seq_length
 
     overlap: ClassVar[int] = 0
 
@@ -134,10 +134,6 @@ class Objective(ABC):
         return int(token)
 
     @property
-    def _eos_or_sep(self) -> int:
-        return self.token("sep" if self.task.tokenizer.eos_token_id is None else "eos")
-
-    @property
     def _padding(self) -> dict[str, int]:
         pad = self.task.tokenizer.pad_token_id
         assert isinstance(pad, int)
@@ -178,14 +174,6 @@ class Causal(Objective):
             labels = batch["labels"]
             batch["labels"] = batch.pop("shift_labels") if "shift_labels" in batch else shifted_left(labels)
         return model(**batch).loss
-
-    @property
-    def end_token(self) -> int:
-        return self._eos_or_sep
-
-    @property
-    def window(self) -> int:
-        return self.task.seq_length
 
     def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         return WindowCollate(keeps_documents_apart=self.options.keep_documents_apart), None
@@ -305,10 +293,6 @@ class Spans(Objective):
         """Masks spans."""
         sizes = span_sizes(self.task.seq_length, self.options.mask_prob, self.options.mean_span_length)
         return SpanCorruption(sizes, sentinels_of(self.task.tokenizer), self.token("eos"))
-
-    @property
-    def end_token(self) -> int:
-        return self._eos_or_sep
 
     @property
     def window(self) -> int:

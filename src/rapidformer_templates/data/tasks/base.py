@@ -19,9 +19,9 @@ from rapidformer_templates.data.finetuning.locating import Located, check_evalua
 from rapidformer_templates.data.finetuning.tables import (
     DataPart,
     LoadedDataset,
+    locate_training,
     read_dataset,
     read_part,
-    streamed_files,
 )
 from rapidformer_templates.data.generation import Generation, TrainedModel
 from rapidformer_templates.data.indexed.blend import mixed, whole_weights
@@ -139,16 +139,17 @@ class Task(ABC):
         Raises:
             RapidformerError: one of them is missing or cannot be used.
         """
-        check_evaluated(self.config.data)
-        if self.config.data.streaming:
-            streamed_files(self.config.data)
+        data = self.config.data
+        check_evaluated(data)
+        if data.streaming:
+            locate_training(data)
         else:
             if self.is_trained:
-                for flags in flags_of_sets(self.config.data):
+                for flags in flags_of_sets(data):
                     locate_part(flags, self.part)
             else:
-                self._check_held_out([locate(flags) for flags in flags_of_sets(self.config.data)])
-            if mixture := mixture_of(self.config.data.data_name):
+                self._check_held_out([locate(flags) for flags in flags_of_sets(data)])
+            if mixture := mixture_of(data.data_name):
                 whole_weights([weight for weight, _ in mixture], "--data-name")
         assert self.seq_length > 0
         if self.config.model.pretrained_model_name_or_path:

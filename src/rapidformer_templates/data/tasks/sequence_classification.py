@@ -65,8 +65,9 @@ class SequenceClassification(Task):
         labelled = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
         if not self.is_trained:
             self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
-            names = self._label_names(labelled, label)
-            self.labels = names if self.problem == "regression" else self.in_order_of_head(names)
+            # A regression head has one output, with the default name.
+            is_measure = self.problem == "regression"
+            self.labels = ["LABEL_0"] if is_measure else self.in_order_of_head(self._label_names(labelled, label))
         sets = {name: self._samples(part) for name, part in raw.parts().items()}
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
@@ -96,9 +97,7 @@ class SequenceClassification(Task):
         self.problem, self.best_metric = tasks[0].problem, tasks[0].best_metric
 
     def _label_names(self, labelled: Sequence[DataPart], column: str) -> list[str]:
-        """Return the class names. A regression head has one output, with the default name."""
-        if self.problem == "regression":
-            return ["LABEL_0"]
+        """Return the class names."""
         several = self.problem == "multi_label_classification"
         names = (label_set_names if several else label_names)(labelled, column)
         if several and not names:

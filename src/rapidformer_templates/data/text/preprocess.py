@@ -112,7 +112,6 @@ def preprocess(
         WorkerFailed: a worker was killed.
     """
     began = time.perf_counter()
-    run = _Preprocessing(files, prefix, workers, chunk_size, check_all, overwrite)
     # Try the tokenizers, fastest first.
     installed = fast_tokenizers.is_installed()
     if backend == "gigatoken" and not installed:
@@ -124,7 +123,9 @@ def preprocess(
     notes: list[str] = []
     for way in ways:
         try:
-            result = run(replace(recipe, way=way))
+            result = _preprocess(
+                files, prefix, replace(recipe, way=way), workers, chunk_size, check_all=check_all, overwrite=overwrite
+            )
         except NotEquivalent as difference:
             notes.append(f"{TITLES[way]} is not used: {difference}")
         else:
@@ -141,61 +142,55 @@ TITLES: dict[EncodingMethod, str] = {
 }
 
 
-@dataclass(frozen=True)
-class _Preprocessing:
-    """One pass over the corpus. The fields are arguments of :func:`preprocess`."""
+def _preprocess(
+    files: Sequence[Path],
+    prefix: str,
+    recipe: EncodingRecipe,
+    workers: int,
+    chunk_size: int,
+    *,
+    check_all: bool,
+    overwrite: bool,
+) -> PreprocessResult:
+    """Make one pass over the corpus with one tokenizer. For the arguments see :func:`preprocess`."""
+    level = "sentence" if recipe.sentences else "document"
+    result = PreprocessResult(recipe.dtype, recipe.way, {key: f"{prefix}_{key}_{level}" for key in recipe.keys})
+    result.empty = dict.fromkeys(recipe.keys, 0)
+    size, began = sum(file.stat().st_size for file in files), time.perf_counter()
 
-    files: Sequence[Path]
-    prefix: str
-    workers: int
-    chunk_size: int
-    check_all: bool
-    overwrite: bool
+    def speed() -> str:
+        seconds = time.perf_counter() - began
+        tokens, documents = sum(writer.tokens for writer in writers), sum(writer.documents for writer in writers)
+        return f"{tokens / seconds:,.0f} tokens/s  {documents / seconds:,.0f} documents/s"
 
-    def __call__(self, recipe: EncodingRecipe) -> PreprocessResult:
-        level = "sentence" if recipe.sentences else "document"
-        result = PreprocessResult(
-            recipe.dtype, recipe.way, {key: f"{self.prefix}_{key}_{level}" for key in recipe.keys}
-        )
-        result.empty = dict.fromkeys(recipe.keys, 0)
-        size, began = sum(file.stat().st_size for file in self.files), time.perf_counter()
-
-        def speed() -> str:
-            seconds = time.perf_counter() - began
-            tokens, documents = sum(writer.tokens for writer in writers), sum(writer.documents for writer in writers)
-            return f"{tokens / seconds:,.0f} tokens/s  {documents / seconds:,.0f} documents/s"
-
-        with ExitStack() as stack:
-            writers = [
-                stack.enter_context(
-                    IndexedWriter(
-                        prefix, np.dtype(recipe.dtype), overwrite=self.overwrite, vocabulary=recipe.vocabulary
-                    )
-                )
-                for prefix in result.prefix.values()
-            ]
-            skipped = stack.enter_context(_SkippedFile(self.prefix))
-            progress = stack.enter_context(ProgressBar("preprocessing", size, show_count=False))
-            jobs = split_files(
-                self.files, recipe.keys, self.chunk_size, unit=recipe.text_unit, check_all=self.check_all
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                IndexedWriter(prefix, np.dtype(recipe.dtype), overwrite=overwrite, vocabulary=recipe.vocabulary)
             )
-            for job, block in encoded(jobs, recipe, self.workers):
-                for writer, key, column in zip(writers, recipe.keys, block.columns, strict=True):
-                    writer.add(column.tokens, column.lengths, column.sequences)
-                    result.empty[key] += column.empty
-                skipped.add(block.skipped)
-                result.compared += block.compared
-                progress.advance(job.bytes, speed)
-            for (key, prefix), writer in zip(result.prefix.items(), writers, strict=True):
-                if not writer.documents:
-                    hint = f"check the files; {result.empty[key]} were empty, {skipped.count} lines were bad"
-                    raise DataError(f"there is no document with text for the key '{key}'", where=prefix, hint=hint)
-            for key, writer in zip(recipe.keys, writers, strict=True):
-                writer.seal()
-                result.documents[key], result.tokens[key] = writer.documents, writer.tokens
-        result.skipped, result.examples = skipped.count, skipped.examples
-        result.skipped_file = skipped.path if skipped.count else None
-        return result
+            for prefix in result.prefix.values()
+        ]
+        skipped = stack.enter_context(_SkippedFile(prefix))
+        progress = stack.enter_context(ProgressBar("preprocessing", size, show_count=False))
+        jobs = split_files(files, recipe.keys, chunk_size, unit=recipe.text_unit, check_all=check_all)
+        for job, block in encoded(jobs, recipe, workers):
+            for writer, key, column in zip(writers, recipe.keys, block.columns, strict=True):
+                writer.add(column.tokens, column.lengths, column.sequences)
+                result.empty[key] += column.empty
+            skipped.add(block.skipped)
+            result.compared += block.compared
+            progress.advance(job.bytes, speed)
+        for key, writer in zip(recipe.keys, writers, strict=True):
+            if not writer.documents:
+                hint = f"check the files; {result.empty[key]} were empty, {skipped.count} lines were bad"
+                message = f"there is no document with text for the key '{key}'"
+                raise DataError(message, where=result.prefix[key], hint=hint)
+        for key, writer in zip(recipe.keys, writers, strict=True):
+            writer.seal()
+            result.documents[key], result.tokens[key] = writer.documents, writer.tokens
+    result.skipped, result.examples = skipped.count, skipped.examples
+    result.skipped_file = skipped.path if skipped.count else None
+    return result
 
 
 def split_files(
