@@ -13,7 +13,6 @@ from torch import nn
 from rapidformer_templates.data.text.bad_lines import describe_skipped
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.data_rules import check_data_flags
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.planning.flags import TrainingFlags
@@ -121,7 +120,13 @@ def _can_resume(training: TrainingFlags) -> bool:
 def join_and_train(template: Template, then: AfterTraining | None = None) -> Summary:
     """Train as one of several workers, or alone. ``then`` is called before the workers disconnect."""
     config = template.config
-    _check_worker_count(config)
+    requested, started = config.launch.nproc_per_node, os.environ.get("LOCAL_WORLD_SIZE")
+    if launch.is_worker() and requested is not None and started is not None and int(started) != requested:
+        raise ConfigError(
+            f"the launcher has started {started} workers on this machine, not {requested}",
+            where=f"--nproc-per-node ({config.origin('nproc_per_node')})",
+            hint="leave the flag out: the launcher's own flag decides",
+        )
     plan = template.plan
     choose_allocation(plan)
     if launch.is_worker() and launch.CHECKED not in os.environ and template.reads_task_data:
@@ -137,17 +142,6 @@ def join_and_train(template: Template, then: AfterTraining | None = None) -> Sum
     if name and folder and workers.is_main:
         print_lines(push_export(name, folder.export, summary["steps"]))
     return summary
-
-
-def _check_worker_count(config: RunConfig) -> None:
-    """Raise a :class:`ConfigError` if a launcher started a different number of workers than ``--nproc-per-node``."""
-    requested, started = config.launch.nproc_per_node, os.environ.get("LOCAL_WORLD_SIZE")
-    if launch.is_worker() and requested is not None and started is not None and int(started) != requested:
-        raise ConfigError(
-            f"the launcher has started {started} workers on this machine, not {requested}",
-            where=f"--nproc-per-node ({config.origin('nproc_per_node')})",
-            hint="leave the flag out: the launcher's own flag decides",
-        )
 
 
 @contextmanager

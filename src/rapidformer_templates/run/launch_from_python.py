@@ -95,8 +95,11 @@ def _culprit(value: object, name: str, visited: set[int]) -> tuple[str, object]:
     """Return the path and value of the innermost part of a value that cannot be pickled."""
     visited.add(id(value))
     for part_name, part in _parts(value, name):
-        if id(part) not in visited and not _can_pickle(part):
-            return _culprit(part, part_name, visited)
+        if id(part) not in visited:
+            try:
+                cloudpickle.dumps(part)
+            except Exception:
+                return _culprit(part, part_name, visited)
     return name, value
 
 
@@ -115,14 +118,6 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
     elif hasattr(value, "__dict__"):
         yield from ((f"{name}.{label}", part) for label, part in vars(value).items())
         yield type(value).__name__, type(value)
-
-
-def _can_pickle(value: object) -> bool:
-    try:
-        cloudpickle.dumps(value)
-    except Exception:
-        return False
-    return True
 
 
 def _worker_error(folder: Path, report: ReportedError) -> Exception:

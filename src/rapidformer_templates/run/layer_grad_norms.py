@@ -23,7 +23,11 @@ class LayerGradNorms:
         assembly, workers = engine.assembly, engine.workers
         trained = [name for name, tensor in named_tensors(assembly).items() if tensor.requires_grad]
         blocks = [canonical_name(name) for name in assembly.blocks]
-        layers = {assembly.placement.whole_name(name): _layer_of(name, blocks) for name in trained}
+        layers = {}
+        for name in trained:
+            module = name.rpartition(".")[0] or name
+            layer = next((block for block in blocks if name.startswith(f"{block}.")), module)
+            layers[assembly.placement.whole_name(name)] = layer
         # A worker may have the gradients of parameters that are in another worker's part of the model.
         self._layers = {name: layer for of_rank in workers.gather(layers) for name, layer in of_rank.items()}
         self._indices = {layer: index for index, layer in enumerate(dict.fromkeys(self._layers.values()))}
@@ -44,9 +48,3 @@ class LayerGradNorms:
                 norm = torch.linalg.vector_norm(shard.values, dtype=dtype)
                 squares[self._indices[self._layers[shard.name]]] += norm.to(squares).square()
         self._norms = engine.workers.sum_tensor(squares).sqrt() / engine.gradient_scale
-
-
-def _layer_of(parameter: str, blocks: list[str]) -> str:
-    """Return the name of the block that has a parameter, or else of the module that does."""
-    module = parameter.rpartition(".")[0] or parameter
-    return next((block for block in blocks if parameter.startswith(f"{block}.")), module)

@@ -29,12 +29,6 @@ from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.system.process_state import freed_memory
 
 
-def _local_elements(parameter: torch.Tensor, whole: int) -> int:
-    """Return how many of the ``whole`` elements of a parameter this rank has. Codes count as the numbers in them."""
-    local = local_part(parameter)
-    return whole * local.nbytes // bytes_of(parameter) if is_quantized(parameter) else local.numel()
-
-
 def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
     return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
 
@@ -189,7 +183,10 @@ class Receipts:
         """Return how many parameter elements this rank trains, updates and holds only in part."""
         engine = self.engine
         whole = {p: math.prod(shape_of(p)) for p in engine.model.parameters()}
-        local = {p: min(_local_elements(p, count), count) for p, count in whole.items()}
+        local = {}
+        for p, count in whole.items():  # codes count as the numbers in them
+            part = local_part(p)
+            local[p] = min(count * part.nbytes // bytes_of(p) if is_quantized(p) else part.numel(), count)
         # Under tensor parallelism, this rank trains only its part of the sharded matrices, even without other switches.
         trained = {p: local[p] * divided_over(p, "experts") for p in whole} if engine.workers.tensor > 1 else whole
         return {

@@ -89,7 +89,11 @@ class IndexLimits:
                 continue
             if outside is not None:
                 value, rows = outside
-                where = f"{name} {list_samples(_samples_of(rows, len(tensor), microbatch.samples))}"
+                samples, count = microbatch.samples, len(microbatch.samples)
+                # A preference has two rows per sample. If rows do not show their sample, all samples are named.
+                if count and len(tensor) % count == 0:
+                    samples = sorted({samples[row % count] for row in rows})
+                where = f"{name} {list_samples(samples)}"
                 raise DataError(f"the {what} {value} in '{field}' is not one of the {table}", where=where, hint=hint)
 
     def _outside(self, values: np.ndarray, size: int, ignored: int = 0) -> tuple[int, np.ndarray] | None:
@@ -103,16 +107,6 @@ class IndexLimits:
             return None
         rows = np.flatnonzero(is_outside.reshape(len(values), -1).any(axis=1))
         return int(values[is_outside].max()), rows
-
-
-def _samples_of(rows: np.ndarray, count: int, samples: Sequence[int]) -> list[int]:
-    """Return the samples of some rows of a batch with ``count`` rows. A preference has two rows.
-
-    If rows do not show their sample, all samples of the batch are returned.
-    """
-    if not samples or count % len(samples):
-        return list(samples)
-    return sorted({samples[row % len(samples)] for row in rows})
 
 
 def _vocabulary_of(model: PreTrainedModel) -> int | None:

@@ -65,10 +65,17 @@ class Tracker(ABC):
     project_variable: ClassVar[str] = ""
 
     def __init__(self, folder: Path, run_name: RunName, known: Mapping[str, str]) -> None:
+        from accelerate.state import PartialState
+
         self.folder = folder
         project = known.get("project") or run_name.project or environ.get(self.project_variable) or PROJECT
         self.identity: dict[str, str] = {"project": project, "name": run_name.run, **known}
-        _prepare_accelerate()
+        # Initialize accelerate's state, which its trackers require, without any change to this worker.
+        threads = torch.get_num_threads()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it sets the threads of CPU workers, and warns about it
+            PartialState(cpu=True)  # a tracker must not use a GPU
+        torch.set_num_threads(threads)
         self.tracker = self._open()
         self.tracker.main_process_only = False  # other workers have no tracker, so there is nothing to synchronize
         self.tracker.start()
@@ -108,17 +115,6 @@ def _tracker(name: str, /, *arguments: object, **keywords: object) -> GeneralTra
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     return LOGGER_TYPE_TO_CLASS[name](*arguments, **keywords)
-
-
-def _prepare_accelerate() -> None:
-    """Initialize accelerate's state, which its trackers require, without any change to this worker."""
-    from accelerate.state import PartialState
-
-    threads = torch.get_num_threads()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it sets the threads of CPU workers, and warns about it
-        PartialState(cpu=True)  # a tracker must not use a GPU
-    torch.set_num_threads(threads)
 
 
 def _logged_steps(entries: Iterable[tuple[str, int]]) -> IsLogged:

@@ -131,12 +131,18 @@ class IndexedWriter:
             raise DataError(f"{path.parent} is a file, not a folder", where=self.prefix, hint="choose another prefix")
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = _open_locked(_temporary(path))
+            # Only this process writes to the file. The lock is released when the process ends.
+            self._descriptor = os.open(_temporary(path), os.O_RDWR | os.O_CREAT, 0o666)
             try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(self._descriptor, 0)
                 self._lengths, self._ends = (tempfile.TemporaryFile(dir=path.parent) for _ in range(2))  # noqa: SIM115
-            except OSError:
+            except OSError as error:
                 os.close(self._descriptor)
-                raise
+                if not isinstance(error, BlockingIOError):
+                    raise
+                where, hint = str(_temporary(path)), "wait for it, or choose another prefix"
+                raise DataError("another process is writing this set", where=where, hint=hint) from None
         return self
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray | None = None) -> None:
@@ -212,19 +218,6 @@ class IndexedWriter:
             shutil.copyfileobj(self._ends, file)
             file.flush()
             os.fsync(file.fileno())
-
-
-def _open_locked(path: Path) -> int:
-    """Open an empty file that only this process writes to. The lock is released when the process ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-    except BlockingIOError:
-        os.close(descriptor)
-        hint = "wait for it, or choose another prefix"
-        raise DataError("another process is writing this set", where=str(path), hint=hint) from None
-    return descriptor
 
 
 class _BlockSums:
