@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, TypedDict
 from rapidformer_templates.data.finetuning.locating import steps_of
 from rapidformer_templates.errors import ConfigError, HubUnreachable, Refused
 from rapidformer_templates.planning import environment
-from rapidformer_templates.planning.config import RunConfig, to_yaml
+from rapidformer_templates.planning.config import RunConfig, spelling, to_yaml
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
 from rapidformer_templates.planning.environment import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName, Environment
 from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, parse, split
-from rapidformer_templates.planning.flag_values import Epochs
+from rapidformer_templates.planning.flag_values import Epochs, TokenCount
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.hub import config_is_unknown, prepare_config
 from rapidformer_templates.planning.plan import Plan
@@ -26,6 +26,7 @@ from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.resolve import choose_template, resolve, with_template_defaults
 from rapidformer_templates.run import scripts
 from rapidformer_templates.run.early_checks import check_metric
+from rapidformer_templates.switches.auto_strategy.whole_training import TrainingTerms
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ DESCRIPTION = """Resolve the flags of a training command, print the plan, and st
 The plan has the template, the switches in their order, the batch sizes, the groups of workers, and the origin of each
 value. It needs neither data nor a GPU. If a rule refuses the flags, the status is 2, and the message names flags that
 work. With --auto-strategy it lists the layouts that fit, best first. With --user-script it plans what the script
-would run."""
+would run. With --tokens, --price-per-hour or --disk-gb-per-second it also predicts the time, the cost and the
+checkpoints of the whole training."""
 
 EXAMPLE = """example: rapidformer plan --task causal_lm --fsdp-memory-optimization --world-size 8 --device cpu
 
@@ -56,6 +58,44 @@ class PlanFlags:
     )
     local_world_size: int | None = flag(None, "workers on one node (default: all)", metavar="N", minimum=1)
     device_kind: DeviceKindName | None = flag(None, "plan for GPUs of this kind, which need not be here")
+    tokens: TokenCount | None = flag(
+        None,
+        "length of the training, such as 300B or 1.5T: predicts its hours, GPU-hours and checkpoints",
+        metavar="N",
+    )
+    price_per_hour: float | None = flag(
+        None, "price of one GPU for an hour (of one worker on CPUs): predicts the cost", metavar="PRICE", minimum=0
+    )
+    disk_gb_per_second: float | None = flag(
+        None,
+        "10^9 bytes per second at which all workers together write a checkpoint (default: 1)",
+        metavar="GB",
+        minimum=0.001,
+    )
+
+    @property
+    def terms(self) -> TrainingTerms | None:
+        """The terms of the whole training. None if the flags ask for nothing about it."""
+        terms = (self.tokens, self.price_per_hour, self.disk_gb_per_second)
+        return TrainingTerms(*terms) if any(value is not None for value in terms) else None
+
+    def check(self, config: RunConfig) -> None:
+        """Check that these flags agree with one another and with the training command.
+
+        Raises:
+            ConfigError: two flags say the same.
+        """
+        if self.json and self.yaml:
+            raise ConfigError(
+                "--json and --yaml both say what to print", where="command line", hint="leave one of them out"
+            )
+        lengths = [name for name in ("train_iters", "epochs") if getattr(config.training, name) is not None]
+        if self.tokens is not None and lengths:
+            raise ConfigError(
+                f"--tokens and {spelling(lengths[0])} both set the length of the training",
+                where=config.origin(lengths[0]),
+                hint="leave one of them out",
+            )
 
 
 def main(words: Sequence[str]) -> int:
@@ -178,15 +218,12 @@ def _show_resolved(
     notes: tuple[str, ...] = (),
 ) -> int:
     """Resolve, check and print the plan, and return the exit status."""
-    if options.json and options.yaml:
-        raise ConfigError(
-            "--json and --yaml both say what to print", where="command line", hint="leave one of them out"
-        )
+    options.check(config)
     try:
         if config.get("auto_strategy") and not options.yaml:
             from rapidformer_templates.switches.auto_strategy.command import plan_command
 
-            return plan_command(config, detected, as_json=options.json)
+            return plan_command(config, detected, options.terms or TrainingTerms(), as_json=options.json)
         if config.get("pipeline_stages") == "auto-memory" and not options.yaml:
             from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
 
@@ -204,13 +241,41 @@ def _show_resolved(
     if options.yaml:
         program = f"python {script['file']}" if script else "rapidformer"
         print(f"# {program} --config FILE\n{to_yaml(config)}", end="")
-    elif options.json:
-        print(json.dumps({"ok": True, "plan": plan.to_json(), **({"script": script} if script else {})}, indent=2))
+        return 0
+    more: dict[str, object] = {"script": script} if script else {}
+    lines = []
+    if script:
+        hooks = ", ".join(script["hooks"]) or "none"
+        lines.append(f"script: {script['file']}: {script['template']}, own hooks: {hooks}")
+    if options.terms:
+        from rapidformer_templates.switches.auto_strategy.command import predict_run
+
+        _check_hooks(script)
+        more["prediction"], predicted = predict_run(plan, config, detected, options.terms)
+        lines += predicted
+    if options.json:
+        print(json.dumps({"ok": True, "plan": plan.to_json(), **more}, indent=2))
     else:
         show_plan(plan)
-        if script:
-            print(f"script: {script['file']}: {script['template']}, own hooks: {', '.join(script['hooks']) or 'none'}")
+        print("".join(f"{line}\n" for line in lines), end="")
     return 0
+
+
+def _check_hooks(script: AboutScript | None) -> None:
+    """Check that the planner can see the model of a script.
+
+    Raises:
+        ConfigError: the script has hooks that change the cost of a step.
+    """
+    from rapidformer_templates.run.configure import OF_A_MODEL
+
+    own = [hook for hook in OF_A_MODEL if script and hook in script["hooks"]]
+    if script and own:
+        raise ConfigError(
+            f"the time of a training cannot be predicted with {script['template']}.{own[0]}, whose effect is unknown",
+            where=script["file"],
+            hint="plan a model of the same sizes without the script",
+        )
 
 
 def _with_notes(plan: Plan, config: RunConfig, notes: tuple[str, ...]) -> Plan:

@@ -96,6 +96,27 @@ def _spelled(size: Fraction, unit: str) -> str:
     return f"{float(size):.15g}{unit}"
 
 
+_SCALES: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+class TokenCount(int):
+    """A number of tokens from a text such as ``300B``, ``1.5T``, ``2e9`` or ``5000000``.
+
+    Raises:
+        ValueError: the text has another form, or is not a whole number of at least one token.
+    """
+
+    expected = "a number of tokens, such as 300B, 1.5T, 20M or 2e9"
+
+    def __new__(cls, text: object) -> TokenCount:
+        matched = _FORM.fullmatch(str(text).strip())
+        scale = _SCALES.get(matched[2].lower()) if matched else None
+        count = Fraction(matched[1]) * scale if matched and scale else Fraction()
+        if not count or count.denominator != 1:
+            raise ValueError(cls.expected)
+        return super().__new__(cls, count)
+
+
 TRACKERS: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """The trackers, each with the module that must be installed."""
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -13,13 +14,20 @@ from rich.table import Table
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout
+from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout, layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Search, SearchResult
-from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
+from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, Search, SearchResult, Unknown
+from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, Timing, find_hardware
+from rapidformer_templates.switches.auto_strategy.whole_training import (
+    ModelTotals,
+    TrainingEstimate,
+    TrainingTerms,
+    estimate_training,
+)
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 from rapidformer_templates.system.terminal import console
 
@@ -38,6 +46,16 @@ def search(config: RunConfig, environment: Environment, registry: Registry = REG
     """Search all layouts. Return them, and the devices that they are for.
 
     Raises:
+        Refused, ModelError, ConfigError: see :func:`prepare`.
+    """
+    prepared = prepare(config, environment, registry)
+    return prepared.run(), prepared.hardware
+
+
+def prepare(config: RunConfig, environment: Environment, registry: Registry = REGISTRY) -> Search:
+    """Return the search of all layouts, before it has tried any.
+
+    Raises:
         Refused: a rule is broken that no layout can satisfy.
         ModelError: the model cannot be built.
         ConfigError: the memory of the devices is unknown.
@@ -51,7 +69,7 @@ def search(config: RunConfig, environment: Environment, registry: Registry = REG
     complete = registry.complete(config)
     hardware = find_hardware(environment, precision(complete, environment), complete.get("host_memory_gb"))
     subject = Subject(config, plan, gpu=environment.device != "cpu")
-    return Search(config, environment, subject, hardware, registry, by_memory=by_memory).run(), hardware
+    return Search(config, environment, subject, hardware, registry, by_memory=by_memory)
 
 
 def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagValue]:
@@ -59,7 +77,7 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
 
     Raises:
         NothingFits: no layout fits.
-        Refused, ModelError, ConfigError: see :func:`search`.
+        Refused, ModelError, ConfigError: see :func:`prepare`.
     """
     result, hardware = search(config, environment)
     if not result.layouts:
@@ -69,48 +87,100 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
             hint="rapidformer plan --auto-strategy … lists every layout with what it lacks",
         )
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join([*reasons(result, hardware), *not_predicted(result)]), file=sys.stderr, flush=True)
+        print(
+            "\n".join([*reasons(result, hardware), *not_predicted(result.not_predicted)]), file=sys.stderr, flush=True
+        )
     by_memory = config.get("pipeline_stages") == AUTO_MEMORY
     user_fields = config.origins.keys() - ({"pipeline_stages"} if by_memory else set())
     values = result.layouts[0].layout.values_that_act(user_fields)
     return values if "pipeline_stages" in user_fields else {"pipeline_stages": None, **values}
 
 
-def plan_command(config: RunConfig, environment: Environment, *, as_json: bool) -> int:
+def plan_command(config: RunConfig, environment: Environment, terms: TrainingTerms, *, as_json: bool) -> int:
     """Search and print. Return the exit status, which is 1 if nothing fits."""
-    result, hardware = search(config, environment)
+    prepared = prepare(config, environment)
+    result, hardware, totals = prepared.run(), prepared.hardware, prepared.totals()
+    trainings = [train_with(candidate, config, environment, terms, totals) for candidate in result.layouts]
     if as_json:
-        print(json.dumps(to_json(result, hardware), indent=2))
+        print(json.dumps(to_json(result, hardware, trainings), indent=2))
     else:
-        show(result, hardware)
+        show(result, hardware, trainings[0].lines(environment, terms) if trainings else ())
     return 0 if result.layouts else 1
 
 
-def to_json(result: SearchResult, hardware: Hardware) -> dict[str, object]:
-    """Return the public JSON form. See docs/planner.md."""
-    layouts: list[dict[str, object]] = []
-    for candidate in result.layouts:
-        timing, memory, setup = candidate.timing, candidate.memory, candidate.setup
-        sizes = {**vars(memory), "total": memory.total, "setup": setup.device, "setup_host": setup.host}
-        gigabytes = {name: round(size / GB, 6) for name, size in sizes.items()}
-        layouts.append(
-            {
-                **_sizes(candidate.layout),
-                "memory_gb": {
-                    **gigabytes,
-                    "needed": round(candidate.needed_gb, 3),
-                    "node_host": round(candidate.host_gb, 3),
-                },
-                "bubble": round(candidate.layout.bubble, 6),
-                "communication": round(timing.communication / timing.total, 6),
-                "step_seconds": timing.total,
-                "samples_per_second": candidate.samples_per_second,
-                "flags": " ".join(candidate.layout.flags()),
-            }
-        )
+def train_with(
+    candidate: Candidate, config: RunConfig, environment: Environment, terms: TrainingTerms, totals: ModelTotals
+) -> TrainingEstimate:
+    """Return the estimate of a whole training with a layout."""
+    return estimate_training(
+        config,
+        environment,
+        terms,
+        totals,
+        global_batch=candidate.layout.global_batch,
+        step_seconds=candidate.timing.total,
+        step_flops=candidate.step_flops,
+    )
+
+
+def predict_run(
+    plan: Plan, config: RunConfig, environment: Environment, terms: TrainingTerms
+) -> tuple[dict[str, object], list[str]]:
+    """Return the prediction for a plan's own layout, as JSON and as lines for people.
+
+    Raises:
+        ModelError: the model cannot be built.
+        ConfigError: the memory of the devices is unknown.
+    """
+    hardware = find_hardware(environment, plan.precision, config.get("host_memory_gb"))
+    one = Search(config, environment, Subject(config, plan, gpu=environment.device != "cpu"), hardware)
+    candidate = one.predict(layout_of(plan), memory_options_of(plan, one.subject.shapes.width))
+    constraint, unknown = one.constraint_of(candidate), one.unknown()
+    training = train_with(candidate, config, environment, terms, one.totals())
+    as_json = {
+        **layout_to_json(candidate, training),
+        "constraint": constraint,
+        "assumed": hardware.lines(offloads=candidate.setting.offloads_activations),
+        "not_predicted": [vars(kinds) for kinds in unknown],
+    }
+    lines = [
+        f"predicted: {candidate.timing.total:.3g} s per step, {candidate.needed_gb:.1f} of {hardware.memory_gb:g} GB "
+        "per worker, including the allowance",
+        *([f"  does not fit: {constraint}"] if constraint else []),
+        where_the_step_goes(candidate.timing),
+        *training.lines(environment, terms),
+        *(f"assumed: {line}" for line in hardware.lines(offloads=candidate.setting.offloads_activations)),
+        *not_predicted(unknown),
+    ]
+    return as_json, lines
+
+
+def layout_to_json(candidate: Candidate, training: TrainingEstimate) -> dict[str, object]:
+    """Return the public JSON form of a layout. See docs/planner.md."""
+    timing, memory, setup = candidate.timing, candidate.memory, candidate.setup
+    sizes = {**vars(memory), "total": memory.total, "setup": setup.device, "setup_host": setup.host}
+    gigabytes = {name: round(size / GB, 6) for name, size in sizes.items()}
     return {
-        "ok": bool(layouts),
-        "layouts": layouts,
+        **_sizes(candidate.layout),
+        "memory_gb": {
+            **gigabytes,
+            "needed": round(candidate.needed_gb, 3),
+            "node_host": round(candidate.host_gb, 3),
+        },
+        "bubble": round(candidate.layout.bubble, 6),
+        "communication": round(timing.communication / timing.total, 6),
+        "step_seconds": timing.total,
+        "samples_per_second": candidate.samples_per_second,
+        "flags": " ".join(candidate.layout.flags()),
+        "training": training.to_json(),
+    }
+
+
+def to_json(result: SearchResult, hardware: Hardware, trainings: Sequence[TrainingEstimate]) -> dict[str, object]:
+    """Return the public JSON form of a search. See docs/planner.md."""
+    return {
+        "ok": bool(result.layouts),
+        "layouts": [layout_to_json(*each) for each in zip(result.layouts, trainings, strict=True)],
         "rejected": [{**_sizes(rejected.layout), "constraint": rejected.constraint} for rejected in result.rejected],
         "assumed": hardware.lines(offloads=_offloads(result)),
         "not_predicted": [vars(unknown) for unknown in result.not_predicted],
@@ -136,16 +206,20 @@ def _sizes(layout: Layout) -> dict[str, object]:
     }
 
 
-def show(result: SearchResult, hardware: Hardware) -> None:
-    """Print the best layouts, their assumptions, and why the others were rejected."""
+def show(result: SearchResult, hardware: Hardware, training: Sequence[str] = ()) -> None:
+    """Print the best layouts, their assumptions, and why the others were rejected.
+
+    Args:
+        training: lines about a whole training with the best layout.
+    """
     terminal = console(piped_width=160)
     if result.layouts:
         terminal.print(_table(result))
-        for line in reasons(result, hardware):
+        for line in (*reasons(result, hardware), *training):
             print(line)
     for line in hardware.lines(offloads=_offloads(result)):
         print(f"assumed: {line}")
-    for line in not_predicted(result):
+    for line in not_predicted(result.not_predicted):
         print(line)
     print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free in addition")
     print("setup is the peak of a device while the model is built and loaded, host that of all workers of a node")
@@ -188,14 +262,8 @@ def _table(result: SearchResult) -> Table:
     return table
 
 
-def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
-    """Explain why the best layout is the best, and how to request it."""
-    best = result.layouts[0]
-    layout, timing = best.layout, best.timing
-    lines = [
-        f"best: {' '.join(layout.flags())}",
-        f"  fits: {best.needed_gb:.1f} of {hardware.memory_gb:g} GB per worker, including the allowance",
-    ]
+def where_the_step_goes(timing: Timing) -> str:
+    """Return a line with the share of each component in the step."""
     shares = {
         "computing": timing.compute,
         "bubble": timing.bubble,
@@ -207,7 +275,18 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
         "copies to the host and back": timing.offload,
     }
     spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in shares.items() if share > 0)
-    lines.append(f"  where the step goes: {spent}")
+    return f"  where the step goes: {spent}"
+
+
+def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
+    """Explain why the best layout is the best, and how to request it."""
+    best = result.layouts[0]
+    layout, timing = best.layout, best.timing
+    lines = [
+        f"best: {' '.join(layout.flags())}",
+        f"  fits: {best.needed_gb:.1f} of {hardware.memory_gb:g} GB per worker, including the allowance",
+    ]
+    lines.append(where_the_step_goes(timing))
     for name, words in (
         ("tensor", "tensor size"),
         ("pipeline", "pipeline size"),
@@ -228,12 +307,9 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
     return [*lines, f"  host memory: {best.host_gb:,.1f}{limit} per node, including the allowance"]
 
 
-def not_predicted(result: SearchResult) -> list[str]:
+def not_predicted(unknown: Sequence[Unknown]) -> list[str]:
     """List what the numbers leave out, one line per reason."""
-    return [
-        f"not predicted: {unknown.switch}: {', '.join(unknown.kinds)}: {unknown.why}"
-        for unknown in result.not_predicted
-    ]
+    return [f"not predicted: {each.switch}: {', '.join(each.kinds)}: {each.why}" for each in unknown]
 
 
 def show_rejected(result: SearchResult, terminal: Console) -> None:

@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
 from typing import TypeVar
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.data_rules import rows_per_sample
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request, model_facts
@@ -33,6 +34,7 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.setup_memory import SetupMemory, setup_memory
 from rapidformer_templates.switches.auto_strategy.stage_balance import balance_memory
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, Timing, predict_seconds
+from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 
 T = TypeVar("T", int, bool)
@@ -62,6 +64,8 @@ class Candidate:
         setup: at the peak before the first step.
         needed_gb: memory that the device must have: the higher peak plus the allowance and the context.
         host_gb: memory that a node must have for all of its workers: the higher peak plus the allowance.
+        step_flops: operations of the model's matrix products in an optimizer step of all workers. Recomputation does
+            not count.
     """
 
     layout: Layout
@@ -71,6 +75,7 @@ class Candidate:
     timing: Timing
     needed_gb: float
     host_gb: float
+    step_flops: float
 
     @property
     def samples_per_second(self) -> float:
@@ -148,15 +153,17 @@ class Search:
             best_first = self._verified(self._fitting(contexts, offload, rejected), rejected)
             if best_first:
                 break
-        # The switches that are on in every layout may have effects that are not predicted.
+        return SearchResult(tuple(best_first), tuple(rejected), self.unknown())
+
+    def unknown(self) -> tuple[Unknown, ...]:
+        """Return what is not predicted of the switches that are on in every layout."""
         request = self._request(self.config)
-        unknown = tuple(
+        return tuple(
             Unknown(name, tuple(kind for kind in FORECAST if reasons.get(kind) == why), why)
             for name, switch in request.active.items()
             for reasons in [switch.predicts.unknown(request)]
             for why in dict.fromkeys(reasons.values())
         )
-        return SearchResult(tuple(best_first), tuple(rejected), unknown)
 
     def _fitting(self, contexts: Sequence[int], offload: bool, rejected: list[Rejected]) -> list[Candidate]:
         """Return the layouts with these context sizes and this offloading that fit.
@@ -307,16 +314,42 @@ class Search:
         setup = self._setup(layout, setting)
         if constraint := self._constraint(states_alone(shapes, layout, setting), setup, setting):
             return Rejected(layout, constraint)
-        memory = predict(shapes, layout, setting, exact=exact)
-        needed = self._needed_gb(max(memory.total, setup.device))
-        if not exact and abs(needed - whole) < DOUBT * whole:
+        candidate = self.predict(layout, setting, exact=exact)
+        if not exact and abs(candidate.needed_gb - whole) < DOUBT * whole:
             return self._try(layout, setting, exact=True)
-        if constraint := self._constraint(memory, setup, setting):
+        if constraint := self._constraint(candidate.memory, setup, setting):
             return Rejected(layout, constraint)
-        trace = shapes.trace(variant_of(layout, setting), exact=exact)
+        return candidate
+
+    def predict(self, layout: Layout, setting: MemoryOptions, *, exact: bool = True) -> Candidate:
+        """Return a layout with its prediction, whether or not it fits."""
+        setup = self._setup(layout, setting)
+        memory = predict(self.subject.shapes, layout, setting, exact=exact)
+        trace = self.subject.shapes.trace(variant_of(layout, setting), exact=exact)
         local = self.environment.local_world_size
         timing = predict_seconds(layout, setting, trace, self.subject.facts, self.hardware, local)
-        return Candidate(layout, setting, memory, setup, timing, needed, self._host_gb(memory, setup))
+        # The backward of a matrix product is two products of the same size.
+        forward = sum(phase.flops for phase in takewhile(lambda phase: phase.name != "turn", trace.phases))
+        needed_gb = self._needed_gb(max(memory.total, setup.device))
+        host_gb = self._host_gb(memory, setup)
+        step_flops = 3.0 * forward * layout.tensor * layout.replicas * layout.accumulation
+        return Candidate(layout, setting, memory, setup, timing, needed_gb, host_gb, step_flops)
+
+    def totals(self) -> ModelTotals:
+        """Return the sizes of the model that do not depend on the layout."""
+        shapes, plan = self.subject.shapes, plan_of(self._request(self.config), self.registry)
+        optimizer = memory_options_of(plan, shapes.width).how.optimizer
+        weights = sum(facts.stored_bytes for facts in shapes.all_parameters.values())
+        return ModelTotals(
+            tokens_per_sample=self.subject.facts.tokens * rows_per_sample(self.config),
+            checkpoint_bytes=weights + optimizer.bytes_of(list(shapes.parameters.values())),
+            is_trained_whole=len(shapes.parameters) == len(shapes.all_parameters),
+            has_equal_batches=not any(self.registry[name].order for name in plan.switches),
+        )
+
+    def constraint_of(self, candidate: Candidate) -> str | None:
+        """Return what a predicted layout has too little of, or None if it fits."""
+        return self._constraint(candidate.memory, candidate.setup, candidate.setting)
 
     def _needed_gb(self, size: int) -> float:
         return size * (1 + ALLOWANCE) / GB + self.hardware.context_gb

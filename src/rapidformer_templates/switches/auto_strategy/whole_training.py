@@ -1,0 +1,176 @@
+"""A whole training with a layout: its hours, its cost, its model FLOPs utilization, and its checkpoints.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from rapidformer_templates.data.finetuning.locating import steps_of
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.environment import DEVICE_KINDS, Environment
+from rapidformer_templates.planning.flag_values import Epochs
+from rapidformer_templates.planning.request import precision
+
+GB = 10**9
+
+DISK_GB_PER_SECOND = 1.0
+"""Assumed rate at which all workers together write a checkpoint: a shared file system, or one fast disk."""
+
+
+@dataclass(frozen=True)
+class TrainingTerms:
+    """Values that the answers about a whole training depend on, besides the layout.
+
+    Attributes:
+        tokens: length of the training. None takes it from ``--train-iters`` or ``--epochs``.
+        price_per_hour: price of one worker, which is a GPU, for an hour.
+        disk_gb_per_second: GB/s at which all workers together write a checkpoint. None assumes it.
+    """
+
+    tokens: int | None = None
+    price_per_hour: float | None = None
+    disk_gb_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelTotals:
+    """Sizes of a model that do not depend on the layout.
+
+    Attributes:
+        tokens_per_sample: positions of a sample in the input of the model, including padding.
+        checkpoint_bytes: bytes of weights and optimizer state in a checkpoint.
+        is_trained_whole: whether all parameters are trained.
+        has_equal_batches: whether each optimizer step has the same number of samples.
+    """
+
+    tokens_per_sample: int
+    checkpoint_bytes: int
+    is_trained_whole: bool
+    has_equal_batches: bool
+
+
+@dataclass(frozen=True)
+class TrainingEstimate:
+    """A whole training with one layout.
+
+    Attributes:
+        steps: optimizer steps. It and everything that follows from it is None if the length is unknown.
+        tokens_per_step: tokens of an optimizer step of all workers.
+        gpu_hours: hours of all workers together.
+        mfu: model FLOPs utilization: the share of the devices' peak that the model's matrix products need, without
+            recomputation. None if the peak is unknown, or if some parameters are frozen.
+        cost: in the currency of the price.
+        checkpoint_gb, checkpoint_seconds: size of a checkpoint, and the time to write it.
+        disk_gb_per_second: GB/s at which all workers together write it.
+    """
+
+    steps: int | None
+    tokens_per_step: int
+    tokens: int | None
+    tokens_per_second: float
+    hours: float | None
+    gpu_hours: float | None
+    mfu: float | None
+    cost: float | None
+    checkpoint_gb: float
+    checkpoint_seconds: float
+    disk_gb_per_second: float
+
+    def to_json(self) -> dict[str, object]:
+        """Return the public JSON form. See docs/planner.md."""
+        return asdict(self)
+
+    def lines(self, environment: Environment, terms: TrainingTerms) -> list[str]:
+        """Return the estimate as lines for people."""
+        kind = "GPU" if environment.device != "cpu" else "worker"
+        use = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
+        lines = [f"training: {self.tokens_per_second:,.0f} tokens/s{use}, {self.tokens_per_step:,} tokens per step"]
+        if self.steps is not None and self.hours is not None and self.gpu_hours is not None:
+            lines.append(
+                f"  {self.steps:,} steps = {_in_words(self.tokens or 0)} tokens in {self.hours:,.1f} hours "
+                f"({self.hours / 24:,.1f} days), without evaluations, checkpoints and restarts"
+            )
+            price = "" if self.cost is None else f" = {self.cost:,.2f} at {terms.price_per_hour:g} per {kind} and hour"
+            lines.append(f"  {self.gpu_hours:,.1f} {kind}-hours{price}")
+        elif terms.price_per_hour is not None:
+            lines.append("  no cost: --tokens, --train-iters or --epochs must say how long the training is")
+        source = "assumed" if terms.disk_gb_per_second is None else "--disk-gb-per-second"
+        return [
+            *lines,
+            f"  a checkpoint: {self.checkpoint_gb:,.3g} GB, {self.checkpoint_seconds:,.3g} s to write at "
+            f"{self.disk_gb_per_second:g} GB/s for all workers together ({source})",
+        ]
+
+
+def _in_words(count: int) -> str:
+    """Write a number of tokens in three digits: 300,000,012 → ``300M``."""
+    for scale, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= scale:
+            return f"{count / scale:.4g}{unit}"
+    return f"{count:,}"
+
+
+def estimate_training(
+    config: RunConfig,
+    environment: Environment,
+    terms: TrainingTerms,
+    totals: ModelTotals,
+    *,
+    global_batch: int,
+    step_seconds: float,
+    step_flops: float,
+) -> TrainingEstimate:
+    """Return the estimate of a training with a layout.
+
+    Args:
+        global_batch: samples of an optimizer step.
+        step_seconds: predicted seconds of an optimizer step.
+        step_flops: operations of the model's matrix products in an optimizer step of all workers. Recomputation does
+            not count.
+    """
+    tokens_per_step = global_batch * totals.tokens_per_sample
+    steps = _count_steps(config, terms, totals, global_batch)
+    hours = None if steps is None else steps * step_seconds / 3600
+    gpu_hours = None if hours is None else hours * environment.world_size
+    peak = peak_tflops(config, environment)
+    mfu = None
+    if peak and totals.is_trained_whole:
+        mfu = step_flops / (step_seconds * environment.world_size * peak * 1e12)
+    rate = terms.disk_gb_per_second or DISK_GB_PER_SECOND
+    checkpoint_gb = totals.checkpoint_bytes / GB
+    return TrainingEstimate(
+        steps=steps,
+        tokens_per_step=tokens_per_step,
+        tokens=None if steps is None else steps * tokens_per_step,
+        tokens_per_second=tokens_per_step / step_seconds,
+        hours=hours,
+        gpu_hours=gpu_hours,
+        mfu=mfu,
+        cost=None if gpu_hours is None or terms.price_per_hour is None else gpu_hours * terms.price_per_hour,
+        checkpoint_gb=checkpoint_gb,
+        checkpoint_seconds=checkpoint_gb / rate,
+        disk_gb_per_second=rate,
+    )
+
+
+def _count_steps(config: RunConfig, terms: TrainingTerms, totals: ModelTotals, global_batch: int) -> int | None:
+    """Return the optimizer steps of the training, or None if the flags and the data do not tell."""
+    length = config.training.train_iters
+    if terms.tokens is not None:
+        return math.ceil(terms.tokens / (global_batch * totals.tokens_per_sample))
+    if isinstance(length, int):
+        return length
+    if length is None and config.training.epochs is not None:
+        length = Epochs(f"{config.training.epochs}epochs")
+    return steps_of(config, length, global_batch) if length and totals.has_equal_batches else None
+
+
+def peak_tflops(config: RunConfig, environment: Environment) -> float | None:
+    """Return the peak of a device on its data sheet in 10^12 operations per second, or None if it is unknown."""
+    if environment.device_kind is None:
+        return None
+    peak: float = getattr(DEVICE_KINDS[environment.device_kind], f"{precision(config, environment)}_tflops")
+    return peak
