@@ -7,9 +7,12 @@ prints it without a stack trace and exits with ``exit_status``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 
 class RapidformerError(Exception):
@@ -301,6 +304,11 @@ class MistakeCollector:
             self.errors += several.errors
         except RapidformerError as error:
             self.errors.append(error)
+
+    def run(self, check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run one check and collect its mistake."""
+        with self.collect():
+            check(*args, **kwargs)
 
     def raise_all(self) -> None:
         """Raise what was collected, if anything.

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar, overload
 
 from torch import nn
@@ -131,7 +130,9 @@ class Trainer:
     """Whether the data come from ``--task``. If they do, the task's predictions and metrics fit them."""
 
     def __init__(self, argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = (), **flags: Any) -> None:
-        frame = _caller()
+        frame = sys._getframe()
+        while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+            frame = frame.f_back  # the user's code
         where = launch.line_of(frame)
         if argv is None:
             asks = not flags and not callbacks and frame.f_globals.get("__name__") == "__main__"
@@ -327,23 +328,19 @@ class Trainer:
             where = "fit(workers=…)"
             self._replace_flags(where, {"nproc_per_node": self.config.checked("nproc_per_node", workers, where)})
         try:
-            summary = self._fit(sends)
+            intercept_for_planning(self)
+            self._model = self._weights = self._model_run = self._local_run = self.stop_reason = None
+            self._trained_in_workers = False
+            if sends and not is_worker() and (self.config.launch.nproc_per_node or 1) > 1:
+                summary, self._weights = launch_from_python.fit(self)
+            else:
+                summary = run.fit(self, self._store_model)
+                self._trained_in_workers = self._local_run is None and self._weights is None
             self._trained_plan = vars(self).get("plan")
             return summary
         finally:
             if workers is not None:
                 self._set_config(before)  # the argument applies to this call only
-
-    def _fit(self, sends: bool) -> dict[str, Any]:
-        intercept_for_planning(self)
-        self._model = self._weights = self._model_run = self._local_run = self.stop_reason = None
-        self._trained_in_workers = False
-        if sends and not is_worker() and (self.config.launch.nproc_per_node or 1) > 1:
-            summary, self._weights = launch_from_python.fit(self)
-            return summary
-        summary = run.fit(self, self._store_model)
-        self._trained_in_workers = self._local_run is None and self._weights is None
-        return summary
 
     @property
     def trained_plan(self) -> Plan:
@@ -554,14 +551,6 @@ def template_of_session(
     if optimizer is not None:
         template.build_optimizer()  # refuse an unusable optimizer before a worker starts
     return template
-
-
-def _caller() -> FrameType:
-    """Return the frame of the user's code that called this module."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
 
 
 def _fail(text: str, status: int) -> NoReturn:

@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler as schedulers
 from rapidformer_templates import OptimizerSpec, RapidformerError, Trainer, compose
 from rapidformer_templates.engines.optimizer_instances import as_recipe, as_schedule
 from rapidformer_templates.errors import CheckpointError, ConfigError
+from rapidformer_templates.run import fit, launch_from_python
 from tests.support.worker_pool import run_in_workers
 
 STEPS = 10
@@ -297,7 +298,13 @@ def test_a_step_that_raises_leaves_nothing_for_the_next() -> None:
 def test_workers_of_a_call_are_not_those_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     template = Trainer([], lr=1.0)
     asked: list[int | None] = []
-    monkeypatch.setattr(template, "_fit", lambda sends: asked.append(template.config.launch.nproc_per_node))
+
+    def ask(template: Trainer, *then: object) -> tuple[None, None]:
+        asked.append(template.config.launch.nproc_per_node)
+        return None, None
+
+    monkeypatch.setattr(launch_from_python, "fit", ask)
+    monkeypatch.setattr(fit, "fit", ask)
     for workers in (2, None, 3):
         template.fit(workers)
     assert asked == [2, None, 3]

@@ -151,8 +151,7 @@ def _check_files(config: RunConfig, *, own_data: bool) -> None:
     """
     data, part = config.data, config.user.part
     mistakes = MistakeCollector()
-    with mistakes.collect():
-        check_model_files(config)
+    mistakes.run(check_model_files, config)
     with mistakes.collect():
         if config.training.task == "pretraining":
             check_text_paths(data.data_path or ())

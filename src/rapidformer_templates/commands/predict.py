@@ -95,12 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     saved, values = words_of_saved(build_parser(), argv, OPTIONS, _check_files)
     config = saved.config(user=PredictOptions, **{**AT_ONCE, **values})
-    mistakes, decisions = MistakeCollector(), saved.decisions(config.training.task)
-    with mistakes.collect():
-        check_model_files(config)
-    with mistakes.collect():
-        columns = decisions.get("columns") or {}
-        check_input_columns(config.training.task, config.data, columns, Path(config.user.input))
+    columns = saved.decisions(config.training.task).get("columns") or {}
+    mistakes = MistakeCollector()
+    mistakes.run(check_model_files, config)
+    mistakes.run(check_input_columns, config.training.task, config.data, columns, Path(config.user.input))
     mistakes.raise_all()
 
     def read() -> tuple[Task, DataPart, Inputs]:

@@ -88,8 +88,7 @@ def words_of_saved(
     saved = None
     with mistakes.collect():
         saved = find_saved(str(path))
-    with mistakes.collect():
-        check(values)
+    mistakes.run(check, values)
     mistakes.raise_all()
     assert saved is not None
     return saved, values

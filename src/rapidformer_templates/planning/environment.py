@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, get_args
@@ -126,6 +128,15 @@ def version_of_package(name: str) -> str:
         PackageNotFoundError: the package has no version metadata.
     """
     return importlib.metadata.version(name)
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of Python and of those of the packages that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = version_of_package(name)
+    return versions
 
 
 def torch_build() -> str | None:

@@ -401,8 +401,7 @@ def check_values(values: Mapping[str, object], options: Iterable[type], mistakes
     for kind in options:
         for f in dataclasses.fields(kind):
             if f.name in values:
-                with mistakes.collect():
-                    checked_value(f, field_types(kind)[f.name], values[f.name], "command line")
+                mistakes.run(checked_value, f, field_types(kind)[f.name], values[f.name], "command line")
 
 
 def _list_of_flags(parser: argparse.ArgumentParser) -> str:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from rapidformer_templates.models.blocks import canonical_name, shape_of
-from rapidformer_templates.planning.environment import version_of_package
+from rapidformer_templates.planning.environment import versions_of
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.folder import MetricsLine, RunFolder, Summary, is_test_line, read_metrics
@@ -29,7 +27,10 @@ if TYPE_CHECKING:
     from rapidformer_templates.engines.assembly import Assembly
     from rapidformer_templates.run.loop import Loop
 
-REPORTED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "fairscale", "onnxruntime")
+REPORTED_PACKAGES = (
+    "rapidformer_templates", "torch", "transformers", "datasets", "accelerate", "deepspeed", "fairscale", "onnxruntime",
+)  # fmt: skip
+"""Packages whose versions may affect a run's results."""
 
 
 def show_plan(plan: Plan) -> None:
@@ -48,17 +49,6 @@ def show_plan(plan: Plan) -> None:
         lines.append(f"switches   {' → '.join(plan.switches)}")
     lines += [f"note       {note}" for note in plan.notes]
     print_lines("\n".join(lines))
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that may affect a run's results."""
-    versions_by_package = {"python": platform.python_version()}
-    for name in ("rapidformer_templates", *REPORTED_PACKAGES):
-        try:
-            versions_by_package[name] = version_of_package(name)
-        except PackageNotFoundError:
-            continue
-    return versions_by_package
 
 
 def summarise(loop: Loop, metrics: dict[str, float], receipts: Measurements) -> Summary:
@@ -102,7 +92,7 @@ def what_was_done(run: Run, meter: Meter, receipts: Measurements) -> Summary:
         "parameters": parameters,
         "trainable_parameters": trainable,
         "receipts": receipts,
-        "versions": versions(),
+        "versions": versions_of(REPORTED_PACKAGES),
     }
 
 

@@ -50,37 +50,35 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
             config, template = configure.complete_black_box(config)
     if mistakes.errors:
         # A wrong flag may have been meant as one that seems to be missing. So only given values are checked.
-        _collect_missing_paths(config, mistakes)
+        if config.model.pretrained_model_name_or_path:
+            mistakes.run(check_model_files, config)
+        if config.data.tokenizer_path:
+            mistakes.run(check_tokenizer_files, config)
+        mistakes.run(check_load, config.training)
+        mistakes.run(check_data_folder, config.data)
+        mistakes.run(check_text_paths, config.data.data_path or ())
         if not mistakes.has_unknown_names:
-            with mistakes.collect():
-                check_folder(config)
+            mistakes.run(check_folder, config)
         mistakes.raise_all()
     if configure.is_searched(config):
         return template  # the search takes longer than importing torch, and must run only once
     ask_torch_if_needed(config.launch.device)
     with mistakes.collect():
         resolve(config, configure.environment_of_library(template, config), training=True)
-    with mistakes.collect():
-        check_folder(config)
-    with mistakes.collect():
-        check_task_flags(config)
+    mistakes.run(check_folder, config)
+    mistakes.run(check_task_flags, config)
     if config.training.task:
-        for check in (check_data_flags, check_metric):
-            with mistakes.collect():
-                check(config)
+        mistakes.run(check_data_flags, config)
+        mistakes.run(check_metric, config)
     with mistakes.collect():
         check_model_files(config)
         check_tokenizer_files(config)
-    with mistakes.collect():
-        check_load(config.training)
-    with mistakes.collect():
-        check_push(config)
+    mistakes.run(check_load, config.training)
+    mistakes.run(check_push, config)
     if is_on_hub(config.data):
-        with mistakes.collect():
-            check_data_folder(config.data)
+        mistakes.run(check_data_folder, config.data)
         mistakes.raise_all()  # before a long download
-    with mistakes.collect():
-        _check_data(config)
+    mistakes.run(_check_data, config)
     mistakes.raise_all()
     create_repository(config)
     return template
@@ -129,23 +127,6 @@ def exit_on_mistakes_of_program() -> None:
             raise  # the command that inspects this script reports it
         print(error.render(), file=sys.stderr)
         raise SystemExit(error.exit_status) from None
-
-
-def _collect_missing_paths(config: RunConfig, mistakes: MistakeCollector) -> None:
-    """Collect each path that a flag names and that does not exist."""
-    flags = config.model
-    if flags.pretrained_model_name_or_path:
-        with mistakes.collect():
-            check_model_files(config)
-    if config.data.tokenizer_path:
-        with mistakes.collect():
-            check_tokenizer_files(config)
-    with mistakes.collect():
-        check_load(config.training)
-    with mistakes.collect():
-        check_data_folder(config.data)
-    with mistakes.collect():
-        check_text_paths(config.data.data_path or ())
 
 
 def check_load(training: TrainingFlags) -> None:

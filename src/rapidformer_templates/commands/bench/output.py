@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from rapidformer_templates.planning.environment import versions_of
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
@@ -32,16 +32,6 @@ PACKAGES = (
     "numpy",
 )
 """Packages on which a measurement may depend."""
-
-
-def versions() -> dict[str, str]:
-    versions_by_package = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions_by_package[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions_by_package
 
 
 def machine() -> dict[str, str | int | None]:
@@ -88,7 +78,7 @@ def put_out(
     console(piped_width=120).print(table)
     for note in notes:
         print(note)
-    document = {"benchmark": name, "machine": machine(), "versions": versions(), **result, "notes": notes}
+    document = {"benchmark": name, "machine": machine(), "versions": versions_of(PACKAGES), **result, "notes": notes}
     files = [options.json] if options.json else []
     if options.output:
         files.append(options.output / f"{name}.json")

@@ -86,8 +86,7 @@ def check_training_columns(flags: DataFlags) -> None:
             continue
         mistakes = MistakeCollector()
         for flag, value in named.items():
-            with mistakes.collect():
-                find_column(columns, str(files[0]), flag, value, ())
+            mistakes.run(find_column, columns, str(files[0]), flag, value, ())
         mistakes.raise_all()
 
 
