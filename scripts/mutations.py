@@ -45,7 +45,12 @@ class Line:
 
 
 LINES = {
-    "gradients are not clipped": Line("engines/local.py", "self._clip(norm)", "pass", ("tests/engines/test_local.py",)),
+    "gradients are not clipped": Line(
+        "engines/local.py",
+        "clip_grads_with_norm_(parameters, self.clip_grad, norm)",
+        "pass",
+        ("tests/engines/test_local.py",),
+    ),
     "gradients are averaged in every micro batch": Line(
         "engines/local.py",
         "if self._exchanges:",

@@ -87,21 +87,14 @@ class Index:
         for offset, shape in boxes_of_run(self.local, self.start, flat.numel()):
             count = math.prod(shape)
             part = flat[done : done + count].view(shape)
-            for whole_offset, inside in self._in_whole(offset, shape):
-                yield whole_offset, part[inside]
             done += count
-
-    def _in_whole(
-        self, offset: Sequence[int], shape: Sequence[int]
-    ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Yield (offset in the whole tensor, slices of the box) for each part of a box of the local part."""
-        for box in self.boxes:
-            lows = [max(o, b.start) for o, b in zip(offset, box.local, strict=True)]
-            highs = [min(o + s, b.stop) for o, s, b in zip(offset, shape, box.local, strict=True)]
-            if all(low < high for low, high in zip(lows, highs, strict=True)):
-                whole = tuple(w + low - b.start for w, low, b in zip(box.offset, lows, box.local, strict=True))
-                inside = tuple(slice(low - o, high - o) for low, high, o in zip(lows, highs, offset, strict=True))
-                yield whole, inside
+            for box in self.boxes:
+                lows = [max(o, b.start) for o, b in zip(offset, box.local, strict=True)]
+                highs = [min(o + s, b.stop) for o, s, b in zip(offset, shape, box.local, strict=True)]
+                if all(low < high for low, high in zip(lows, highs, strict=True)):
+                    whole = tuple(w + low - b.start for w, low, b in zip(box.offset, lows, box.local, strict=True))
+                    inside = tuple(slice(low - o, high - o) for low, high, o in zip(lows, highs, offset, strict=True))
+                    yield whole, part[inside]
 
 
 def local_boxes(tensor: torch.Tensor) -> list[Box]:
@@ -144,13 +137,15 @@ def boxes_of(
             segments_of_dims[placement.dim] = list(_share(segments_of_dims[placement.dim], parts, size, rank))
     if not all(segments_of_dims):
         return []
+    local_starts = [itertools.accumulate((length for _, length in dim), initial=0) for dim in segments_of_dims]
+    pairs_of_dims = (zip(dim, starts, strict=False) for dim, starts in zip(segments_of_dims, local_starts, strict=True))
     return [
         Box(
-            offset=tuple(start for start, _, _ in stretches),
-            shape=tuple(length for _, length, _ in stretches),
-            local=tuple(slice(at, at + length) for _, length, at in stretches),
+            offset=tuple(start for (start, _), _ in pairs),
+            shape=tuple(length for (_, length), _ in pairs),
+            local=tuple(slice(at, at + length) for (_, length), at in pairs),
         )
-        for stretches in itertools.product(*(_with_offsets(segments) for segments in segments_of_dims))
+        for pairs in itertools.product(*pairs_of_dims)
     ]
 
 
@@ -198,12 +193,6 @@ def _between(segments: Segments, begin: int, end: int) -> Iterator[tuple[int, in
         if low < high:
             yield start + low - at, high - low
         at += length
-
-
-def _with_offsets(segments: Segments) -> list[tuple[int, int, int]]:
-    """Return (start in the whole tensor, length, start in the local tensor) of each segment."""
-    at = itertools.accumulate((length for _, length in segments), initial=0)
-    return [(start, length, begin) for (start, length), begin in zip(segments, at, strict=False)]
 
 
 def boxes_of_run(shape: Sequence[int], start: int, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,34 +73,28 @@ def add_noise(model: nn.Module, alpha: float, seed: int) -> None:
             hint="leave it out",
         )
     embeddings: Any = reader.get_input_embeddings()
-    embeddings.register_forward_hook(_AddNoise(alpha, seed))
+    embeddings.register_forward_hook(partial(_add_noise, alpha, seed))
     reader.register_forward_hook(_check)
 
 
-class _AddNoise:
-    """Forward hook of the embeddings."""
-
-    def __init__(self, alpha: float, seed: int) -> None:
-        self.alpha, self.seed = alpha, seed
-
-    def __call__(self, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor | None:
-        current = _current_batch.get()
-        if current is None or not module.training:
-            return None  # an evaluation, or a forward outside a training step
-        rows, tokens, features = output.shape
-        mask = torch.ones(rows, tokens, device=output.device) if current.mask is None else current.mask
-        if mask.shape != (rows, tokens) or len(current.positions) != rows:
-            raise ModelError(
-                f"the embeddings have {rows} rows × {tokens} tokens, but the batch has {len(current.positions)} "
-                f"samples and a mask of {' × '.join(map(str, mask.shape))}",
-                where=FLAG,
-                hint="noise needs batches with one row per sample; leave it out",
-            )
-        current.is_noisy = True
-        share = uniform(keys_of(current.positions, self.seed).to(output.device, non_blocking=True), mask, features)
-        lengths = mask.sum(dim=1).clamp(min=1)
-        reach = self.alpha / (lengths * features).sqrt()
-        return output + (share * reach[:, None, None]).to(output.dtype)
+def _add_noise(alpha: float, seed: int, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor | None:
+    current = _current_batch.get()
+    if current is None or not module.training:
+        return None  # an evaluation, or a forward outside a training step
+    rows, tokens, features = output.shape
+    mask = torch.ones(rows, tokens, device=output.device) if current.mask is None else current.mask
+    if mask.shape != (rows, tokens) or len(current.positions) != rows:
+        raise ModelError(
+            f"the embeddings have {rows} rows × {tokens} tokens, but the batch has {len(current.positions)} "
+            f"samples and a mask of {' × '.join(map(str, mask.shape))}",
+            where=FLAG,
+            hint="noise needs batches with one row per sample; leave it out",
+        )
+    current.is_noisy = True
+    share = uniform(keys_of(current.positions, seed).to(output.device, non_blocking=True), mask, features)
+    lengths = mask.sum(dim=1).clamp(min=1)
+    reach = alpha / (lengths * features).sqrt()
+    return output + (share * reach[:, None, None]).to(output.dtype)
 
 
 def _check(model: nn.Module, inputs: object, output: object) -> None:

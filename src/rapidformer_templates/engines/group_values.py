@@ -103,30 +103,24 @@ def read(optimizer: Optimizer, index: int, names: Sequence[str], reader: StateRe
 def counts_in_groups(optimizer: Optimizer) -> bool:
     """Whether an optimizer counts steps in its groups, and not per parameter.
 
-    The optimizers of torch, DeepSpeed and this library count per parameter. For others, a trial step on a dummy
-    parameter decides.
+    The optimizers of torch, DeepSpeed and this library count per parameter. For others, a trial step of a copy on a
+    dummy parameter with a zero gradient decides.
     """
     if type(optimizer).__module__.startswith(COUNTS_PER_PARAMETER):
         inner = getattr(optimizer, "inner", None)  # offloaded to the host
         return isinstance(inner, Optimizer) and counts_in_groups(inner)
-    if optimizer not in _counts_in_groups:
-        _counts_in_groups[optimizer] = _counts_in_group_of_a_probe(optimizer)
-    return _counts_in_groups[optimizer]
-
-
-def _counts_in_group_of_a_probe(optimizer: Optimizer) -> bool:
-    """Step a copy of the optimizer on a dummy parameter with a zero gradient, and check where the count is."""
-    group = optimizer.param_groups[0]
+    if optimizer in _counts_in_groups:
+        return _counts_in_groups[optimizer]
     device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
     parameter = torch.nn.Parameter(torch.zeros(2, 2, device=device))
     parameter.grad = torch.zeros_like(parameter)
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
-    options = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-    probe.param_groups = [{**options, "params": [parameter]}]
+    probe.param_groups = [{**_copy_of(optimizer.param_groups[0]), "params": [parameter]}]
     probe.state = defaultdict(dict)
     probe.step()
-    return COUNT in probe.param_groups[0] and COUNT not in probe.state[parameter]
+    _counts_in_groups[optimizer] = COUNT in probe.param_groups[0] and COUNT not in probe.state[parameter]
+    return _counts_in_groups[optimizer]
 
 
 def step_once(zero: Any) -> None:

@@ -53,7 +53,13 @@ class HostOptimizer(Optimizer):
         assert closure is None, "engines do not call a closure"
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter in parameters:
-            self._fetch(parameter)
+            copy = self._copies[parameter]
+            if self._versions.get(parameter) != parameter._version:  # something else has changed it: a checkpoint
+                copy.copy_(parameter, non_blocking=True)
+            copy.grad = None
+            if parameter.grad is not None:
+                copy.grad = self._gradients[parameter]
+                copy.grad.copy_(parameter.grad, non_blocking=True)
         if not is_in_host_memory(parameters[0].device):
             torch.accelerator.synchronize()  # the copies to the host are asynchronous
         for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
@@ -67,17 +73,6 @@ class HostOptimizer(Optimizer):
                 # The next step writes to the copy only after it has waited for the device.
                 parameter.copy_(self._copies[parameter], non_blocking=True)
             self._versions[parameter] = parameter._version
-
-    def _fetch(self, parameter: nn.Parameter) -> None:
-        """Copy a gradient to the host, and also the weight if something else has changed it (a checkpoint)."""
-        copy = self._copies[parameter]
-        if self._versions.get(parameter) != parameter._version:
-            copy.copy_(parameter, non_blocking=True)
-        if parameter.grad is None:
-            copy.grad = None
-            return
-        copy.grad = self._gradients[parameter]
-        copy.grad.copy_(parameter.grad, non_blocking=True)
 
     def _expose_state(self) -> None:
         """Make the state in host memory accessible under the device's parameters."""

@@ -219,7 +219,8 @@ class SingleEngine:
                     if gradients := [p.grad for p in parameters if p.grad is not None]:
                         torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
             if 0 < self.clip_grad < length + 1e-6:  # otherwise torch would multiply every gradient by one
-                self._clip(norm)
+                for parameters in self._parameters_by_mesh:
+                    clip_grads_with_norm_(parameters, self.clip_grad, norm)
             self._update()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=not finite)
@@ -242,10 +243,6 @@ class SingleEngine:
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=skipped)
         return skipped
-
-    def _clip(self, norm: torch.Tensor) -> None:
-        for parameters in self._parameters_by_mesh:
-            clip_grads_with_norm_(parameters, self.clip_grad, norm)
 
     @cached_property
     def _parameters_by_mesh(self) -> Sequence[Sequence[nn.Parameter]]:

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -48,7 +48,12 @@ class _InspectedTensor:
 
 
 class _InspectedBatch:
-    """The micro batch that the model is processing."""
+    """The micro batch that the model is processing.
+
+    Attributes:
+        derived_masks: masks that transformers derived from the inspected one, with the host's answer.
+        with_positions: for each nested model call, whether it received positions.
+    """
 
     def __init__(self, microbatch: MicroBatch, batch: Batch) -> None:
         self._inspected: dict[str, _InspectedTensor] = {}
@@ -56,32 +61,13 @@ class _InspectedBatch:
             tensor = field_of(batch, name)
             if tensor is not None:
                 self._inspected[name] = _InspectedTensor(tensor, answer)
-        self._derived_masks: list[
-            tuple[torch.Tensor, bool]
-        ] = []  # masks that transformers derived from the inspected one
-        self._with_positions: list[bool] = []  # for each nested model call, whether it received positions
+        self.derived_masks: list[tuple[torch.Tensor, bool]] = []
+        self.with_positions: list[bool] = []
 
     def answer_for(self, name: str, tensor: torch.Tensor) -> bool | None:
         """Return the host's answer about a tensor, or None if the host has not inspected it."""
         inspected = self._inspected.get(name)
         return inspected.answer if inspected and inspected.has_values_of(tensor) else None
-
-    def record_derived_mask(self, tensor: torch.Tensor, answer: bool) -> None:
-        self._derived_masks.append((tensor, answer))
-
-    def derived_mask(self, tensor: torch.Tensor) -> bool | None:
-        return next((answer for mask, answer in self._derived_masks if mask is tensor), None)
-
-    def enter(self, *, with_positions: bool) -> None:
-        self._with_positions.append(with_positions)
-
-    def leave(self) -> None:
-        self._with_positions.pop()
-
-    @property
-    def has_own_positions(self) -> bool:
-        """Whether the model creates its own positions: 0, 1, 2 … in each row."""
-        return bool(self._with_positions) and not any(self._with_positions)
 
 
 _batch_variable: ContextVar[_InspectedBatch | None] = ContextVar("micro batch", default=None)
@@ -104,27 +90,21 @@ def watch_positions(model: nn.Module) -> None:
         if isinstance(part, PreTrainedModel):
             names = list(inspect.signature(part.forward).parameters)
             indices = [index for index, name in enumerate(names) if "position" in name]
-            part.register_forward_pre_hook(_EnterModel(indices), with_kwargs=True)
+            part.register_forward_pre_hook(partial(_enter_model, indices), with_kwargs=True)
             part.register_forward_hook(_leave_model, always_call=True)
 
 
-class _EnterModel:
-    """Pre-forward hook of a model. ``indices`` are the indices of its arguments that are positions."""
-
-    def __init__(self, indices: list[int]) -> None:
-        self._indices = indices
-
-    def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        current = _current_batch()
-        if current:
-            named = any(value is not None for name, value in kwargs.items() if "position" in name)
-            current.enter(with_positions=named or any(args[i] is not None for i in self._indices if i < len(args)))
+def _enter_model(indices: list[int], model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    current = _current_batch()
+    if current:
+        named = any(value is not None for name, value in kwargs.items() if "position" in name)
+        current.with_positions.append(named or any(args[i] is not None for i in indices if i < len(args)))
 
 
 def _leave_model(model: nn.Module, args: object, output: object) -> None:
     current = _current_batch()
     if current:
-        current.leave()
+        current.with_positions.pop()
 
 
 def _current_batch() -> _InspectedBatch | None:
@@ -150,14 +130,19 @@ def _record_mask(check: Answer, config: Any, inputs: Any, mask: Any = None, *oth
     if current and isinstance(source, torch.Tensor) and isinstance(result[1], torch.Tensor):
         full = current.answer_for(MASK, source)
         if full is not None:
-            current.record_derived_mask(result[1], full)
+            current.derived_masks.append((result[1], full))
     return result
+
+
+def _is_full(mask: torch.Tensor | None) -> bool | None:
+    """Return the host's answer about a derived mask, or None if there is no answer."""
+    current = _current_batch()
+    return next((answer for derived, answer in current.derived_masks if derived is mask), None) if current else None
 
 
 def _causal_mask_suffices(check: Answer, mask: Any, q_length: int, kv_length: int, *others: Any, **more: Any) -> Any:
     """Whether the causal mask is sufficient: a full padding mask counts as none, any other mask is needed."""
-    current = _current_batch()
-    full = current.derived_mask(mask) if current and mask is not None else None
+    full = _is_full(mask)
     if full is None or not mask.shape[-1] == kv_length == q_length:
         return check(mask, q_length, kv_length, *others, **more)
     return full and check(None, q_length, kv_length, *others, **more)
@@ -165,8 +150,7 @@ def _causal_mask_suffices(check: Answer, mask: Any, q_length: int, kv_length: in
 
 def _nothing_is_masked(check: Answer, mask: Any, kv_length: int, *others: Any, **more: Any) -> Any:
     """Whether nothing is masked, so that every token sees every other one."""
-    current = _current_batch()
-    full = current.derived_mask(mask) if current and mask is not None else None
+    full = _is_full(mask)
     if full is None or mask.shape[-1] != kv_length:
         return check(mask, kv_length, *others, **more)
     return full and check(None, kv_length, *others, **more)
@@ -178,7 +162,8 @@ def _packed_sequences(check: Answer, positions: torch.Tensor) -> torch.Tensor | 
     if current is None:
         return check(positions)
     in_rows = current.answer_for(POSITIONS, positions)
-    if in_rows is None and not current.has_own_positions:
+    has_own_positions = current.with_positions and not any(current.with_positions)  # 0, 1, 2 … in each row
+    if in_rows is None and not has_own_positions:
         return check(positions)
     if in_rows is not False:
         return None

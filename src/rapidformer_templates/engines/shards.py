@@ -303,9 +303,8 @@ def _norm_of_each(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_type.setdefault(gradient.dtype, []).append(gradient)
-    groups = by_type.items()
     return [
         norm
-        for dtype, values in groups
+        for dtype, values in by_type.items()
         for norm in torch._foreach_norm(values, dtype=torch.promote_types(dtype, torch.float32))
     ]

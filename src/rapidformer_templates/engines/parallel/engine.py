@@ -32,7 +32,7 @@ from rapidformer_templates.engines.shards import (
 )
 from rapidformer_templates.models.blocks import canonical_name, width_of
 from rapidformer_templates.planning.optimizers import updates_elementwise, updates_in_chunks
-from rapidformer_templates.planning.plan import MasterTypes, Plan
+from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.workers import Workers
 
 
@@ -50,7 +50,8 @@ class ParallelEngine(SingleEngine):
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
         self._sharding = plan.engine_options.shard_over_data
-        self._gradient_types = _gradient_types(plan.engine_options.master_weights)
+        types = plan.engine_options.master_weights  # None if parameters keep their type
+        self._gradient_types = types and GradientTypes(TYPES[types.accumulate], TYPES[types.reduce])
         self._sharded_gradients: ShardedGradients
         self._last = False  # whether gradients are complete after this micro batch
 
@@ -146,9 +147,8 @@ class ParallelEngine(SingleEngine):
         self._sharded_gradients.reduce()
         if self.workers.copies > 1:
             self.receipts["gradient_exchange"] = self._sharded_gradients.exchange()
-            self._broadcast_from_first_replica(
-                self._kept_buffers
-            )  # running statistics, for example, as DDP broadcasts them
+            # Running statistics, for example, as DDP broadcasts them.
+            self._broadcast_from_first_replica(self._kept_buffers)
 
     def _iter_update_chunks(self) -> Iterator[None]:
         yield from self._sharded_gradients.iter_update_chunks(in_chunks=self._updates_in_chunks)
@@ -171,7 +171,7 @@ class ParallelEngine(SingleEngine):
         }
 
     def _local_gradients(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        return ((unit.values, gradient) for unit, gradient in self._sharded_gradients.reduced_gradients())
+        return ((unit.values, gradient) for unit, gradient in self._sharded_gradients.reduced_gradients.items())
 
     def shards(self, kind: ShardKind) -> Iterator[Shard]:
         if kind != "gradients":
@@ -203,8 +203,3 @@ def _shard_of_unit(unit: UpdateShard, parameter: Shard) -> Shard:
 def _path_of(kind: object) -> str:
     """Return the import path of an optimizer class, or "" for any other factory."""
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else ""
-
-
-def _gradient_types(types: MasterTypes | None) -> GradientTypes | None:
-    """Return the gradient types of 16-bit parameters. None if parameters keep their type."""
-    return None if types is None else GradientTypes(TYPES[types.accumulate], TYPES[types.reduce])

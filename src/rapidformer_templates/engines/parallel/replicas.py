@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -95,7 +95,8 @@ class ShardedGradients:
 
     Attributes:
         units: what the optimizer of this rank updates.
-        compute_dtype: names of the 16-bit parameters that have masters.
+        with_masters: names of the 16-bit parameters that have masters.
+        reduced_gradients: the summed gradient of each unit that has one, between :meth:`reduce` and the update.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class ShardedGradients:
             if entry.compute_dtype:
                 cast_to_compute_dtype(entry.parameter, entry.compute_dtype)
         self._sums: dict[Bucket, torch.Tensor] = {}  # this rank's share of the summed gradients
-        self._reduced_gradients: dict[UpdateShard, torch.Tensor] = {}  # the summed gradients of units
+        self.reduced_gradients: dict[UpdateShard, torch.Tensor] = {}
         self._fp32_accumulated: dict[int, torch.Tensor] = {}  # gradients of 16-bit parameters accumulated so far
         self._used = [False] * len(trained)
         self._exchanging = False  # whether the current backward exchanges gradients
@@ -204,7 +205,12 @@ class ShardedGradients:
             )
         is_sent_at_once = self._exchanging and index in self._shared and index not in self._fp32_accumulated
         if self.trained[index].compute_dtype and not is_sent_at_once:
-            self._accumulate_in_fp32(index)
+            gradient = self.trained[index].gradient
+            if index in self._fp32_accumulated and gradient is not None:
+                self._fp32_accumulated[index] += gradient
+            elif gradient is not None:  # None in a micro batch that does not count
+                self._fp32_accumulated[index] = gradient.to(self._types.accumulate)
+            self.trained[index].parameter.grad = None
         if self._exchanging:
             self._ready.add(index)
             while self._queue and self._may_send(self._queue[0]):
@@ -221,17 +227,6 @@ class ShardedGradients:
         if self._collectives_in_backward and self._pending is not None and not self._pending.is_complete:
             return False
         return all(segment.parameter in self._ready for segment in bucket.segments)
-
-    def _accumulate_in_fp32(self, index: int) -> None:
-        """Add a 16-bit gradient to the accumulated one, and free it."""
-        gradient = self.trained[index].gradient
-        if gradient is None:  # of a micro batch that does not count
-            return
-        if index in self._fp32_accumulated:
-            self._fp32_accumulated[index] += gradient
-        else:
-            self._fp32_accumulated[index] = gradient.to(self._types.accumulate)
-        self.trained[index].parameter.grad = None
 
     def _gradient(self, index: int) -> torch.Tensor | None:
         """Return the gradient that this worker's backward passes have accumulated for a parameter."""
@@ -251,17 +246,13 @@ class ShardedGradients:
             used = self._used_anywhere()
         else:
             used = [self._gradient(index) is not None for index in range(len(self.trained))]
-        self._reduced_gradients = dict(self._gradients_of_units(used))
-
-    def _gradients_of_units(self, used: Sequence[bool]) -> Iterator[tuple[UpdateShard, torch.Tensor]]:
-        for index, unit in self._unsharded.items():
-            if used[index]:
-                yield unit, self._summed(index)
+        self.reduced_gradients = {unit: self._summed(index) for index, unit in self._unsharded.items() if used[index]}
         used_parameters = {id(entry) for entry, flag in zip(self.trained, used, strict=True) if flag}
         for bucket, runs in self._runs.items():
             for unit, offset in runs:
                 if id(unit.of) in used_parameters:
-                    yield unit, self._sums[bucket][offset : offset + unit.values.numel()].view(unit.values.shape)
+                    gradient = self._sums[bucket][offset : offset + unit.values.numel()]
+                    self.reduced_gradients[unit] = gradient.view(unit.values.shape)
 
     def _start(self, bucket: Bucket) -> None:
         """Start the reduction of a bucket, and finish that of the previous one."""
@@ -358,10 +349,6 @@ class ShardedGradients:
 
     # Update.
 
-    def reduced_gradients(self) -> Iterable[tuple[UpdateShard, torch.Tensor]]:
-        """Return the summed gradient of each unit that has one, between :meth:`reduce` and the update."""
-        return self._reduced_gradients.items()
-
     def iter_update_chunks(self, *, in_chunks: bool) -> Iterator[None]:
         """Yield while units have their gradients, in their own type. The caller then updates those units.
 
@@ -371,7 +358,7 @@ class ShardedGradients:
         """
         for units in self._update_chunks if in_chunks else [self.units]:
             for unit in units:
-                gradient = self._reduced_gradients.get(unit)
+                gradient = self.reduced_gradients.get(unit)
                 unit.values.grad = None if gradient is None else gradient.to(unit.values.dtype)
             yield
             for unit in units:
@@ -411,32 +398,26 @@ class ShardedGradients:
         for unit in self._unsharded.values():
             if unit.of.compute_dtype:
                 unit.of.local.copy_(unit.values)
-        for bucket in self._runs:
-            like = self.trained[bucket.segments[0].parameter].local
-            flat = self._gather_bucket(bucket, like.dtype)
+        for bucket, runs in self._runs.items():
+            flat = share = self.trained[bucket.segments[0].parameter].local.new_zeros(bucket.share)
+            for unit, offset in runs:
+                share[offset : offset + unit.values.numel()] = unit.values.detach().view(-1)
+            group = self._keys[bucket].copies.group
+            if bucket.owner is not None:
+                dist.broadcast(share, group=group, group_src=bucket.owner)
+            else:
+                flat = share.new_empty(bucket.packed)
+                all_gather(flat, share, group=group)
             for (index, start, count), offset in bucket.with_offsets():
                 self.trained[index].local.view(-1)[start : start + count] = flat[offset : offset + count]
         self._synced_versions = self._versions()
-
-    def _gather_bucket(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """Gather a bucket's units from all replicas, packed end to end."""
-        share = self.trained[bucket.segments[0].parameter].local.new_zeros(bucket.share, dtype=dtype)
-        for unit, offset in self._runs[bucket]:
-            share[offset : offset + unit.values.numel()] = unit.values.detach().view(-1)
-        group = self._keys[bucket].copies.group
-        if bucket.owner is not None:
-            dist.broadcast(share, group=group, group_src=bucket.owner)
-            return share
-        flat = share.new_empty(bucket.packed)
-        all_gather(flat, share, group=group)
-        return flat
 
     def drop(self) -> None:
         """Free the gradients, including those that an error has left pending."""
         self._pending = None  # does not wait, because the other workers may be gone
         self._queue.clear()
         self._sums.clear()
-        self._reduced_gradients.clear()
+        self.reduced_gradients.clear()
         self._fp32_accumulated.clear()
         self._sent_buckets.clear()
         self._sends = self._sends_in_backward = 0
