@@ -187,11 +187,11 @@ def _check_can_be_grouped(options: Mapping[str, object], name: str) -> None:
             ) from None  # fmt: skip
 
 
-def as_schedule(schedule: Schedule | LRScheduler, steps: int | None = None) -> Schedule:
+def as_schedule(schedule: Schedule | LRScheduler, steps: int | None) -> Schedule:
     """Convert a torch scheduler, whose optimizer never steps, to a schedule. Other schedules are returned unchanged.
 
     Args:
-        steps: number of steps to check immediately. The default is two.
+        steps: number of steps to check immediately. None checks two.
 
     Raises:
         ConfigError: the scheduler depends on something other than the step, changes something other than the learning

@@ -205,7 +205,7 @@ class ForwardSequenceCheck:
     def _skipped_error(self, name: str, who: str = "") -> RapidformerError:
         return self._unused_error(self._parameters[name] or [name], who)
 
-    def _unused_error(self, names: Sequence[str], who: str = "") -> RapidformerError:
+    def _unused_error(self, names: Sequence[str], who: str) -> RapidformerError:
         return RapidformerError(
             f"a micro batch does not use all parameters: {', '.join(names[:6])}{who}",
             where=f"{self._where}, which gathers them on all workers at the same time",

@@ -38,14 +38,13 @@ class Peers:
     size: int
     rank: int
 
-    def share(self, length: int, rank: int | None = None) -> tuple[int, int]:
-        """Return (begin, end) of a worker's share of ``length``.
+    def share(self, length: int) -> tuple[int, int]:
+        """Return (begin, end) of this worker's share of ``length``.
 
         Like in ``torch.chunk``, the last shares may be smaller.
         """
         step = -(-length // self.size)
-        rank = self.rank if rank is None else rank
-        return min(rank * step, length), min((rank + 1) * step, length)
+        return min(self.rank * step, length), min((self.rank + 1) * step, length)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the workers. A contiguous ``tensor`` is overwritten with the result."""

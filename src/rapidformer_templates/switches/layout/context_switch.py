@@ -16,7 +16,7 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
     replace,
 )
@@ -36,6 +36,20 @@ class ContextParallelFlags:
     )
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF230",
+    "All-to-all needs attention heads for each worker: the context size divides their number.",
+    "each worker computes attention over whole sequences for its share of the heads; a ring does not divide heads",
+    "[DeepSpeed-Ulysses]",
+    Example(
+        "--context-parallel-size 3 --context-parallel-kind all-to-all --model-type gpt2 "
+        "--num-attention-heads 4 --world-size 3"
+    ),
+    refusal="All-to-all context parallelism with a size that does not divide the attention heads.",
+)
 def _heads_divide(request: Request) -> list[Finding]:
     heads, sizes = request.model.num_attention_heads, request.sizes
     if request.config.get(KIND) != "all-to-all" or heads is None or heads % (sizes.context * sizes.tensor) == 0:
@@ -55,6 +69,14 @@ def _heads_divide(request: Request) -> list[Finding]:
     ]
 
 
+@RULES.add(
+    "RF231",
+    "Sequences are divided in decoders and encoders, not in models that have both.",
+    "a decoder reads the output of the encoder, whose sequence is another one",
+    "[rapidformer_templates]",
+    Example("--context-parallel-size 2 --task seq2seq_lm --world-size 2"),
+    refusal="Context parallelism for an encoder-decoder model.",
+)
 def _one_sequence(request: Request) -> list[Finding]:
     if request.config.training.task != "seq2seq_lm" and request.model.model_type not in ENCODER_DECODERS:
         return []
@@ -104,28 +126,5 @@ CONTEXT_PARALLEL = Switch(
     engine_options=lambda request, options: dataclasses.replace(options, context_kind=request.config.get(KIND)),
     receipt=("context_tokens", "context_attention", "context_kind"),
     acted=_acted,
-    rules=(
-        Rule(
-            "RF230",
-            "All-to-all needs attention heads for each worker: the context size divides their number.",
-            "each worker computes attention over whole sequences for its share of the heads; a ring does not "
-            "divide heads",
-            "[DeepSpeed-Ulysses]",
-            _heads_divide,
-            Example(
-                "--context-parallel-size 3 --context-parallel-kind all-to-all --model-type gpt2 "
-                "--num-attention-heads 4 --world-size 3"
-            ),
-            refusal="All-to-all context parallelism with a size that does not divide the attention heads.",
-        ),
-        Rule(
-            "RF231",
-            "Sequences are divided in decoders and encoders, not in models that have both.",
-            "a decoder reads the output of the encoder, whose sequence is another one",
-            "[rapidformer_templates]",
-            _one_sequence,
-            Example("--context-parallel-size 2 --task seq2seq_lm --world-size 2"),
-            refusal="Context parallelism for an encoder-decoder model.",
-        ),
-    ),
+    rules=tuple(RULES),
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE
-from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule, add, replace
+from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule, RuleList, add, replace
 from rapidformer_templates.switches.layout.context_switch import CONTEXT_PARALLEL
 from rapidformer_templates.switches.layout.expert_switch import EXPERT_PARALLEL
 from rapidformer_templates.switches.layout.pipeline_switch import PIPELINE_PARALLEL
@@ -29,6 +29,30 @@ def _smaller(name: str, size: int, fits: Callable[[int], bool]) -> tuple[Change,
     return (replace({name: best}),) if best else ()
 
 
+LAYOUT_RULES = RuleList(
+    [
+        Rule(
+            "RF003",
+            "Tensor, context and pipeline parallelism need the Trainer template.",
+            "the other templates keep the whole model and whole sequences in each worker",
+            "[R]",
+            needs_template(*PARALLEL),
+            Example("--template Pretrainer --tensor-model-parallel-size 2 --world-size 2"),
+            refusal="Tensor, context or pipeline parallelism in a Finetuner or a Pretrainer.",
+        ),
+    ]
+)
+
+
+@LAYOUT_RULES.add(
+    "RF004",
+    "With 3D parallelism only ZeRO-1, ZeRO-2 or the distributed optimizer partition the model's states; with "
+    "context parallelism alone, FSDP does as well.",
+    "the others shard or gather over all workers, but these have already divided the model or its sequences",
+    "[R, M]",
+    Example("--tensor-model-parallel-size 2 --fsdp-memory-optimization --world-size 4"),
+    refusal="FSDP, ZeRO-3, OSS or SDP together with tensor, context or pipeline parallelism.",
+)
 def _few_partitions(request: Request) -> list[Finding]:
     parallel = _parallel(request)
     # Context parallelism alone leaves all parameters to the engine of another switch.
@@ -44,6 +68,14 @@ def _few_partitions(request: Request) -> list[Finding]:
     ]
 
 
+@LAYOUT_RULES.add(
+    "RF009",
+    "Tensor × context × pipeline × data is the number of workers.",
+    "each worker holds one tensor shard of one pipeline stage of one replica, for one part of its sequences",
+    "[M]",
+    Example("--tensor-model-parallel-size 3 --world-size 4"),
+    refusal="Sizes of tensor, context and pipeline parallelism whose product does not divide the workers.",
+)
 def _workers_divide(request: Request) -> list[Finding]:
     sizes = request.sizes
     world, divides = sizes.world, sizes.divides
@@ -119,47 +151,18 @@ def _matrices_divide(request: Request) -> list[Finding]:
     ]
 
 
-LAYOUT_RULES = (
-    Rule(
-        "RF003",
-        "Tensor, context and pipeline parallelism need the Trainer template.",
-        "the other templates keep the whole model and whole sequences in each worker",
-        "[R]",
-        needs_template(*PARALLEL),
-        Example("--template Pretrainer --tensor-model-parallel-size 2 --world-size 2"),
-        refusal="Tensor, context or pipeline parallelism in a Finetuner or a Pretrainer.",
-    ),
-    Rule(
-        "RF004",
-        "With 3D parallelism only ZeRO-1, ZeRO-2 or the distributed optimizer partition the model's states; with "
-        "context parallelism alone, FSDP does as well.",
-        "the others shard or gather over all workers, but these have already divided the model or its sequences",
-        "[R, M]",
-        _few_partitions,
-        Example("--tensor-model-parallel-size 2 --fsdp-memory-optimization --world-size 4"),
-        refusal="FSDP, ZeRO-3, OSS or SDP together with tensor, context or pipeline parallelism.",
-    ),
-    Rule(
-        "RF009",
-        "Tensor × context × pipeline × data is the number of workers.",
-        "each worker holds one tensor shard of one pipeline stage of one replica, for one part of its sequences",
-        "[M]",
-        _workers_divide,
-        Example("--tensor-model-parallel-size 3 --world-size 4"),
-        refusal="Sizes of tensor, context and pipeline parallelism whose product does not divide the workers.",
-    ),
-    Rule(
-        "RF010",
-        "The pipeline size divides the number of blocks and is below it; the tensor size divides heads and hidden "
-        "size.",
-        "stages and shards of unequal size would wait for the largest one, or could not be made at all; "
-        "--pipeline-stages asks for unequal stages on purpose",
-        "[M]",
-        lambda request: [*_blocks_divide(request), *_matrices_divide(request)],
-        Example("--pipeline-model-parallel-size 4 --num-layers 6 --world-size 4"),
-        refusal="A pipeline size or a tensor size that does not divide the model.",
-    ),
+@LAYOUT_RULES.add(
+    "RF010",
+    "The pipeline size divides the number of blocks and is below it; the tensor size divides heads and hidden size.",
+    "stages and shards of unequal size would wait for the largest one, or could not be made at all; "
+    "--pipeline-stages asks for unequal stages on purpose",
+    "[M]",
+    Example("--pipeline-model-parallel-size 4 --num-layers 6 --world-size 4"),
+    refusal="A pipeline size or a tensor size that does not divide the model.",
 )
+def _model_divides(request: Request) -> list[Finding]:
+    return [*_blocks_divide(request), *_matrices_divide(request)]
+
 
 SWITCHES = (
     *(

@@ -16,7 +16,7 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
     always,
     drop,
@@ -54,6 +54,17 @@ def _group_text(request: Request) -> str:
     return f"{context}data-parallel size {sizes.data}"
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF020",
+    "The number of experts is a multiple of the workers that they are divided over.",
+    "each worker holds the same number of experts",
+    "[deepspeed]",
+    Example("--num-experts 3 --expert-parallel --world-size 2"),
+    refusal="A number of experts that the workers cannot share evenly.",
+)
 def _experts_divide(request: Request) -> list[Finding]:
     experts, group = request.config.get("num_experts") or request.model.num_experts, _group(request)
     if experts is None or experts % group == 0:
@@ -69,6 +80,15 @@ def _experts_divide(request: Request) -> list[Finding]:
     ]
 
 
+@RULES.add(
+    "RF277",
+    "--expert-model-parallel-size divides the workers that have copies of everything else: data × context.",
+    "every group of them has one copy of the experts, and all groups are equal; --expert-parallel is one "
+    "group of all of them",
+    "[M]",
+    Example("--num-experts 6 --expert-model-parallel-size 3 --world-size 4"),
+    refusal="A size of expert groups that does not divide the workers that have copies of everything else.",
+)
 def _groups_fit(request: Request) -> list[Finding]:
     size, workers = request.config.get(SIZE), request.sizes.copies
     if size is None:
@@ -97,7 +117,7 @@ def _dimensions(request: Request) -> Sequence[Dimension]:
     return (experts, *(copies if workers > size else ()))
 
 
-def _experts_divided(measured: Measured) -> str | None:
+def _acted(measured: Measured) -> str | None:
     if measured.plan.engine_options.experts_over == 1 or any(measured.all("divided_over_experts")):
         return None
     return "experts divided over the workers were expected; every worker has all of them"
@@ -127,28 +147,10 @@ EXPERT_PARALLEL = Switch(
     copies_differ=True,
     in_layout=lambda switch: dataclasses.replace(switch, engine=PARALLEL_ENGINE, master_weights=True),
     receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
-    acted=_experts_divided,
+    acted=_acted,
     rules=(
         HAS_EXPERTS,
-        Rule(
-            "RF020",
-            "The number of experts is a multiple of the workers that they are divided over.",
-            "each worker holds the same number of experts",
-            "[deepspeed]",
-            _experts_divide,
-            Example("--num-experts 3 --expert-parallel --world-size 2"),
-            refusal="A number of experts that the workers cannot share evenly.",
-        ),
-        Rule(
-            "RF277",
-            "--expert-model-parallel-size divides the workers that have copies of everything else: data × context.",
-            "every group of them has one copy of the experts, and all groups are equal; --expert-parallel is one "
-            "group of all of them",
-            "[M]",
-            _groups_fit,
-            Example("--num-experts 6 --expert-model-parallel-size 3 --world-size 4"),
-            refusal="A size of expert groups that does not divide the workers that have copies of everything else.",
-        ),
+        *RULES,
         excludes(
             "expert-parallel",
             lambda switch: switch.family in (PARTITIONING, "offload") and not switch.divides_copies,

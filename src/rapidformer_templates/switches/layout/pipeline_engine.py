@@ -58,7 +58,7 @@ class Links:
         leaving: maximum number of pending transfers in each direction.
     """
 
-    def __init__(self, workers: Workers, leaving: int = LEAVING) -> None:
+    def __init__(self, workers: Workers, leaving: int) -> None:
         assert workers.mesh is not None
         self.workers = workers
         self.leaving = leaving
@@ -182,11 +182,6 @@ class PipelineEngine(ParallelEngine):
             torch.autograd.backward(output, gradient)
         self._sharded_gradients.end_backward()
 
-    def forward_of_part(self, microbatch: MicroBatch) -> Any:
-        """Run the user's hook in a part that does not end with the loss."""
-        with self._forward_context(microbatch) as batch:
-            return self.compute_loss(self.model, batch)
-
     @property
     def last_stage(self) -> int:
         """Index of the last stage of the whole model."""
@@ -262,10 +257,11 @@ class PipelineStep(Step):
             hidden = self._incoming.pop(Action(Kind.RECEIVE_FORWARD, stage, number)).unpack().requires_grad_()
             self._inputs[stage, number] = hidden
 
-        def body() -> torch.Tensor:
+        def body() -> Any:
             if stage == engine.last_stage:
                 return self._end_forward(engine.compute_loss(*self._begin_forward(microbatch)))
-            return engine.forward_of_part(microbatch)
+            with engine._forward_context(microbatch) as batch:
+                return engine.compute_loss(engine.model, batch)
 
         output = engine._stage_runner.run(stage // engine.workers.pipeline, hidden, body)
         if engine._auxiliary:

@@ -14,7 +14,7 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
     drop,
     replace,
@@ -51,6 +51,17 @@ def _stages(request: Request) -> int:
     return request.sizes.pipeline * int(request.config.get("virtual_pipeline_size"))
 
 
+RULES = RuleList()
+
+
+@RULES.add(
+    "RF075",
+    "--pipeline-stages gives the number of blocks of each stage, and covers all blocks.",
+    "every block is on one stage, and each of the pipeline's workers has as many stages as the others",
+    "[rapidformer_templates]",
+    Example("--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2"),
+    refusal="A list of pipeline stages that does not cover the blocks of the model.",
+)
 def _stages_fit(request: Request) -> list[Finding]:
     sizes, stages, layers = request.config.get("pipeline_stages"), _stages(request), request.model.num_layers
     if sizes in (None, AUTO_MEMORY):
@@ -74,19 +85,17 @@ def _stages_fit(request: Request) -> list[Finding]:
     ]
 
 
-def _enough_blocks(request: Request) -> list[Finding]:
-    stages, layers = _stages(request), request.model.num_layers
-    if layers is None or request.config.get("virtual_pipeline_size") == 1 or stages <= layers:
-        return []
-    return [
-        Finding(
-            f"{layers} blocks are too few for {stages} stages",
-            request.asked("virtual_pipeline_size", "pipeline_model_parallel_size"),
-            changes=(drop({"virtual_pipeline_size": 1}),),
-        )
-    ]
-
-
+@RULES.add(
+    "RF220",
+    "With --pipeline-stages auto-memory each worker has one stage of one or more blocks.",
+    "the search weighs one run of blocks per worker against those of the others; several would be weighed at once",
+    "[rapidformer_templates]",
+    Example(
+        "--pipeline-model-parallel-size 2 --virtual-pipeline-size 2 --pipeline-stages auto-memory "
+        "--num-layers 8 --world-size 2"
+    ),
+    refusal="--pipeline-stages auto-memory with several stages per worker.",
+)
 def _predicted_stages(request: Request) -> list[Finding]:
     if request.config.get("pipeline_stages") != AUTO_MEMORY:
         return []
@@ -102,6 +111,35 @@ def _predicted_stages(request: Request) -> list[Finding]:
     return findings
 
 
+@RULES.add(
+    "RF076",
+    "Interleaved stages have at least one block each.",
+    "a stage without a block would only pass hidden states on",
+    "[M]",
+    Example("--pipeline-model-parallel-size 2 --virtual-pipeline-size 3 --num-layers 4 --world-size 2"),
+    refusal="More interleaved stages than the model has blocks.",
+)
+def _enough_blocks(request: Request) -> list[Finding]:
+    stages, layers = _stages(request), request.model.num_layers
+    if layers is None or request.config.get("virtual_pipeline_size") == 1 or stages <= layers:
+        return []
+    return [
+        Finding(
+            f"{layers} blocks are too few for {stages} stages",
+            request.asked("virtual_pipeline_size", "pipeline_model_parallel_size"),
+            changes=(drop({"virtual_pipeline_size": 1}),),
+        )
+    ]
+
+
+@RULES.add(
+    "RF077",
+    "A pipeline needs a model with one run of blocks: no encoder-decoder model.",
+    "every block of a decoder needs the output of the encoder, but stages send one hidden state to the next",
+    "[rapidformer_templates]",
+    Example("--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2"),
+    refusal="A pipeline for an encoder-decoder model.",
+)
 def _one_run_of_blocks(request: Request) -> list[Finding]:
     if request.config.training.task != "seq2seq_lm":
         return []
@@ -143,46 +181,5 @@ PIPELINE_PARALLEL = Switch(
     transform="rapidformer_templates.switches.layout.pipeline:cut_into_stages",
     receipt=("parameter_bytes", "blocks"),
     acted=_acted,
-    rules=(
-        Rule(
-            "RF075",
-            "--pipeline-stages gives the number of blocks of each stage, and covers all blocks.",
-            "every block is on one stage, and each of the pipeline's workers has as many stages as the others",
-            "[rapidformer_templates]",
-            _stages_fit,
-            Example("--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2"),
-            refusal="A list of pipeline stages that does not cover the blocks of the model.",
-        ),
-        Rule(
-            "RF220",
-            "With --pipeline-stages auto-memory each worker has one stage of one or more blocks.",
-            "the search weighs one run of blocks per worker against those of the others; several would be "
-            "weighed at once",
-            "[rapidformer_templates]",
-            _predicted_stages,
-            Example(
-                "--pipeline-model-parallel-size 2 --virtual-pipeline-size 2 --pipeline-stages auto-memory "
-                "--num-layers 8 --world-size 2"
-            ),
-            refusal="--pipeline-stages auto-memory with several stages per worker.",
-        ),
-        Rule(
-            "RF076",
-            "Interleaved stages have at least one block each.",
-            "a stage without a block would only pass hidden states on",
-            "[M]",
-            _enough_blocks,
-            Example("--pipeline-model-parallel-size 2 --virtual-pipeline-size 3 --num-layers 4 --world-size 2"),
-            refusal="More interleaved stages than the model has blocks.",
-        ),
-        Rule(
-            "RF077",
-            "A pipeline needs a model with one run of blocks: no encoder-decoder model.",
-            "every block of a decoder needs the output of the encoder, but stages send one hidden state to the next",
-            "[rapidformer_templates]",
-            _one_run_of_blocks,
-            Example("--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2"),
-            refusal="A pipeline for an encoder-decoder model.",
-        ),
-    ),
+    rules=tuple(RULES),
 )

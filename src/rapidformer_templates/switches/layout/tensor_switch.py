@@ -14,7 +14,7 @@ from rapidformer_templates.planning.switch import (
     Precedence,
     Prediction,
     Request,
-    Rule,
+    RuleList,
     Switch,
     add,
 )
@@ -28,6 +28,17 @@ class TensorParallelFlags:
     tensor_model_parallel_size: int = flag(1, "workers that share each block's matrices", metavar="N", minimum=1)
 
 
+TENSOR_RULES = RuleList()
+
+
+@TENSOR_RULES.add(
+    "RF064",
+    "Tensor parallelism needs a plan of the architecture.",
+    "a plan says which matrices are divided along which dimension; a guess would compute something else",
+    "[transformers]",
+    Example("--tensor-model-parallel-size 2 --model-type bloom --world-size 2"),
+    refusal="Tensor parallelism for an architecture without a tensor plan, or with a plan of unknown styles.",
+)
 def _has_tensor_plan(request: Request) -> list[Finding]:
     kind = request.model.model_type
     if kind is None or kind in PLANS:
@@ -48,7 +59,7 @@ def _has_tensor_plan(request: Request) -> list[Finding]:
     ]
 
 
-def _tensor_notes(request: Request) -> Sequence[str]:
+def _notes(request: Request) -> Sequence[str]:
     sizes = request.sizes
     if sizes.tensor <= sizes.local_world:
         return ()
@@ -77,7 +88,7 @@ TENSOR_PARALLEL = Switch(
         }
     ),
     templates=("Trainer",),
-    notes=_tensor_notes,
+    notes=_notes,
     sizes={"tensor": "tensor_model_parallel_size"},
     engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
     builds_in_shares=True,
@@ -86,17 +97,7 @@ TENSOR_PARALLEL = Switch(
     receipt_hooks="rapidformer_templates.switches.layout.tensor:TensorDivision",
     receipt=("parameter_bytes", "parameter_bytes_whole", "tensor_parallel_size", "logits_columns"),
     acted=_tensor_acted,
-    rules=(
-        Rule(
-            "RF064",
-            "Tensor parallelism needs a plan of the architecture.",
-            "a plan says which matrices are divided along which dimension; a guess would compute something else",
-            "[transformers]",
-            _has_tensor_plan,
-            Example("--tensor-model-parallel-size 2 --model-type bloom --world-size 2"),
-            refusal="Tensor parallelism for an architecture without a tensor plan, or with a plan of unknown styles.",
-        ),
-    ),
+    rules=tuple(TENSOR_RULES),
 )
 
 
@@ -109,6 +110,17 @@ class SequenceParallelFlags:
     )
 
 
+SEQUENCE_RULES = RuleList()
+
+
+@SEQUENCE_RULES.add(
+    "RF014",
+    "Sequence parallelism needs tensor parallelism.",
+    "it shards over the workers of a tensor-parallel group; a group of one has nothing to divide",
+    "[M]",
+    Example("--sequence-parallel --world-size 2"),
+    refusal="Sequence parallelism without tensor parallelism.",
+)
 def _needs_tensor_parallel(request: Request) -> list[Finding]:
     if "tensor-parallel" in request.active:
         return []
@@ -139,15 +151,5 @@ SEQUENCE_PARALLEL = Switch(
     receipt_hooks="rapidformer_templates.switches.layout.tensor:TensorDivision",
     receipt=("sequence_tokens",),
     acted=_sequence_acted,
-    rules=(
-        Rule(
-            "RF014",
-            "Sequence parallelism needs tensor parallelism.",
-            "it shards over the workers of a tensor-parallel group; a group of one has nothing to divide",
-            "[M]",
-            _needs_tensor_parallel,
-            Example("--sequence-parallel --world-size 2"),
-            refusal="Sequence parallelism without tensor parallelism.",
-        ),
-    ),
+    rules=tuple(SEQUENCE_RULES),
 )

@@ -324,7 +324,7 @@ class _StackReader:
         return self.coding.read(stored, kind).unflatten(0, (self.experts, -1)).transpose(1, 2)
 
 
-def quantize_stack(experts: Any, name: str, coding: str, *, has_values: bool = True) -> None:
+def quantize_stack(experts: Any, name: str, coding: str, *, has_values: bool) -> None:
     """Replace one of the stacks of an experts module with its quantized bytes."""
     stack: torch.Tensor = getattr(experts, name).detach()
     shape = tuple(stack.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -32,17 +32,15 @@ class _TorchAOAdamW(Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state as every optimizer does. Entries ``moment.part`` become a quantized ``moment`` again."""
         flattened = [parameter for group in self.param_groups for parameter in group["params"]]
-        state = {index: self._assembled(flattened[index], entries) for index, entries in state_dict["state"].items()}
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for index, entries in state_dict["state"].items():
+            state[index] = {key: value for key, value in entries.items() if "." not in key}
+            for moment, signed in MOMENTS.items():
+                if f"{moment}.codes" in entries:
+                    state[index][moment] = buffer = self._new_buffer(flattened[index], signed)
+                    for part in ("codes", "scale", "qmap"):
+                        getattr(buffer, part).copy_(entries[f"{moment}.{part}"])
         super().load_state_dict({**state_dict, "state": state})
-
-    def _assembled(self, parameter: torch.Tensor, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        whole = {key: value for key, value in entries.items() if "." not in key}
-        for moment, signed in MOMENTS.items():
-            if f"{moment}.codes" in entries:
-                whole[moment] = buffer = self._new_buffer(parameter, signed)
-                for part in ("codes", "scale", "qmap"):
-                    getattr(buffer, part).copy_(entries[f"{moment}.{part}"])
-        return whole
 
 
 class TorchAOAdamW8bit(_TorchAOAdamW, AdamW8bit):

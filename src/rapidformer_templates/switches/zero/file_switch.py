@@ -216,7 +216,7 @@ PLANNED = {
 """Keys of ``zero_optimization`` that the planner supports, or that do not change the bytes it counts."""
 
 
-def _what_no_flag_knows(request: Request) -> Reasons:
+def _unknown(request: Request) -> Reasons:
     others = sorted(set(section_at(deepspeed_settings(request, "fp32"), "zero_optimization")) - PLANNED)
     return dict.fromkeys(FORECAST, f"what {', '.join(others)} of the file changes") if others else {}
 
@@ -285,7 +285,7 @@ DEEPSPEED_CONFIG = Switch(
     precedence=Precedence.SHARD,
     options=DeepSpeedConfigFlags,
     on={"deepspeed_config": "ds.json"},
-    predicts=Prediction({"activations": "a bucket of the file's size"}, _what_no_flag_knows),
+    predicts=Prediction({"activations": "a bucket of the file's size"}, _unknown),
     templates=("Trainer",),
     adopt=merge_file,
     needs_package=DEEPSPEED["needs_package"],

@@ -255,15 +255,12 @@ class FlatGroups(ZeroState):
 
     def __init__(self, optimizer: Any, assembly: Assembly, workers: Workers) -> None:
         super().__init__(optimizer, assembly, workers)
-        self.fragments = [
-            [self._fragment(p) for p in group if p._hp_mapping is not None] for group in optimizer.bit16_groups
-        ]
-
-    def _fragment(self, parameter: Any) -> Fragment:
-        address, master_address = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
-        return Fragment(
-            self.names[id(parameter)], tuple(parameter.shape), address.start, address.numel, master_address.start
-        )
+        for group in optimizer.bit16_groups:
+            mapped = [(p, p._hp_mapping) for p in group if p._hp_mapping is not None]
+            parts = [(p, m.lp_fragment_address, m.hp_fragment_address.start) for p, m in mapped]
+            self.fragments.append(
+                [Fragment(self.names[id(p)], tuple(p.shape), at.start, at.numel, offset) for p, at, offset in parts]
+            )
 
     @contextmanager
     def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
