@@ -25,12 +25,12 @@ from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult
-from rapidformer_templates.engines.layerwise_rates import layerwise
 from rapidformer_templates.engines.optimizer_instances import TAKES_OPTIONS, as_recipe, as_schedule
 from rapidformer_templates.engines.recipe import (
     OptimizerSpec,
     Schedule,
     default_optimizer,
+    layerwise,
     schedule,
     undecayed,
 )

@@ -25,8 +25,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from rapidformer_templates.engines.layerwise_rates import FirstUses, depth_of, depths_of, layerwise
-from rapidformer_templates.engines.recipe import OptimizerSpec, undecayed
+from rapidformer_templates.engines.recipe import (
+    FirstUses,
+    OptimizerSpec,
+    depth_of,
+    depths_of,
+    layerwise,
+    undecayed,
+)
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
 from tests.support.jobs import VOCABULARY, DeepJob

@@ -18,9 +18,8 @@ from rapidformer_templates.engines.assembly import Assembly, Building
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
-from rapidformer_templates.engines.layerwise_rates import FirstUses, depths_of
 from rapidformer_templates.engines.loss import notes_about
-from rapidformer_templates.engines.recipe import undecayed
+from rapidformer_templates.engines.recipe import FirstUses, depths_of, undecayed
 from rapidformer_templates.engines.side_effects import preserve_state
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.label_use import in_evaluation, label_use

@@ -102,7 +102,7 @@ class Run:
         labels_are_shifted: whether the model compares each label with the output before it.
         parameter_groups: the options in which the planned optimizer treats some parameters differently.
         depths: the depths of the layers, for a learning rate per layer. See
-            :func:`~rapidformer_templates.engines.layerwise_rates.depths_of`.
+            :func:`~rapidformer_templates.engines.recipe.depths_of`.
         engine: trains the model.
         setup_peak: memory that building, loading and setting up the model needed.
         peak_lr: the learning rate of the optimizer recipe.

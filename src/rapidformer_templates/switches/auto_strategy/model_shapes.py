@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from rapidformer_templates.engines.assembly import Assembly
-from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
 from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, buckets_by_key
 from rapidformer_templates.engines.parallel.compute_dtype import cast_to_compute_dtype, parameters_with_masters
+from rapidformer_templates.engines.recipe import depth_of, depths_of
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of, tables_of, width_of
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape

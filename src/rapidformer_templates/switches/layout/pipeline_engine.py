@@ -257,7 +257,7 @@ class PipelineStep(Step):
             hidden = self._incoming.pop(Action(Kind.RECEIVE_FORWARD, stage, number)).unpack().requires_grad_()
             self._inputs[stage, number] = hidden
 
-        def body() -> Any:
+        def body() -> torch.Tensor:
             if stage == engine.last_stage:
                 return self._end_forward(engine.compute_loss(*self._begin_forward(microbatch)))
             with engine._forward_context(microbatch) as batch:

@@ -63,23 +63,14 @@ def writes(assembly: Assembly) -> bool:
 
 
 def write(assembly: Assembly, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write adapters in peft's format.
+    """Write adapters and fully trained modules in peft's format, which names them without ``default``.
 
-    peft's own function looks at the modules of the model. In a pipeline, this worker has the modules of one stage only,
-    but the weights of all stages. So this function looks at the names of the weights.
+    The vector of DoRA is a module in a model and a tensor in a file. peft's own function looks at the modules of the
+    model. In a pipeline, this worker has the modules of one stage only, but the weights of all stages. So this function
+    looks at the names of the weights.
 
     Args:
         weights: full tensors by name: adapters, fully trained modules, buffers.
-    """
-    adapters = {PREFIX + name: tensor.contiguous() for name, tensor in peft_state_dict(weights).items()}
-    save_file(adapters, folder / WEIGHTS, metadata={"format": "pt"})
-    describe(assembly, folder)
-
-
-def peft_state_dict(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Select adapters and fully trained modules, and name them as peft does in files: without ``default``.
-
-    The vector of DoRA is a module in a model and a tensor in a file.
     """
     adapters = {}
     for name, tensor in weights.items():
@@ -87,8 +78,9 @@ def peft_state_dict(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
         for pattern, replacement in IN_FILES:
             in_file = pattern.sub(replacement, in_file)
         if in_file != name:
-            adapters[in_file] = tensor
-    return adapters
+            adapters[PREFIX + in_file] = tensor.contiguous()
+    save_file(adapters, folder / WEIGHTS, metadata={"format": "pt"})
+    describe(assembly, folder)
 
 
 def describe(assembly: Assembly, folder: Path) -> None:

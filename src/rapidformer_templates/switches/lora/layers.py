@@ -15,9 +15,8 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft.tuners.lora import ParamWrapper
@@ -106,16 +105,9 @@ class OnAdaptedWeight:
             self.module.__dict__["_parameters"] = before
 
 
-def matrix_adapters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
-    """Yield the adapters of matrices that are not layers, with their names."""
-    for name, module in model.named_modules():
-        if isinstance(module, ParamWrapper):
-            yield name, module
-
-
 def install(model: nn.Module, adapter: str) -> None:
-    """Turn peft's wrappers of matrices into instances of the classes above."""
-    for _, wrapper in matrix_adapters(model):
+    """Turn peft's wrappers of matrices that are not layers into instances of the classes above."""
+    for wrapper in [module for module in model.modules() if isinstance(module, ParamWrapper)]:
         for factor in (wrapper.lora_A[adapter], wrapper.lora_B[adapter]):
             factor.__class__ = Factor
         is_stack = wrapper.get_param().dim() == 3
@@ -134,9 +126,11 @@ class Coding(ABC):
 
     Attributes:
         shape: the shape of the weight.
+        bits: number of bits of a code.
     """
 
     shape: tuple[int, int]
+    bits: ClassVar[int] = 4
 
     @property
     def block(self) -> int:
@@ -149,14 +143,9 @@ class Coding(ABC):
         return math.ceil(math.prod(self.shape) / self.block)
 
     @property
-    @abstractmethod
-    def code_bytes(self) -> int:
-        """Number of bytes that the codes take."""
-
-    @property
     def size(self) -> int:
         """Total number of bytes."""
-        return self.blocks * SCALE.itemsize + self.code_bytes
+        return self.blocks * (SCALE.itemsize + self.block * self.bits // 8)
 
     @abstractmethod
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,13 +173,11 @@ class Coding(ABC):
 class EightBits(Coding):
     """Integers from -127 to 127 with one scale per row, the same codes as torchao's symmetric ``PerRow``."""
 
+    bits = 8
+
     @property
     def block(self) -> int:
         return self.shape[1]
-
-    @property
-    def code_bytes(self) -> int:
-        return math.prod(self.shape)
 
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _integers(blocks, -127, 127)
@@ -201,10 +188,6 @@ class EightBits(Coding):
 
 class FourBits(Coding):
     """Integers from -8 to 7, two per byte, with one scale per 64 values."""
-
-    @property
-    def code_bytes(self) -> int:
-        return self.blocks * BLOCK // 2
 
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales, codes = _integers(blocks, -8, 7)
@@ -218,10 +201,6 @@ class FourBits(Coding):
 
 class NormalFloat(Coding):
     """bitsandbytes' NF4: the 16 quantiles of a normal distribution, two per byte, with one scale per 64 values."""
-
-    @property
-    def code_bytes(self) -> int:
-        return self.blocks * BLOCK // 2
 
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from bitsandbytes.functional import quantize_4bit
