@@ -186,10 +186,6 @@ class OwnLoop:
             # Rank 0 sees every step, so its rate counts.
             step.update(workers.sum(self.scheduler.share if workers.is_main else 0.0)[0])
 
-    def evaluating(self, loader: Collection[Batch]) -> OnDevice:
-        """Return the batches of an evaluation."""
-        return OnDevice(loader, self.session)
-
 
 class OnDevice:
     """The batches of an evaluation. Each worker gets all of them, and computes in the precision of the run."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from rapidformer_templates import finetuner, pretrainer
 from rapidformer_templates.compat.arguments import Arguments, ExtraArgs, Timers, split_script_flags
 from rapidformer_templates.compat.batches import checked_targets
-from rapidformer_templates.compat.own_loop import OwnLoop
+from rapidformer_templates.compat.own_loop import OnDevice, OwnLoop
 from rapidformer_templates.data.collate import samples_in
 from rapidformer_templates.data.loader import eval_requests, load, sample_lengths, to_device
 from rapidformer_templates.data.types import Batch, Data, Sample, SampleSet
@@ -116,7 +116,7 @@ class RapidformerEngine:
             )
         self._loop = OwnLoop(self, model, optimizer, lr_scheduler_fn, train_dataloader, count_targets)
         parts = (self._loop.model, self._loop.optimizer, lr_scheduler_fn and self._loop.scheduler, self._loop)
-        evaluates = None if eval_dataloader is None else self._loop.evaluating(eval_dataloader)
+        evaluates = None if eval_dataloader is None else OnDevice(eval_dataloader, self._loop.session)
         return tuple(part for part in (*parts, evaluates) if part is not None)
 
     def backward(self, loss: torch.Tensor) -> None:

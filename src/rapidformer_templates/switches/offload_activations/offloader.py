@@ -167,10 +167,6 @@ class BlockCall:
         """Storages that its backward still needs."""
         return [storage for storage in (reference() for reference in self.storages.values()) if storage is not None]
 
-    def offloaded(self) -> list[SavedStorage]:
-        """Needed storages that are only in host memory."""
-        return [storage for storage in self.alive() if storage.values is None]
-
 
 class ForwardCalls:
     """The block forwards in one forward of the model, or of a part of it."""
@@ -340,7 +336,7 @@ class Offloader:
 
     def _start_fetch(self, call: BlockCall, *, late: bool = False) -> None:
         """Start to fetch the activations of a call that are away."""
-        offloaded = call.offloaded()
+        offloaded = [storage for storage in call.alive() if storage.values is None]
         if not offloaded:
             return
         values, wait = self._host.fetch([storage.copy for storage in offloaded])
