@@ -32,35 +32,13 @@ from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, close_group_by, open_group_alone
 
 
-class Masters:
-    """Exact fp32 values of the trained parameters that are cast. DeepSpeed would round them before it copies them."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, tuple[int, torch.Tensor]] = {}
-
-    def keep(self, name: str, values: torch.Tensor, *, first: int = 0) -> None:
-        """Keep the values of a flattened parameter from the element ``first`` on."""
-        self._values[name] = first, values
-
-    def restore(self, state: zero_state.ZeroState) -> None:
-        """Copy the exact values into DeepSpeed's masters, which it has made from the cast parameters."""
-        if not self._values:
-            return
-        for index, fragments in enumerate(state.fragments):
-            with state.partition(index, write=True) as flat:
-                for fragment in fragments:
-                    if fragment.name in self._values:
-                        first, values = self._values[fragment.name]
-                        fragment.of(flat).copy_(values[fragment.start - first :][: fragment.count])
-
-
-def cast(model: nn.Module, dtype: torch.dtype | None, workers: Workers) -> Masters:
+def cast(model: nn.Module, dtype: torch.dtype | None, workers: Workers) -> zero_state.Masters:
     """Cast the parameters of a model in place for ZeRO-1 and ZeRO-2.
 
     Args:
         dtype: the compute type. None keeps the types.
     """
-    masters = Masters()
+    masters: zero_state.Masters = {}
     for name, parameter in model.named_parameters():
         if not _is_cast(parameter, dtype):
             continue
@@ -68,7 +46,7 @@ def cast(model: nn.Module, dtype: torch.dtype | None, workers: Workers) -> Maste
             exact = parameter.detach().to(workers.device)
             if workers.world > 1:
                 dist.broadcast(exact, src=0)
-            masters.keep(canonical_name(name), exact.flatten())
+            masters[canonical_name(name)] = 0, exact.flatten()
         parameter.data = parameter.data.to(dtype)
     return masters
 
@@ -79,7 +57,7 @@ def partition(
     dtype: torch.dtype | None,
     workers: Workers,
     construction: ModelUnderConstruction | None,
-) -> Masters:
+) -> zero_state.Masters:
     """Move a model to the device and convert it to ZeRO-3's partitions in place. One parameter is whole at a time.
 
     Args:
@@ -91,7 +69,7 @@ def partition(
 
     # DeepSpeed applies memory_efficient_linear only if it gets a module.
     zero = Init(nn.Module(), config_dict_or_path=config)
-    masters = Masters()
+    masters: zero_state.Masters = {}
     parameter: Any  # gets attributes and methods of DeepSpeed
     with construction.paused() if construction else contextlib.nullcontext():
         for name, parameter in model.named_parameters():
@@ -107,7 +85,7 @@ def partition(
             if is_cast and parameter.requires_grad:
                 count = parameter.partition_numel()
                 first = workers.rank * count
-                masters.keep(canonical_name(name), whole.flatten()[first : first + count].clone(), first=first)
+                masters[canonical_name(name)] = first, whole.flatten()[first : first + count].clone()
             if construction:
                 construction.forget([whole])
             del whole
@@ -157,13 +135,14 @@ class DeepSpeedEngine(SingleEngine):
         self._state = kind(self._deepspeed.optimizer, self.assembly, self.workers)
         if self.compute_type == torch.float16:  # at its minimum the loss scale stays, as in the other engines
             self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
-        masters.restore(self._state)
+        self._state.restore_masters(masters)
         self._sequence_check = self._state.sequence_check()
         self._needs_zero_gradients = self.zero_stage == 3
         self._sequence = GradientSequence(
             len(self._parameters), self._state.hook_gradients(self._parameters, self._on_gradient_ready)
         )
-        self.receipts["zero_optimization"] = _numbers(self._deepspeed._config.zero_config.model_dump())
+        settings = self._deepspeed._config.zero_config.model_dump().items()
+        self.receipts["zero_optimization"] = {key: v for key, v in settings if isinstance(v, (bool, int, float))}
 
     def frozen(self, model: nn.Module) -> nn.Module:
         """Prepare a frozen model like the trained one: in the compute type, partitioned in stage 3, no optimizer."""
@@ -180,7 +159,7 @@ class DeepSpeedEngine(SingleEngine):
         wrapped: nn.Module = divided
         return wrapped
 
-    def _convert(self, model: nn.Module, config: Mapping[str, Any]) -> Masters:
+    def _convert(self, model: nn.Module, config: Mapping[str, Any]) -> zero_state.Masters:
         """Cast a model to the compute type, and partition it in stage 3. All workers get the values of the first."""
         if self.compute_type is not None:
             _autocast_forward(model, self.compute_type)
@@ -301,11 +280,6 @@ class DeepSpeedEngine(SingleEngine):
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._state.whole_weights()
-
-
-def _numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are numbers or booleans."""
-    return {name: value for name, value in settings.items() if isinstance(value, (bool, int, float))}
 
 
 def _init_communication(workers: Workers, *, loud: bool) -> None:

@@ -32,6 +32,11 @@ from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
 
+Masters = dict[str, tuple[int, torch.Tensor]]
+"""Exact fp32 values of the trained parameters that are cast, by name. DeepSpeed would round them before it copies them.
+
+Each is a run of the flattened parameter: its first element, and its values."""
+
 
 @dataclass(frozen=True)
 class Fragment:
@@ -195,6 +200,15 @@ class ZeroState(ABC):
             with self._gather_unpartitioned(tensor, write=True) as whole:
                 load_weights([whole_shard(name, whole.detach())], reader)
         self._copy_to_model()
+
+    def restore_masters(self, masters: Masters) -> None:
+        """Copy the exact values into DeepSpeed's masters, which it has made from the cast parameters."""
+        for index, fragments in enumerate(self.fragments if masters else ()):
+            with self.partition(index, write=True) as flat:
+                for fragment in fragments:
+                    if fragment.name in masters:
+                        first, values = masters[fragment.name]
+                        fragment.of(flat).copy_(values[fragment.start - first :][: fragment.count])
 
     def exchange_averages(self) -> None:
         """Swap the averages with the masters, and update the model."""
