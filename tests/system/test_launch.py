@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.errors import ConfigError, Interrupted, ReportedError
+from rapidformer_templates.errors import ConfigError, Interrupted, ReportedError, WorkerFailed
 from rapidformer_templates.run import scripts
 from rapidformer_templates.run.fit import join_and_train
 from rapidformer_templates.run.folder import read_metrics
@@ -83,8 +83,33 @@ def test_error_of_one_worker_ends_all_and_is_told_once(
     assert "on_step_end" in said  # a bug is shown with its stack trace
 
 
+KILLED = """
+import os, signal
+from rapidformer_templates.system.launch import report_errors
+from rapidformer_templates.system.workers import join
+
+def work():
+    with join("cpu") as workers:
+        workers.barrier()
+        if workers.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        workers.barrier()
+
+report_errors(work)
+"""
+
+
 @pytest.mark.distributed
-def test_killed_worker_is_named(
+def test_killed_worker_is_named() -> None:
+    """The other worker loses it in a collective, and its error is not the first one."""
+    with pytest.raises(WorkerFailed, match="worker 1 was killed by SIGKILL") as ended:
+        launch.run_workers([sys.executable, "-c", KILLED], 2)
+    assert "out of memory is the usual cause of SIGKILL" in str(ended.value.hint)
+
+
+@pytest.mark.longer
+@pytest.mark.distributed
+def test_killed_worker_of_a_script_is_named(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KILL", "1")

@@ -88,11 +88,13 @@ def _without_suggestions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def outcomes(path: tuple[str, ...], file: Path) -> Iterator[tuple[RunConfig, Plan] | str]:
     """Yield (configuration, plan) or the message of the error, for each wrong value at the path."""
+    more = ("", "--zero-2-memory-optimization --hidden-size 64 --mixed-precision fp16")
+    parsed = [config_of(f"--deepspeed-config {file} {flags}") for flags in more]  # does not read the file yet
     for value in WRONG:
         file.write_text(json.dumps(with_value(path, value)))
-        for flags in ("", "--zero-2-memory-optimization --hidden-size 64 --mixed-precision fp16"):
+        for without_file in parsed:
             try:
-                config = merge_file(config_of(f"--deepspeed-config {file} {flags}"))
+                config = merge_file(without_file)
                 yield config, resolve(config, MACHINE)
             except (ConfigError, Refused) as error:
                 yield error.render()
