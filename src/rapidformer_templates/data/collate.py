@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -199,6 +200,7 @@ def pad_rows(rows: Sequence[np.ndarray], padding: int, length: int | None = None
     return padded, filled
 
 
+@dataclass(frozen=True)
 class CausalCollate:
     """Collates samples for causal language models, whose labels are their inputs.
 
@@ -206,9 +208,8 @@ class CausalCollate:
     padding. The remaining labels are exactly the predicted tokens.
     """
 
-    def __init__(self, pad_token_id: int, *, mask: bool = True) -> None:
-        self.pad_token_id = pad_token_id
-        self.mask = mask
+    pad_token_id: int
+    mask: bool = True
 
     def __call__(self, samples: list[Sample], shape: Shape | None = None) -> dict[str, torch.Tensor]:
         rows = [sample["input_ids"] for sample in samples]
@@ -224,6 +225,7 @@ class CausalCollate:
         return batch
 
 
+@dataclass(frozen=True)
 class WindowCollate:
     """Collates windows of equal length for causal language models. Each token is the target of the one before it.
 
@@ -231,13 +233,12 @@ class WindowCollate:
     here (``shift_labels`` of transformers, shape (samples, tokens)). ``labels`` only enable the loss. All windows have
     the same length, so there is no padding and no mask.
 
-    Args:
+    Attributes:
         keeps_documents_apart: no token sees another document. Positions restart in each document, which makes
             transformers mask the attention. The first token of a document is not a target.
     """
 
-    def __init__(self, *, keeps_documents_apart: bool = False) -> None:
-        self.keeps_documents_apart = keeps_documents_apart
+    keeps_documents_apart: bool = False
 
     def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         tokens = _stacked(samples, "input_ids")
@@ -255,14 +256,14 @@ class WindowCollate:
         return batch | {"shift_labels": torch.from_numpy(targets)}
 
 
+@dataclass(frozen=True)
 class DocumentCollate:
     """Collates like :class:`WindowCollate`, for documents of any length, padded on the right.
 
     There is no mask, because no token of a causal model sees tokens to its right.
     """
 
-    def __init__(self, pad_token_id: int) -> None:
-        self.pad_token_id = pad_token_id
+    pad_token_id: int
 
     def __call__(self, samples: list[Sample], shape: Shape | None = None) -> dict[str, torch.Tensor]:
         rows = [sample["input_ids"] for sample in samples]

@@ -318,23 +318,22 @@ class StreamedSamples(Endless):
         self._rewind(self.bookmark)
 
 
+@dataclass(eq=False)
 class StreamOrder(Order):
     """The order of the samples of a stream, which equals that of the stream itself.
 
-    Args:
+    Attributes:
         samples: the stream.
         global_batch: samples per step.
         seed: seed of everything random in it.
     """
 
+    samples: Endless
+    global_batch: int
+    seed: int
     by_epochs = False
     steps_per_epoch = 0
     """Unknown."""
-
-    def __init__(self, samples: Endless, global_batch: int, seed: int) -> None:
-        self.samples = samples
-        self.global_batch = global_batch
-        self.seed = seed
 
     def epoch(self, step: int) -> float:
         """Return 0, because it is unknown. Bookmarks have the number of complete passes."""

@@ -216,6 +216,7 @@ def _fields(prefix: str, rows: Sequence[EncodedChat], indices: Sequence[int]) ->
     }
 
 
+@dataclass(frozen=True)
 class PreferenceCollate:
     """Collates samples of two rows, padded on the right.
 
@@ -224,8 +225,7 @@ class PreferenceCollate:
     ``show_count`` is 1 for each sample. Other fields have one number per sample.
     """
 
-    def __init__(self, pad_token_id: int) -> None:
-        self.pad_token_id = pad_token_id
+    pad_token_id: int
 
     def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         if "kl_input_ids" in samples[0]:
