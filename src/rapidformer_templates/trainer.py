@@ -490,7 +490,16 @@ def compose(
     """
     template = template_of_session(model, optimizer, compute_loss, count_targets, argv, switches)
     if optimizer is not None:
-        _check_options(template, OF_A_CLASS if isinstance(optimizer, TAKES_OPTIONS) else ())
+        # Flags that only configure the library's optimizer have no effect, except those that a class takes.
+        accepted = OF_A_CLASS if isinstance(optimizer, TAKES_OPTIONS) else ()
+        for name in sorted(hooks_of(Trainer)["build_optimizer"].difference(accepted)):
+            if name in template.config.origins:
+                raise ConfigError(
+                    f"{spelling(name)} has nothing to act on: the optimizer brings its own options",
+                    where=template.config.origin(name),
+                    hint="leave it out and give the optimizer that option"
+                    + (", or give the optimizer's class" if name in OF_A_CLASS else ", or leave out the optimizer"),
+                )
     steps = template.config.training.train_iters
     total = steps if isinstance(steps, int) else None
     return open_session(template, None if schedule is None else as_schedule(schedule, total), example)
@@ -498,25 +507,6 @@ def compose(
 
 OF_A_CLASS = ("lr", "weight_decay")
 """Flags that become options of the optimizer if the user gives its class."""
-
-
-def _check_options(template: Trainer, accepted: Sequence[str]) -> None:
-    """Refuse flags that only configure the library's optimizer if the user brings an optimizer.
-
-    Args:
-        accepted: flags that the user's optimizer takes.
-
-    Raises:
-        ConfigError: such a flag was given.
-    """
-    for name in sorted(hooks_of(Trainer)["build_optimizer"] - {*accepted}):
-        if name in template.config.origins:
-            raise ConfigError(
-                f"{spelling(name)} has nothing to act on: the optimizer brings its own options",
-                where=template.config.origin(name),
-                hint="leave it out and give the optimizer that option"
-                + (", or give the optimizer's class" if name in OF_A_CLASS else ", or leave out the optimizer"),
-            )
 
 
 def template_of_session(

@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
@@ -88,7 +89,7 @@ class Trackers:
         folder.trackers.mkdir(exist_ok=True)
         parameters = run_parameters(config, plan)
         for name in names:
-            self._try(name, lambda name=name: self._open_tracker(name, run_name, parameters))  # type: ignore[misc]
+            self._try(name, partial(self._open_tracker, name, run_name, parameters))
         for line in read_metrics(folder.metrics):
             self.log(line)
 
@@ -252,16 +253,16 @@ class Progress:
 
     def advance(self, loss: torch.Tensor) -> None:
         """Count one step. The loss is shown up to five times per second, on a GPU with a delay, without a wait."""
-        self._bar.advance(1, lambda: self._latest(loss))
 
-    def _latest(self, loss: torch.Tensor) -> str:
-        """Return text with the newest loss that has arrived on the host."""
-        copy = HostCopy(loss.reshape(1))
-        for latest in (self._loss, copy):
-            if latest is not None and latest.has_arrived:
-                self._text = f"loss {latest.values()[0]:.4f}"
-        self._loss = copy
-        return self._text
+        def newest_loss() -> str:
+            copy = HostCopy(loss.reshape(1))
+            for latest in (self._loss, copy):
+                if latest is not None and latest.has_arrived:
+                    self._text = f"loss {latest.values()[0]:.4f}"
+            self._loss = copy
+            return self._text
+
+        self._bar.advance(1, newest_loss)
 
     def logged(self, line: MetricsLine) -> None:
         """Show a line of ``metrics.jsonl``."""

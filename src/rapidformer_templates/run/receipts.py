@@ -179,8 +179,8 @@ class Receipts:
         values |= {name: value for name, value in of_switches.items() if name in self.requested}
         return values | self._first_step | dict(self.engine.receipts)
 
-    def _elements(self) -> Measurements:
-        """Return how many parameter elements this rank trains, updates and holds only in part."""
+    def _by_rank(self) -> list[Measurements]:
+        """Return the measurements of every rank, with the parameter elements that it trains, updates and holds."""
         engine = self.engine
         whole = {p: math.prod(shape_of(p)) for p in engine.model.parameters()}
         local = {}
@@ -189,7 +189,7 @@ class Receipts:
             local[p] = min(count * part.nbytes // bytes_of(p) if is_quantized(p) else part.numel(), count)
         # Under tensor parallelism, this rank trains only its part of the sharded matrices, even without other switches.
         trained = {p: local[p] * divided_over(p, "experts") for p in whole} if engine.workers.tensor > 1 else whole
-        return {
+        elements: Measurements = {
             "trained_elements": sum(count for p, count in trained.items() if p.requires_grad),
             "updated_elements": sum(local_part(p).numel() for g in engine.optimizer.param_groups for p in g["params"]),
             "gradient_elements": self._gradient_elements,
@@ -198,10 +198,8 @@ class Receipts:
             "largest_parameter": max(whole.values(), default=0),
             "chosen_shapes": self._chosen_shapes,
         }
-
-    def _by_rank(self) -> list[Measurements]:
-        workers, losses = self.engine.workers, self.engine.assembly.losses
-        values = self.measured() | self._elements() | (losses.receipts(workers) if losses else {})
+        losses, workers = engine.assembly.losses, engine.workers
+        values = self.measured() | elements | (losses.receipts(workers) if losses else {})
         return workers.gather(values | (self._padding() if "fill" in self.requested else {}))
 
     def check(self) -> None:

@@ -125,10 +125,9 @@ def rows_with_texts(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
 
 def _with_texts(messages: list[object], column: str) -> list[object]:
     """Return a list of any values with the contents of its messages joined to texts."""
-    joined: list[object] = []
-    for number, message in enumerate(messages, start=1):
-        if isinstance(message, dict) and "role" in message and isinstance(message.get("content"), list):
-            text = joined_parts(message["content"], f"message {number} in '{column}'")
-            message = {**message, "content": text}
-        joined.append(message)
-    return joined
+    return [
+        {**message, "content": joined_parts(message["content"], f"message {number} in '{column}'")}
+        if isinstance(message, dict) and "role" in message and isinstance(message.get("content"), list)
+        else message
+        for number, message in enumerate(messages, start=1)
+    ]

@@ -53,7 +53,7 @@ def pairs_of(part: DataPart, prompt: str | None, reader: ChatReader) -> list[tup
     names = [_column(part, name) for name in ("chosen", "rejected")]
     prompts: Iterable[object] = part.table[prompt][:] if prompt else repeat(None, len(part))
     rows = zip(prompts, *(part.table[name][:] for name in names), strict=True)
-    return reader.read(part, rows, lambda fields: _pair(*fields))
+    return reader.read(part, rows, _read_pair)
 
 
 def has_pairs(part: DataPart) -> bool:
@@ -101,8 +101,9 @@ def _column(part: DataPart, name: str) -> str:
     return name
 
 
-def _pair(prompt: object, chosen: object, rejected: object) -> tuple[Example, Example]:
+def _read_pair(fields: tuple[object, object, object]) -> tuple[Example, Example]:
     """Return the chosen and the rejected answer of a row. Their common beginning is the prompt if there is no other."""
+    prompt, chosen, rejected = fields
     pair: tuple[Example, Example]
     if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
         chosen, rejected = read_messages(chosen, "chosen"), read_messages(rejected, "rejected")

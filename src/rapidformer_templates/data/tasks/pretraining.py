@@ -56,7 +56,13 @@ class Pretraining(Task):
                     hint="leave it out: these samples are all of one length, or have two lengths",
                 )
             kind = BY_DOCUMENTS[kind]
-        _refuse_flags_of_others(config, architecture, kind)
+        # Refuse flags that only affect other objectives.
+        kinds: list[type[Objective]] = [*OBJECTIVES.values(), Pairs]
+        for flag in sorted({flag for other in kinds for flag in other.flags}):
+            if flag not in kind.flags and getattr(config.data, flag) != getattr(DataFlags(), flag):
+                message = f"{architecture} is pretrained without {spelling(flag)}"
+                hint = "leave it out; docs/pretraining-objectives.md says what acts with which architecture"
+                raise DataError(message, where=f"{spelling(flag)} ({config.origin(flag)})", hint=hint)
         self.auto_class = kind.auto_class
         self.objective = kind(self)
 
@@ -165,16 +171,6 @@ class Pretraining(Task):
 
     def compute_metrics(self, predictions: list[np.ndarray], references: list[np.ndarray]) -> dict[str, float]:
         return token_accuracy(predictions, references)
-
-
-def _refuse_flags_of_others(config: RunConfig, architecture: str, kind: type[Objective]) -> None:
-    """Refuse flags that only affect other objectives."""
-    kinds: list[type[Objective]] = [*OBJECTIVES.values(), Pairs]
-    for flag in sorted({flag for other in kinds for flag in other.flags}):
-        if flag not in kind.flags and getattr(config.data, flag) != getattr(DataFlags(), flag):
-            message = f"{architecture} is pretrained without {spelling(flag)}"
-            hint = "leave it out; docs/pretraining-objectives.md says what acts with which architecture"
-            raise DataError(message, where=f"{spelling(flag)} ({config.origin(flag)})", hint=hint)
 
 
 def _blended(corpora: Sequence[tuple[Corpus, Samples]], *, repeats: bool, cache: IndexCache) -> Samples | Blend | None:
