@@ -24,7 +24,7 @@ from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.system.memory import measured_peak
+from rapidformer_templates.system.process_state import measured_peak
 from rapidformer_templates.system.workers import Workers
 from tests.support.combinations import place
 from tests.support.jobs import JOBS, ClassJob, WideJob

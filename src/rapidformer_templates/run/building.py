@@ -33,8 +33,12 @@ from rapidformer_templates.run.out_of_memory import explained_while_building
 from rapidformer_templates.run.reference import allow_trial, provide_reference
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.step_errors import IndexLimits
-from rapidformer_templates.system.memory import measured_peak
-from rapidformer_templates.system.process_state import give_freed_memory_back, keep_freed_memory, seed_all
+from rapidformer_templates.system.process_state import (
+    give_freed_memory_back,
+    keep_freed_memory,
+    measured_peak,
+    seed_all,
+)
 from rapidformer_templates.system.terminal import say
 
 

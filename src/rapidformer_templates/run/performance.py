@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.files import write_json
-from rapidformer_templates.system.memory import peak_bytes
+from rapidformer_templates.system.process_state import peak_bytes
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.run import Run

@@ -24,7 +24,7 @@ from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import Callback, CallbackStates, Hooks, checked_count
 from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.run.step_errors import IndexLimits
-from rapidformer_templates.system.memory import MemoryPeak
+from rapidformer_templates.system.process_state import MemoryPeak
 from rapidformer_templates.system.workers import Workers
 
 

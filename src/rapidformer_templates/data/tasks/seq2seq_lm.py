@@ -24,7 +24,7 @@ from rapidformer_templates.data.tasks.base import (
     tokenized,
     with_tokens,
 )
-from rapidformer_templates.data.tasks.sets import Block, sets_of
+from rapidformer_templates.data.tasks.language_models import Block, sets_of
 from rapidformer_templates.data.text.bad_lines import BadLines
 from rapidformer_templates.data.types import Data, Sample, Tensors
 from rapidformer_templates.planning.tasks import SOURCE_COLUMNS
