@@ -204,24 +204,13 @@ def check_folder(config: RunConfig) -> None:
         raise ConfigError("--profile needs --save, the run folder that it writes to", where=config.origin("profile"))
     if folder:
         folder.check(resume=training.resume, overwrite=training.overwrite)
-        if training.overwrite:
-            _check_overwritten(config, folder)
+        given = {name: value for name, value in config.items() if name in config.origins and name != "save"}
+        for name, value in given.items() if training.overwrite else ():
+            paths = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(path, str) and folder.would_delete(path) for path in paths):
+                raise ConfigError(
+                    f"--overwrite would delete what {spelling(name)} reads, in {folder.path}",
+                    where=config.origin(name),
+                    hint="give another --save, or copy that elsewhere first",
+                )
         try_folder(folder.path)
-
-
-def _check_overwritten(config: RunConfig, folder: RunFolder) -> None:
-    """Check that ``--overwrite`` deletes no file that the run reads.
-
-    Raises:
-        ConfigError: a flag refers to such a file. The error names the flag.
-    """
-    for name, value in config.items():
-        paths = value if isinstance(value, list | tuple) else [value]
-        if name == "save" or name not in config.origins:
-            continue
-        if any(isinstance(path, str) and folder.would_delete(path) for path in paths):
-            raise ConfigError(
-                f"--overwrite would delete what {spelling(name)} reads, in {folder.path}",
-                where=config.origin(name),
-                hint="give another --save, or copy that elsewhere first",
-            )
