@@ -130,11 +130,7 @@ def boxes_of(
         mesh: size of each mesh dimension.
         coordinate: coordinate of the rank in the mesh.
     """
-    segments_of_dims: list[Segments] = [[(0, length)] for length in shape]
-    for placement, size, rank in zip(placements, mesh, coordinate, strict=True):
-        if isinstance(placement, (Shard, _StridedShard)):
-            parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            segments_of_dims[placement.dim] = list(_share(segments_of_dims[placement.dim], parts, size, rank))
+    segments_of_dims = _local_segments(shape, placements, mesh, coordinate)
     if not all(segments_of_dims):
         return []
     local_starts = [itertools.accumulate((length for _, length in dim), initial=0) for dim in segments_of_dims]
@@ -153,13 +149,8 @@ def local_shape(
     shape: tuple[int, ...], placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
     """Return the shape of the part that a rank holds of a tensor of ``shape``."""
-    lengths = list(shape)
-    for placement, size, rank in zip(placements, mesh, coordinate, strict=True):
-        if isinstance(placement, (Shard, _StridedShard)):
-            parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            segments = _share([(0, lengths[placement.dim])], parts, size, rank)
-            lengths[placement.dim] = sum(length for _, length in segments)
-    return tuple(lengths)
+    segments_of_dims = _local_segments(shape, placements, mesh, coordinate)
+    return tuple(sum(length for _, length in segments) for segments in segments_of_dims)
 
 
 def local_values(
@@ -171,6 +162,18 @@ def local_values(
     for box in boxes_of(shape, placements, mesh, coordinate):
         local[box.local] = whole[box.whole]
     return local
+
+
+def _local_segments(
+    shape: tuple[int, ...], placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
+) -> list[Segments]:
+    """Return the ranges of each dimension that a rank holds."""
+    segments: list[Segments] = [[(0, length)] for length in shape]
+    for placement, size, rank in zip(placements, mesh, coordinate, strict=True):
+        if isinstance(placement, (Shard, _StridedShard)):
+            parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            segments[placement.dim] = list(_share(segments[placement.dim], parts, size, rank))
+    return segments
 
 
 def _share(segments: Segments, parts: int, size: int, rank: int) -> Iterator[tuple[int, int]]:

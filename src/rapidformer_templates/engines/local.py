@@ -30,7 +30,7 @@ from rapidformer_templates.engines.host_optimizer import HostOptimizer, is_in_ho
 from rapidformer_templates.engines.loss import AuxiliaryLosses, Recorder, loss_and_count
 from rapidformer_templates.engines.mask_checks import mask_answers, watch_positions
 from rapidformer_templates.engines.optimizer_state import load_optimizer, optimizer_shards, state_tensors
-from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule
+from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule, trained_parameters
 from rapidformer_templates.engines.shards import (
     Copies,
     Shard,
@@ -49,7 +49,6 @@ from rapidformer_templates.engines.side_effects import preserve_state, restored_
 from rapidformer_templates.engines.step import DynamicLossScale, Step, StepMonitor
 from rapidformer_templates.engines.unused_parameters import with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
@@ -133,9 +132,9 @@ class SingleEngine:
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         """Move the model to the device, shard it, and build the optimizer over the local parameters."""
         self.model = model.train()
-        differing = recipe.differences(_trained(self.model))
+        differing = recipe.differences(trained_parameters(self.model))
         self._shard(self.model)
-        trained = _trained(self.model)  # sharding replaces the parameters
+        trained = trained_parameters(self.model)  # sharding replaces the parameters
         self._parameters = [parameter for _, parameter in trained]
         self.optimizer = self._build_optimizer(recipe, trained, differing)
         self._updated_shards = {
@@ -491,7 +490,3 @@ class DDPEngine(SingleEngine):
 
     def _unused_here(self) -> Sequence[int]:
         return self._unused
-
-
-def _trained(model: nn.Module) -> Named:
-    return [(canonical_name(name), p) for name, p in model.named_parameters() if p.requires_grad]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from rapidformer_templates.engines.recipe import GroupOptions, OptimizerSpec, Schedule
+from rapidformer_templates.engines.recipe import GroupOptions, OptimizerSpec, Schedule, trained_parameters
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.models.blocks import canonical_name
 
@@ -98,7 +98,7 @@ def _check_rebuilds(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Modul
     """
     name = type(optimizer).__name__
     hint = f"give a function that makes it: lambda groups: {name}(groups, …), with all of its options"
-    trained = [(canonical_name(n), parameter) for n, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = trained_parameters(model)
     try:
         again = recipe.build(trained, recipe.differences(trained))
     except Exception as error:  # from a user's own class
@@ -164,8 +164,7 @@ def _options_by_name(optimizer: Optimizer, model: nn.Module) -> GroupOptions:
                     "does not have", where=WHERE, hint="build the optimizer from the parameters of this model",
                 )  # fmt: skip
             different[names[id(parameter)]] = differing
-    trained = [canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    left_out = [name for name in trained if name not in different]
+    left_out = [name for name, _ in trained_parameters(model) if name not in different]
     if left_out:
         raise ConfigError(
             f"the {type(optimizer).__name__} leaves out {len(left_out)} parameters that require a gradient: "

@@ -79,6 +79,11 @@ class OptimizerSpec:
         return {name: self.options(name, parameter) for name, parameter in parameters}
 
 
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the trained parameters of a model with their canonical names."""
+    return [(canonical_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+
+
 def name_of_rule(optimizer: type[Optimizer]) -> str:
     """Return the name of an update rule, regardless of implementation. A run may resume with another implementation."""
     return RULES.get(optimizer.__name__, optimizer.__name__)

@@ -19,7 +19,7 @@ from torch import nn
 
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.recipe import OptimizerSpec, trained_parameters
 from rapidformer_templates.engines.shards import Shard, ShardKind, StateReader
 from rapidformer_templates.engines.unused_parameters import GradientSequence, reached_parameters, with_unused_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
@@ -123,7 +123,7 @@ class DeepSpeedEngine(SingleEngine):
         import deepspeed
 
         self.config = self._config_for(width_of(model))
-        named = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+        named = trained_parameters(model)
         differing = recipe.differences(named)
         self._parameters = [p for _, p in named]
         masters = self._convert(model, self.config)
@@ -218,8 +218,7 @@ class DeepSpeedEngine(SingleEngine):
         return [index for index in range(len(self._parameters)) if index not in self._used]
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
-        return [names[id(parameter)] for parameter in parameters]
+        return [self._state.names[id(parameter)] for parameter in parameters]
 
     def _drop_unused(self, indices: Sequence[int]) -> None:
         """Refuse parameters without a gradient on any worker, because ZeRO would still apply weight decay to them.
