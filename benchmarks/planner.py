@@ -32,9 +32,9 @@ from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions, layout_of, memory_options_of
-from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_by_worker
+from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE
+from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE, Memory
 from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
 from rapidformer_templates.system import launch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import uuid
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from rapidformer_templates.switches.auto_strategy import search_cache
 from tests.support import parity
 from tests.support.worker_pool import FAST_RUNS, FSYNC, WITHOUT_PICTURES, end_pool, leave_group
 
@@ -98,6 +100,13 @@ def is_no_worker() -> Iterator[None]:
     _forget_worker()
     yield
     _forget_worker()
+
+
+@pytest.fixture(autouse=True)
+def searches_are_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Give each test its own cache of searches, which no other test and no user has filled."""
+    folder = tmp_path_factory.getbasetemp() / f"searches-{uuid.uuid4().hex}"
+    monkeypatch.setattr(search_cache, "cache_folder", lambda: folder)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,7 +12,8 @@ from rich.table import Table
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.switches.auto_strategy import command
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.search import Rejected, SearchResult
+from rapidformer_templates.switches.auto_strategy.results import Rejected, SearchResult
+from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
 from rapidformer_templates.system.terminal import console
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def test_tables_print_brackets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_search_shows_why_a_package_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    result = SearchResult((), (Rejected(Layout(), f"a package is missing: {BRACKETS}"),))
+    result = SearchResult((), (Rejected(Layout(), f"a package is missing: {BRACKETS}"),), ModelTotals(1, 1, True, True))
     command.show_rejected(result, console(piped_width=140))
     assert BRACKETS in capsys.readouterr().out
 

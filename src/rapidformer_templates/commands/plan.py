@@ -18,7 +18,7 @@ from rapidformer_templates.planning.config import RunConfig, spelling, to_yaml
 from rapidformer_templates.planning.data_rules import check_data_flags, check_task_flags
 from rapidformer_templates.planning.environment import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName, Environment
 from rapidformer_templates.planning.flag_parser import CommandParser, add_flags, parse, split
-from rapidformer_templates.planning.flag_values import Epochs, TokenCount
+from rapidformer_templates.planning.flag_values import Epochs, TokenCount, WorkerCounts
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.hub import config_is_unknown, prepare_config
 from rapidformer_templates.planning.plan import Plan
@@ -53,8 +53,10 @@ class PlanFlags:
 
     json: bool = flag(False, "print the plan as JSON")
     yaml: bool = flag(False, "print the flags that were given as a file for --config, if the plan is accepted")
-    world_size: int | None = flag(
-        None, "workers to plan for (default: --nproc-per-node, else 1)", metavar="N", minimum=1
+    world_size: WorkerCounts | None = flag(
+        None,
+        "workers to plan for (default: --nproc-per-node, else 1); 8,16,32 compares sizes, with --auto-strategy",
+        metavar="N",
     )
     local_world_size: int | None = flag(None, "workers on one node (default: all)", metavar="N", minimum=1)
     device_kind: DeviceKindName | None = flag(None, "plan for GPUs of this kind, which need not be here")
@@ -72,6 +74,21 @@ class PlanFlags:
         metavar="GB",
         minimum=0.001,
     )
+
+    compare: str | None = flag(
+        None,
+        "with --auto-strategy: flags of a layout, in quotes, to compare with the best one by component",
+        metavar="FLAGS",
+    )
+    plot: str | None = flag(
+        None, "picture of the sizes of --world-size, with --auto-strategy: a .png, .svg or .pdf file", metavar="FILE"
+    )
+    search_cache: bool = flag(True, "reuse the result of an equal search with --auto-strategy")
+
+    @property
+    def workers(self) -> int | None:
+        """The first number of workers. None if it is not given."""
+        return self.world_size.counts[0] if self.world_size else None
 
     @property
     def terms(self) -> TrainingTerms | None:
@@ -96,6 +113,18 @@ class PlanFlags:
                 where=config.origin(lengths[0]),
                 hint="leave one of them out",
             )
+        counts = self.world_size.counts if self.world_size else ()
+        if len(counts) > 1 and (not config.get("auto_strategy") or self.compare):
+            other = "--auto-strategy and without --compare"
+            raise ConfigError(f"--world-size with {len(counts)} numbers works with {other}", where="command line")
+        if self.plot and len(counts) < 2:
+            hint = "--world-size 8,16,32"
+            raise ConfigError("--plot draws several sizes of a cluster", where="command line", hint=hint)
+        if self.plot and not self.plot.lower().endswith((".png", ".svg", ".pdf")):
+            hint = "end it in .png, .svg or .pdf"
+            raise ConfigError(f"--plot cannot write '{self.plot}'", where="command line", hint=hint)
+        if self.compare and not config.get("auto_strategy"):
+            raise ConfigError("--compare has no effect without --auto-strategy", where="command line")
 
 
 def main(words: Sequence[str]) -> int:
@@ -149,7 +178,7 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
         template,
         origin,
         device=config.launch.device,
-        world_size=options.world_size or config.launch.nproc_per_node,
+        world_size=options.workers or config.launch.nproc_per_node,
         local_world_size=options.local_world_size,
     )
     return with_template_defaults(config, template), _planned_environment(detected, config, options), options
@@ -185,7 +214,7 @@ def _plan_script(script: str, words: list[str]) -> int:
 
     def inspect(template: Template) -> tuple[Template, Environment, tuple[str, ...]]:
         kind, config = type(template), template.config
-        world, local = options.world_size or config.launch.nproc_per_node, options.local_world_size
+        world, local = options.workers or config.launch.nproc_per_node, options.local_world_size
         return template, configure.environment_of(kind, config, world, local), unused_flags(kind, config)
 
     template, environment, notes = scripts.capture_template(script, rest, inspect)
@@ -221,9 +250,7 @@ def _show_resolved(
     options.check(config)
     try:
         if config.get("auto_strategy") and not options.yaml:
-            from rapidformer_templates.switches.auto_strategy.command import plan_command
-
-            return plan_command(config, detected, options.terms or TrainingTerms(), as_json=options.json)
+            return _search(config, detected, options)
         if config.get("pipeline_stages") == "auto-memory" and not options.yaml:
             from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
 
@@ -259,6 +286,20 @@ def _show_resolved(
         show_plan(plan)
         print("".join(f"{line}\n" for line in lines), end="")
     return 0
+
+
+def _search(config: RunConfig, detected: Environment, options: PlanFlags) -> int:
+    """Search for layouts and print them. Return the exit status."""
+    from rapidformer_templates.switches.auto_strategy.cluster_sizes import plan_clusters
+    from rapidformer_templates.switches.auto_strategy.command import plan_command
+
+    terms, as_json, cached = options.terms or TrainingTerms(), options.json, options.search_cache
+    if options.world_size and len(options.world_size.counts) > 1:
+        local = options.local_world_size or max(options.world_size.counts)
+        place = dataclasses.replace(detected, local_world_size=local)
+        counts = options.world_size.counts
+        return plan_clusters(config, place, counts, terms, as_json=as_json, plot=options.plot, cached=cached)
+    return plan_command(config, detected, terms, as_json=as_json, cached=cached, compared=options.compare)
 
 
 def _check_hooks(script: AboutScript | None) -> None:

@@ -117,6 +117,28 @@ class TokenCount(int):
         return super().__new__(cls, count)
 
 
+class WorkerCounts(str):
+    """A text such as ``8``, or ``8,16,32`` for several sizes of a cluster.
+
+    Attributes:
+        counts: the numbers of workers.
+
+    Raises:
+        ValueError: a part is not a whole number of at least 1, or occurs twice.
+    """
+
+    expected = "a number of workers of at least 1, or several separated by commas: 8,16,32"
+    counts: tuple[int, ...]
+
+    def __new__(cls, text: object) -> WorkerCounts:
+        counts = tuple(int(word) for word in str(text).split(","))
+        if min(counts) < 1 or len(set(counts)) < len(counts):
+            raise ValueError(cls.expected)
+        self = super().__new__(cls, ",".join(map(str, counts)))
+        self.counts = counts
+        return self
+
+
 TRACKERS: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """The trackers, each with the module that must be installed."""
 

@@ -31,7 +31,8 @@ from rapidformer_templates.switches.auto_strategy.layouts import (
 )
 from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
+from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE
+from rapidformer_templates.switches.auto_strategy.search import DOUBT, Search
 from rapidformer_templates.switches.auto_strategy.setup_memory import setup_memory
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
 from tests.support.selection import by_default

@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -18,9 +19,15 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy.comparison import (
+    compared_to_json,
+    components,
+    show_comparison,
+    with_layout_flags,
+)
 from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout, layout_of, memory_options_of
-from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, Search, SearchResult, Unknown
+from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE, Candidate, SearchResult, Unknown
+from rapidformer_templates.switches.auto_strategy.search_cache import cache_file, read_result, write_result
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, Timing, find_hardware
 from rapidformer_templates.switches.auto_strategy.whole_training import (
     ModelTotals,
@@ -30,6 +37,9 @@ from rapidformer_templates.switches.auto_strategy.whole_training import (
 )
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 from rapidformer_templates.system.terminal import console
+
+if TYPE_CHECKING:
+    from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 
 WIDTHS = {"recompute": len("selective"), "partitioning": len("distributed…")}
 """Minimum widths of table columns whose words must not be cut shorter."""
@@ -42,18 +52,23 @@ class NothingFits(RapidformerError):
     """No layout of the workers fits the model."""
 
 
-def search(config: RunConfig, environment: Environment, registry: Registry = REGISTRY) -> tuple[SearchResult, Hardware]:
+Subjects: TypeAlias = "dict[tuple[str, ...], Subject]"
+"""Traced models of earlier searches, by the switches that change them."""
+
+
+def search(
+    config: RunConfig,
+    environment: Environment,
+    registry: Registry = REGISTRY,
+    *,
+    cached: bool = True,
+    subjects: Subjects | None = None,
+) -> tuple[SearchResult, Hardware]:
     """Search all layouts. Return them, and the devices that they are for.
 
-    Raises:
-        Refused, ModelError, ConfigError: see :func:`prepare`.
-    """
-    prepared = prepare(config, environment, registry)
-    return prepared.run(), prepared.hardware
-
-
-def prepare(config: RunConfig, environment: Environment, registry: Registry = REGISTRY) -> Search:
-    """Return the search of all layouts, before it has tried any.
+    Args:
+        cached: whether the result of an equal search is used if there is one. A new result is stored.
+        subjects: the models that searches of the same model share. A new one is added.
 
     Raises:
         Refused: a rule is broken that no layout can satisfy.
@@ -68,8 +83,19 @@ def prepare(config: RunConfig, environment: Environment, registry: Registry = RE
     plan = resolve(without_layout, environment, registry)
     complete = registry.complete(config)
     hardware = find_hardware(environment, precision(complete, environment), complete.get("host_memory_gb"))
-    subject = Subject(config, plan, gpu=environment.device != "cpu")
-    return Search(config, environment, subject, hardware, registry, by_memory=by_memory)
+    file = cache_file(config, environment, hardware, by_memory=by_memory) if cached and registry is REGISTRY else None
+    result = read_result(file) if file else None
+    if result is None:
+        from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+        from rapidformer_templates.switches.auto_strategy.search import Search
+
+        subjects = {} if subjects is None else subjects
+        subject = subjects.get(plan.switches) or Subject(config, plan, gpu=environment.device != "cpu")
+        subjects[plan.switches] = subject
+        result = Search(config, environment, subject, hardware, registry, by_memory=by_memory).run()
+        if file:
+            write_result(file, result)
+    return result, hardware
 
 
 def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagValue]:
@@ -77,7 +103,7 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
 
     Raises:
         NothingFits: no layout fits.
-        Refused, ModelError, ConfigError: see :func:`prepare`.
+        Refused, ModelError, ConfigError: see :func:`search`.
     """
     result, hardware = search(config, environment)
     if not result.layouts:
@@ -96,15 +122,35 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, FlagVa
     return values if "pipeline_stages" in user_fields else {"pipeline_stages": None, **values}
 
 
-def plan_command(config: RunConfig, environment: Environment, terms: TrainingTerms, *, as_json: bool) -> int:
-    """Search and print. Return the exit status, which is 1 if nothing fits."""
-    prepared = prepare(config, environment)
-    result, hardware, totals = prepared.run(), prepared.hardware, prepared.totals()
-    trainings = [train_with(candidate, config, environment, terms, totals) for candidate in result.layouts]
+def plan_command(
+    config: RunConfig,
+    environment: Environment,
+    terms: TrainingTerms,
+    *,
+    as_json: bool,
+    cached: bool = True,
+    compared: str | None = None,
+) -> int:
+    """Search and print. Return the exit status, which is 1 if nothing fits.
+
+    Args:
+        cached: see :func:`search`.
+        compared: flags of a layout to compare with the best one.
+    """
+    narrower = with_layout_flags(config, compared) if compared else None
+    subjects: Subjects = {}
+    result, hardware = search(config, environment, cached=cached, subjects=subjects)
+    named = search(narrower, environment, cached=cached, subjects=subjects)[0] if narrower else None
+    trainings = [train_with(each, config, environment, terms, result.totals) for each in result.layouts]
     if as_json:
-        print(json.dumps(to_json(result, hardware, trainings), indent=2))
+        more = {"compared": compared_to_json(result, named)} if named else {}
+        print(json.dumps(to_json(result, hardware, trainings) | more, indent=2))
     else:
         show(result, hardware, trainings[0].lines(environment, terms) if trainings else ())
+        if named:
+            show_comparison(result, named)
+        if result.file:
+            print(f"note: read from {result.file}; --no-search-cache searches again")
     return 0 if result.layouts else 1
 
 
@@ -132,15 +178,19 @@ def predict_run(
         ModelError: the model cannot be built.
         ConfigError: the memory of the devices is unknown.
     """
+    from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+    from rapidformer_templates.switches.auto_strategy.search import Search
+
     hardware = find_hardware(environment, plan.precision, config.get("host_memory_gb"))
     one = Search(config, environment, Subject(config, plan, gpu=environment.device != "cpu"), hardware)
-    candidate = one.predict(layout_of(plan), memory_options_of(plan, one.subject.shapes.width))
-    constraint, unknown = one.constraint_of(candidate), one.unknown()
+    setting = memory_options_of(plan, one.subject.shapes.width)
+    candidate = one.predict(layout_of(plan), setting)
+    constraint, unknown = one.constraint_of(candidate, setting), one.unknown()
     training = train_with(candidate, config, environment, terms, one.totals())
     as_json = {
         **layout_to_json(candidate, training),
         "constraint": constraint,
-        "assumed": hardware.lines(offloads=candidate.setting.offloads_activations),
+        "assumed": hardware.lines(offloads=candidate.layout.offload),
         "not_predicted": [vars(kinds) for kinds in unknown],
     }
     lines = [
@@ -149,7 +199,7 @@ def predict_run(
         *([f"  does not fit: {constraint}"] if constraint else []),
         where_the_step_goes(candidate.timing),
         *training.lines(environment, terms),
-        *(f"assumed: {line}" for line in hardware.lines(offloads=candidate.setting.offloads_activations)),
+        *(f"assumed: {line}" for line in hardware.lines(offloads=candidate.layout.offload)),
         *not_predicted(unknown),
     ]
     return as_json, lines
@@ -227,7 +277,7 @@ def show(result: SearchResult, hardware: Hardware, training: Sequence[str] = ())
 
 
 def _offloads(result: SearchResult) -> bool:
-    return any(candidate.setting.offloads_activations for candidate in result.layouts)
+    return any(candidate.layout.offload for candidate in result.layouts)
 
 
 COLUMNS = ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning", "recompute")
@@ -264,17 +314,7 @@ def _table(result: SearchResult) -> Table:
 
 def where_the_step_goes(timing: Timing) -> str:
     """Return a line with the share of each component in the step."""
-    shares = {
-        "computing": timing.compute,
-        "bubble": timing.bubble,
-        "tensor sums": timing.tensor,
-        "tokens to experts": timing.experts,
-        "stage transfers": timing.pipeline,
-        "replica sums": timing.data,
-        "update": timing.update,
-        "copies to the host and back": timing.offload,
-    }
-    spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in shares.items() if share > 0)
+    spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in components(timing).items() if share > 0)
     return f"  where the step goes: {spent}"
 
 

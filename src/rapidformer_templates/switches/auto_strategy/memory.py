@@ -10,6 +10,7 @@ from rapidformer_templates.planning.optimizer_states import FP32
 from rapidformer_templates.planning.plan import shards_of_experts
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
+from rapidformer_templates.switches.auto_strategy.results import Memory
 from rapidformer_templates.switches.auto_strategy.stage_memory import MemorySnapshot, Stage, peak_stage_candidates
 from rapidformer_templates.switches.auto_strategy.state_bytes import (
     Formula,
@@ -48,30 +49,6 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "nvme": {"zero-3": each_divided_on_disk},
 }
 """Bytes of the states that each engine holds between two steps, by where the optimizer's state is offloaded."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one worker at its peak.
-
-    Attributes:
-        parameters, gradients, optimizer: the states. Gradients are those at the start of the update.
-        buffers: what an engine holds in addition: buckets, whole parameters of active blocks.
-        activations: everything else that is alive at the peak. If the peak comes before the gradients
-            exist, activations use their memory, and only the rest counts here.
-        host: offloaded states and activations in the host memory of a GPU worker. It is not part of the total.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    buffers: int
-    activations: int
-    host: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
 
 
 PLAIN = MemoryOptions()

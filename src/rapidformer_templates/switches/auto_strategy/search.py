@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product, takewhile
 from typing import TypeVar
 
@@ -29,18 +29,24 @@ from rapidformer_templates.switches.auto_strategy.layouts import (
     MemoryOptions,
     memory_options_of,
 )
-from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_alone, variant_of
+from rapidformer_templates.switches.auto_strategy.memory import predict, states_alone, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-from rapidformer_templates.switches.auto_strategy.setup_memory import SetupMemory, setup_memory
+from rapidformer_templates.switches.auto_strategy.results import (
+    ALLOWANCE,
+    Candidate,
+    Memory,
+    Rejected,
+    SearchResult,
+    SetupMemory,
+    Unknown,
+)
+from rapidformer_templates.switches.auto_strategy.setup_memory import setup_memory
 from rapidformer_templates.switches.auto_strategy.stage_balance import balance_memory
-from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, Timing, predict_seconds
+from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, predict_seconds
 from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 
 T = TypeVar("T", int, bool)
-
-ALLOWANCE = 0.05
-"""Share of the predicted memory that must also be free: for fragmentation, and for buffers a transfer still holds."""
 
 DOUBT = 0.01
 """Share of the device's memory. A layout that is closer to the limit than this is traced exactly."""
@@ -53,68 +59,6 @@ LARGEST_MICRO_BATCH = 32
 
 TOLD_APART = 0.03
 """Speeds that differ by less than this count as equal: the time model is not more accurate."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that fits.
-
-    Attributes:
-        memory: at the peak of training.
-        setup: at the peak before the first step.
-        needed_gb: memory that the device must have: the higher peak plus the allowance and the context.
-        host_gb: memory that a node must have for all of its workers: the higher peak plus the allowance.
-        step_flops: operations of the model's matrix products in an optimizer step of all workers. Recomputation does
-            not count.
-    """
-
-    layout: Layout
-    setting: MemoryOptions
-    memory: Memory
-    setup: SetupMemory
-    timing: Timing
-    needed_gb: float
-    host_gb: float
-    step_flops: float
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.layout.global_batch / self.timing.total
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A layout that does not work, and the constraint that failed."""
-
-    layout: Layout
-    constraint: str
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """Quantities that are predicted as if a switch were off.
-
-    Attributes:
-        switch: name of the switch.
-        kinds: the affected kinds of ``FORECAST``.
-        why: the reason.
-    """
-
-    switch: str
-    kinds: tuple[str, ...]
-    why: str
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """All layouts: those that fit, best first, and the rejected ones.
-
-    Also the effects of flags that the numbers leave out.
-    """
-
-    layouts: tuple[Candidate, ...]
-    rejected: tuple[Rejected, ...]
-    not_predicted: tuple[Unknown, ...] = ()
 
 
 class Search:
@@ -153,7 +97,7 @@ class Search:
             best_first = self._verified(self._fitting(contexts, offload, rejected), rejected)
             if best_first:
                 break
-        return SearchResult(tuple(best_first), tuple(rejected), self.unknown())
+        return SearchResult(tuple(best_first), tuple(rejected), self.totals(), self.unknown())
 
     def unknown(self) -> tuple[Unknown, ...]:
         """Return what is not predicted of the switches that are on in every layout."""
@@ -333,7 +277,7 @@ class Search:
         needed_gb = self._needed_gb(max(memory.total, setup.device))
         host_gb = self._host_gb(memory, setup)
         step_flops = 3.0 * forward * layout.tensor * layout.replicas * layout.accumulation
-        return Candidate(layout, setting, memory, setup, timing, needed_gb, host_gb, step_flops)
+        return Candidate(layout, memory, setup, timing, needed_gb, host_gb, step_flops)
 
     def totals(self) -> ModelTotals:
         """Return the sizes of the model that do not depend on the layout."""
@@ -347,9 +291,9 @@ class Search:
             has_equal_batches=not any(self.registry[name].order for name in plan.switches),
         )
 
-    def constraint_of(self, candidate: Candidate) -> str | None:
+    def constraint_of(self, candidate: Candidate, setting: MemoryOptions) -> str | None:
         """Return what a predicted layout has too little of, or None if it fits."""
-        return self._constraint(candidate.memory, candidate.setup, candidate.setting)
+        return self._constraint(candidate.memory, candidate.setup, setting)
 
     def _needed_gb(self, size: int) -> float:
         return size * (1 + ALLOWANCE) / GB + self.hardware.context_gb
@@ -414,7 +358,9 @@ class Search:
 
         best_first = sorted(fitting, key=key)
         while best_first:
-            tried = self._try(best_first[0].layout, best_first[0].setting, exact=True)
+            setting = self._setting(best_first[0].layout)
+            assert isinstance(setting, MemoryOptions)  # it has been tried before
+            tried = self._try(best_first[0].layout, setting, exact=True)
             if isinstance(tried, Candidate):
                 return [tried, *best_first[1:]]
             rejected.append(tried)

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rapidformer_templates.engines.construction import room_for
 from rapidformer_templates.planning.optimizer_states import FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.results import SetupMemory
 from rapidformer_templates.switches.auto_strategy.stage_memory import peak_stage_candidates
 
 PACKED_BY_DDP = 250 * 2**20
 """Bytes of parameters that DDP packs at a time to send the values of the first worker."""
-
-
-@dataclass(frozen=True)
-class SetupMemory:
-    """Bytes of one worker at its peak before the first step. On a CPU both are the same memory.
-
-    Attributes:
-        device: on the accelerator.
-        host: in the memory of its node.
-    """
-
-    device: int
-    host: int
 
 
 def setup_memory(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> SetupMemory:

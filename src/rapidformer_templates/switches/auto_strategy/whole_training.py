@@ -80,7 +80,7 @@ class TrainingEstimate:
     disk_gb_per_second: float
 
     def to_json(self) -> dict[str, object]:
-        """Return the public JSON form. See docs/planner.md."""
+        """Return the public JSON form. See docs/planner-answers.md."""
         return asdict(self)
 
     def lines(self, environment: Environment, terms: TrainingTerms) -> list[str]:
