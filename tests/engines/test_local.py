@@ -13,7 +13,8 @@ from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 CLIP = 0.1
-STEPS = f"--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
+ITERATIONS = 6
+STEPS = f"--train-iters {ITERATIONS} --eval-interval 2 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
 ALONE = {"accumulated": f"{STEPS} --micro-batch-size 2"}
 PAIRS = {
     "ddp": f"{STEPS} --micro-batch-size 4",
@@ -116,7 +117,7 @@ def test_reference_equals_a_loop_by_hand(references: Any) -> None:
     samples = _sequences()
     order = SampleOrder(len(samples), 8, 1234, by_epochs=False)
     curve = []
-    for step in range(10):
+    for step in range(ITERATIONS):
         total, count = torch.zeros((), dtype=torch.float64), 0
         for index in order.step(step)[0]:
             batch = _pad([samples[index]], classes=False)
@@ -132,7 +133,7 @@ def test_reference_equals_a_loop_by_hand(references: Any) -> None:
         for p in model.parameters():
             p.grad *= min(1.0, CLIP / float(norm + 1e-6))
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * (1 - step / 10)
+            group["lr"] = 1e-3 * (1 - step / ITERATIONS)
         optimizer.step()
         curve.append((loss.item(), norm.item()))
     _assert_close(references["causal", True]["curve"], curve, True)

@@ -42,6 +42,7 @@ from rapidformer_templates.switches.fused_loss.transform import FusedHead, fuse_
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, ClassJob, _Job
 from tests.support.parity import Trained, reference, train
+from tests.support.selection import selected
 from tests.support.worker_pool import run_in_workers
 
 FUSED = "--fused-linear-cross-entropy"
@@ -281,6 +282,9 @@ SWITCHES["matrices"] = "--tensor-model-parallel-size 2 --sequence-parallel --che
 SHARED = {("untied-llama", name) for name in SWITCHES} | {("causal", "fsdp")}
 SHARED |= {("masked", name) for name in SWITCHES if name in ("zero-3", "stages", "matrices")}
 SHARED |= {("causal", "matrices")}
+LONGER = {("untied-llama", name) for name in ("oss", "stages, checkpointed")} | {("causal", "fsdp")}
+"""For ``make test-longer``. Rows of the covering table have these pairs of switches, with a tied head."""
+PARAMETERS = [pytest.param(case, marks=pytest.mark.longer if case in LONGER else ()) for case in sorted(SHARED)]
 
 
 @pytest.fixture(scope="module")
@@ -344,9 +348,9 @@ def _double(name: str) -> bool:
     return not name.startswith("zero")  # ZeRO's masters are fp32
 
 
-def _all_runs(workers: Any) -> dict[Any, Any]:
+def _all_runs(workers: Any, cases: list[tuple[str, str]]) -> dict[Any, Any]:
     runs: dict[Any, Any] = {
-        (job, name): train(job, _double(name), f"{SHORT} {SWITCHES[name]} {FUSED}") for job, name in sorted(SHARED)
+        (job, name): train(job, _double(name), f"{SHORT} {SWITCHES[name]} {FUSED}") for job, name in cases
     }
     for more in ("", FUSED):
         runs["bf16", more] = train("causal", False, f"{SHORT} {STAGES} --mixed-precision bf16 {more}")
@@ -354,13 +358,13 @@ def _all_runs(workers: Any) -> dict[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[dict[Any, Any]]:
+def runs(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
     """The runs by rank."""
-    return run_in_workers(2, _all_runs)
+    return run_in_workers(2, _all_runs, selected(request, "case"))
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", sorted(SHARED), ids="-".join)
+@pytest.mark.parametrize("case", PARAMETERS, ids="-".join)
 def test_two_workers_follow_one_without(case: tuple[str, str], references: Any, runs: Any) -> None:
     double = _double(case[1])
     expected = torch.tensor(references[case[0], double]["curve"][:4])

@@ -183,7 +183,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     alone = parity.train("pretrained", False, pretrained)
     layouts = sorted({*selected(request, "layout"), "groups", *RESUMED})
     found = run_in_workers(4, _in_four_workers, layouts, str(folder))[0]
-    for case in JOBS:
+    for case in {LAYOUTS[layout][0] for layout in layouts}:
         found[f"{case} alone"] = parity.reference(*_flags(case, ALONE))
     found["gentle alone"] = parity.reference("gpt2-4-tied", False, f"{PLAIN} {GENTLE} {ALONE}")
     for name in RESUMED:
@@ -214,7 +214,9 @@ def test_layout_follows_one_process(layout: str, runs: Any) -> None:
 
 def test_choices_are_dropped_and_all_gradients_are_clipped(runs: Any) -> None:
     """Otherwise it would be easy to agree."""
-    for case, (_, mixture) in JOBS.items():
+    trained = {case: mixture for case, (_, mixture) in JOBS.items() if f"{case} alone" in runs}
+    assert len(trained) >= 3
+    for case, mixture in trained.items():
         run = runs[f"{case} alone"]
         assert (run["summary"]["receipts"]["dropped_choices"] > 0) == ("--moe-capacity-factor" in mixture)
         assert all(norm > 0.1 for _, norm in run["curve"])

@@ -16,6 +16,7 @@ from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.run.checkpoint.format import Reader
 from tests.support.jobs import OTHERS, CausalJob, ClassJob
 from tests.support.parity import Trained, reference, train
+from tests.support.selection import selected
 from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("fairscale", reason="OSS and SDP need the fairscale extra")
@@ -118,8 +119,19 @@ CASES: dict[tuple[str, bool, str], tuple[str, str]] = {
         for suffix, micro in (("", 4), ("-accumulated", 1))
     },
 }
+LONGER = {
+    *(("first-block-frozen", False, name) for name in SWITCHES),
+    *(("causal", False, f"{name}-lamb") for name in SWITCHES),
+    *(("classifier", True, f"{name}-idle") for name in SWITCHES),
+    *(("routed", True, name) for name in SWITCHES),
+}
+"""For ``make test-longer``. The same jobs run accumulated, adafactor also needs whole parameters, and the causal job
+has an idle worker, too."""
+PARAMETERS = [pytest.param(case, marks=pytest.mark.longer if case in LONGER else ()) for case in CASES]
 SAVED = {("causal", True, f"{name}-accumulated") for name in SWITCHES}
 """Cases whose checkpoints are compared with that of one process."""
+READ = SAVED | {("causal", False, name) for name in LAYOUTS}
+"""Cases that other tests read."""
 PRECISIONS = {
     (name, precision): f"--mixed-precision {precision} {switch}"
     for name, switch in SWITCHES.items()
@@ -127,10 +139,11 @@ PRECISIONS = {
 }
 
 
-def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
+def _all_runs(workers: Any, folder: str, cases: list[tuple[str, bool, str]]) -> dict[Any, Any]:
     """Train in each of two workers."""
     runs: dict[Any, Any] = {"gradient bytes": []}
-    for case, (flags, _) in CASES.items():
+    for case in cases:
+        flags, _ = CASES[case]
         save = ("--save", f"{folder}/{case[2]}") if case in SAVED else ()
         with _gradients_seen(runs["gradient bytes"] if case == ("causal", False, "sdp-accumulated") else []):
             runs[case] = train(*case[:2], flags, *save)
@@ -176,9 +189,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> list[dict[Any, Any]]:
+def runs(request: pytest.FixtureRequest, folder: Path) -> list[dict[Any, Any]]:
     """The runs by rank."""
-    return run_in_workers(2, _all_runs, str(folder))
+    cases = sorted({*selected(request, "case"), *READ})
+    return run_in_workers(2, _all_runs, str(folder), cases)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +205,7 @@ def references(folder: Path) -> dict[tuple[str, bool, str], Trained]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{'fp64' if case[1] else 'fp32'}-{case[2]}")
+@pytest.mark.parametrize("case", PARAMETERS, ids=lambda case: f"{case[0]}-{'fp64' if case[1] else 'fp32'}-{case[2]}")
 def test_follows_one_process(case: tuple[str, bool, str], references: Any, runs: Any) -> None:
     job, double, _ = case
     expected = references[job, double, CASES[case][1]]

@@ -89,7 +89,8 @@ LOUDER = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.6, 0.8], "eps": 1e-4, "weight_decay": 0.3}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3, "warmup_num_steps": 4}},
 }
-FILES["zero-2-louder"] = {**LOUDER, "zero_optimization": ZERO_2}
+SMALL = {"allgather_bucket_size": 2e6, "reduce_bucket_size": 2e6}  # those of the guide take 1.6 GB of each worker
+FILES["zero-2-louder"] = {**LOUDER, "zero_optimization": ZERO_2 | SMALL}
 STEPS = "--train-iters 5 --global-batch-size 8"
 FLAGS = {"auto": f"{STEPS} --lr 1e-3 --weight-decay 0.1 --lr-warmup-iters 3", "manual": STEPS, "louder": STEPS}
 
