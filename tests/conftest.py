@@ -15,7 +15,7 @@ import pytest
 
 from rapidformer_templates.switches.auto_strategy import search_cache
 from tests.support import parity
-from tests.support.worker_pool import FAST_RUNS, FSYNC, WITHOUT_PICTURES, end_pool, leave_group
+from tests.support.worker_pool import FAST_RUNS, FSYNC, WITHOUT_PICTURES, end_fork_server, end_pool, leave_group
 
 ROOT = Path(__file__).parents[1]
 
@@ -92,6 +92,17 @@ def pytest_collection_finish() -> None:
 def has_no_group() -> None:
     """Close the process group that an engine without peers opens. It would stay open as long as the process lives."""
     leave_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def has_no_idle_workers(request: pytest.FixtureRequest) -> None:
+    """End the workers of earlier modules if this one starts none. They would take memory until the end."""
+    items = [item for item in request.session.items if item.path == request.path]
+    starts = {name for name in ("distributed", "accelerator") if any(item.get_closest_marker(name) for item in items)}
+    if not starts:
+        end_pool()
+    if "accelerator" not in starts:
+        end_fork_server()
 
 
 @pytest.fixture(autouse=True)

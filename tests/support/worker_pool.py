@@ -150,6 +150,18 @@ def end_pool() -> None:
     _pool.end()
 
 
+def end_fork_server() -> None:
+    """End the server process that forks workers on accelerators, and these workers.
+
+    Python has one such server per process. It imports only what its first user asks for, so without this the pool
+    would fork from the server of another test, and each worker would import everything again.
+    """
+    if _pool.device != "cpu":
+        _pool.end()
+    server: Any = importlib.import_module("multiprocessing.forkserver")
+    server._forkserver._stop()
+
+
 @dataclass
 class WorkerPool:
     """Up to four workers. Use the functions of this module, which share one pool."""
