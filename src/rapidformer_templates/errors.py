@@ -144,6 +144,12 @@ class WorkerFailed(RapidformerError):
     exit_status = 1
 
 
+class WorkerHangs(RapidformerError):
+    """A worker makes no progress, and the others wait for it."""
+
+    exit_status = 4
+
+
 class ReportedError(RapidformerError):
     """An error that a worker has already rendered. Its text is shown unchanged.
 

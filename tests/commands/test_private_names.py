@@ -20,6 +20,7 @@ PACKAGES = sorted({entry.package for entry in private_names()})
 OF_PYTHON = {
     "_exit": "os",  # documented
     "_getframe": "sys",  # documented
+    "_current_frames": "sys",  # documented
     "_fields": "collections.namedtuple",  # documented
     "_actions": "argparse",
     "_action_groups": "argparse",

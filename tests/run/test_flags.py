@@ -193,6 +193,7 @@ ELSEWHERE = {
     "nproc_per_node": "tests/system/test_launch.py",
     "data_parallel_size": "tests/planning/test_data_rules.py",
     "master_port": "tests/system/test_launch.py",
+    "worker_timeout": "tests/run/test_watch.py",
     "device": "tests/rehearsal/test_runs.py",
     "no_save": "tests/planning/test_refusals.py",
     "base": "tests/switches/lora/test_base.py",

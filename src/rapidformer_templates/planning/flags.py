@@ -81,6 +81,13 @@ class LaunchFlags:
     master_port: int | None = flag(
         None, "port on which the local workers meet (default: a free one)", minimum=1, maximum=65535
     )
+    worker_timeout: float = flag(
+        600.0,
+        "seconds without progress after which a run of several workers ends and names the worker that hangs; three "
+        "times as many for first steps and saves, at least 1,800 for the setup; 0 waits as long as torch does",
+        metavar="SECONDS",
+        minimum=0,
+    )
     device: str = flag(
         "auto",
         "where to train: auto, cpu, or torch's name of the accelerator: cuda (also for AMD), xpu, mps, npu, … "

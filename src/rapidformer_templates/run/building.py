@@ -40,6 +40,7 @@ from rapidformer_templates.system.process_state import (
     seed_all,
 )
 from rapidformer_templates.system.terminal import say
+from rapidformer_templates.system.workers import set_group_timeouts
 
 
 def choose_allocation(plan: Plan) -> None:
@@ -97,6 +98,8 @@ def build_engine(run: Run, build_reference: Callable[[], nn.Module] | None = Non
                 return engine.frozen(_transformed(run, _build_model(run, construction), construction).model)
 
         provide_reference(run, frozen_reference)
+    if timeout := run.config.launch.worker_timeout:
+        set_group_timeouts(30 * timeout)  # the watch ends a run that hangs, because it can name the worker
 
 
 def _set_up(run: Run, engine: Engine) -> None:

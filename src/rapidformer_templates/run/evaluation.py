@@ -12,6 +12,7 @@ from rapidformer_templates.planning.metrics import metric_name, metrics_of
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.step_errors import locate_index_errors
+from rapidformer_templates.run.watch import EVALUATION
 
 
 class Evaluator:
@@ -75,6 +76,7 @@ class Evaluator:
     def _microbatches(self) -> Iterator[MicroBatch]:
         for microbatch in load(self.samples, self.run.data, self._requests, workers=0, pin_memory=False):
             self.run.index_limits.check(microbatch, self._samples_name)
+            self.run.watch.enter(EVALUATION, self.run.position.step)
             yield microbatch
 
     @property

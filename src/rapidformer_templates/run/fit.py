@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -52,6 +52,7 @@ from rapidformer_templates.run.steps import (
     count_steps,
     log_intervals,
 )
+from rapidformer_templates.run.watch import EXPORT
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.process_state import kept_process_state
@@ -137,11 +138,25 @@ def join_and_train(template: Template, then: AfterTraining | None = None) -> Sum
         out_of_memory.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
         _run_folder(template, workers) as folder,
     ):
-        summary = train(begin_run(template, workers, folder), stop, then)
+        run = begin_run(template, workers, folder)
+        with _watched(run):
+            summary = train(run, stop, then)
     name = config.training.push_to_hub
     if name and folder and workers.is_main:
         print_lines(push_export(name, folder.export, summary["steps"]))
     return summary
+
+
+def _watched(run: Run) -> AbstractContextManager[None]:
+    """Find workers that make no progress inside the context."""
+    folder = run.folder
+
+    def resume_hint() -> str:
+        saved = candidates(folder.checkpoints) if folder else []
+        return f"--resume continues from {saved[0].name}" if saved else "there is no checkpoint to resume from"
+
+    stacks = folder.stacks if folder else None
+    return run.watch.running(run.workers, run.config.launch.worker_timeout, stacks, resume_hint)
 
 
 @contextmanager
@@ -289,6 +304,7 @@ def _finish(loop: Loop, metrics: dict[str, float]) -> Summary:
         lines = read_metrics(folder.metrics) if folder and loop.log.metrics else None
         if lines is not None and not any(is_test_line(line) and line["step"] == step for line in lines):
             loop.log.record({"step": step, **test_metrics})
+    run.watch.enter(EXPORT, run.position.step)
     if folder and training.export_model:
         export_model(run.engine, run.hooks.tokenizer, folder.export)
     receipts = loop.receipts.measured_by_rank() if loop.meter.steps else {}

@@ -23,6 +23,7 @@ CONTENTS = (
     "summary.json",
     "curves.png",
     "profile",
+    "stacks",
     "checkpoints",
     "model",
     "export",
@@ -53,6 +54,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.export = self.path / "export"
         self.profile = self.path / "profile"
+        self.stacks = self.path / "stacks"
 
     def read_summary(self) -> Summary:
         summary: Summary = json.loads(self.summary.read_text(encoding="utf-8"))

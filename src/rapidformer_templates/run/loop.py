@@ -12,6 +12,7 @@ from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.engines.side_effects import evaluating
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss
+from rapidformer_templates.run import watch
 from rapidformer_templates.run.evaluation import Validation
 from rapidformer_templates.run.hooks import states_of
 from rapidformer_templates.run.layer_grad_norms import LayerGradNorms
@@ -115,12 +116,14 @@ class Loop:
                 self.profile.step_begins()
 
             # 1. Load the micro batches of this rank. The samples depend only on the seed and the step.
+            run.watch.enter(watch.DATA, step)
             with self._profiled(DATA):
                 microbatches = [next(batches) for _ in range(run.plan.sizes.accumulation)]
 
             # 2. Agree on what all ranks must know before the forward: the number of targets, whether to stop, and
             #    whether a background save has progressed on every rank. The hosts exchange this while the devices
             #    still compute the previous step.
+            run.watch.enter(watch.EXCHANGE, step)
             with self._profiled(EXCHANGE):
                 exchanged = self._exchange(microbatches, stop)
             if self.checkpoints and not exchanged.saving:
@@ -131,6 +134,7 @@ class Loop:
             # 3. Forward, backward, clipping and update.
             # Receipts are recorded in the first step of this process. Later steps have no overhead.
             is_first = self.meter.steps == 0
+            run.watch.enter(watch.STEP, step)
             recording = self.receipts.watch(microbatches) if is_first else contextlib.nullcontext()
             with self._profiled(TRAIN), recording:
                 result = self._step(step, microbatches, exchanged.targets)
@@ -258,10 +262,12 @@ class Loop:
         self._saved_step = self.run.position.step
         if self.checkpoints:
             self._raise_pending_errors()
+            self.run.watch.enter(watch.SAVE, self._saved_step)
             self.checkpoints.save()
 
     def _wait_for_save(self) -> None:
         if self.checkpoints:
+            self.run.watch.enter(watch.SAVE, self.run.position.step)
             self.checkpoints.wait()
 
     def _after_step(self, done: int) -> None:

@@ -24,6 +24,7 @@ from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import Callback, CallbackStates, Hooks, checked_count
 from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.run.step_errors import IndexLimits
+from rapidformer_templates.run.watch import HangWatch
 from rapidformer_templates.system.process_state import MemoryPeak
 from rapidformer_templates.system.workers import Workers
 
@@ -95,6 +96,7 @@ class Run:
         callbacks: objects that are called after the template's own callbacks.
         workers: this process and its peers.
         folder: the run folder. None without ``--save``.
+        watch: knows the phase of this worker, and finds workers that make no progress.
         stop_reason: the reason that a hook called ``stop`` with, or None.
         data: the data sets of ``build_data``.
         task: the task whose data they are. None if the user's data have another form.
@@ -116,6 +118,7 @@ class Run:
     callbacks: tuple[Callback, ...]
     workers: Workers
     folder: RunFolder | None = None
+    watch: HangWatch = field(default_factory=HangWatch)
     stop_reason: str | None = None
 
     data: Data = field(init=False)

@@ -46,6 +46,7 @@ from rapidformer_templates.run.run import Position, Template, begin_run
 from rapidformer_templates.run.saving import check_base, checkpoint_to_load, restore_engine
 from rapidformer_templates.run.scripts import CALL
 from rapidformer_templates.run.step_errors import locate_device_errors
+from rapidformer_templates.run.watch import OWN_CODE, STEP
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import seed_all
 from rapidformer_templates.system.workers import Workers, join
@@ -169,6 +170,9 @@ class Session:
             build_engine(run)
         self.model: nn.Module = run.model
         seed_all(config.training.seed + 1 + self.workers.stream)
+        if self.workers.world > 1:  # a single process may wait for its user, as in a notebook
+            timeout, hint = config.launch.worker_timeout, "continue from your last checkpoint"
+            self._stack.enter_context(run.watch.running(self.workers, timeout, None, lambda: hint))
         if schedule is None and isinstance(config.training.train_iters, int):
             schedule = template.build_scheduler(config.training.train_iters)
         self._schedule = checked_schedule(schedule or (lambda step: 1.0))
@@ -215,6 +219,7 @@ class Session:
         Raises:
             DataError, NonFiniteLoss, SwitchDidNothing: see :meth:`step`.
         """
+        self._run.watch.enter(STEP, self.steps)
         microbatches, problem = self._as_micro_batches(list(batches), self.plan.sizes.accumulation)
         targets, samples, tokens = self._global_counts(microbatches, problem)
         first = self._meter.steps == 0
@@ -234,6 +239,7 @@ class Session:
         self._run.position.samples += int(samples)
         self._run.position.tokens += int(tokens)
         self._meter.step(int(samples), int(tokens))
+        self._run.watch.enter(OWN_CODE, self.steps)
 
     def evaluate(self, batch: Batch | None) -> Evaluation:
         """Compute the loss of the workers' batches without gradients. Training is not affected.

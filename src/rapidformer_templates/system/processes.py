@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypedDict, TypeVar
 
-from rapidformer_templates.errors import Interrupted
+from rapidformer_templates.errors import Interrupted, WorkerFailed, WorkerHangs
 
 HandlerT = TypeVar("HandlerT", bound=Callable[[int, FrameType | None], None])
 
@@ -44,6 +45,9 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 GRACE = 30.0
 """Seconds that a worker has to exit after a peer has failed or its launcher is gone."""
+
+HANG_GRACE = 2.0
+"""Seconds that a worker has to exit after a peer has found that some do not respond."""
 
 POLL = 0.05
 """Seconds between two checks of the workers."""
@@ -177,12 +181,12 @@ class ErrorRecord(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that ended with a status other than 0.
+    """A worker that ended with a status other than 0, or too early.
 
     Attributes:
         rank: rank of the worker.
-        status: its exit status. A negative one is the signal that killed it.
-        noticed: time at which that was noticed, in seconds.
+        status: its exit status. A negative one is the signal that killed it. 0 if it left the others at work.
+        noticed: time at which that was noticed, in seconds. Infinite for a worker that the launcher has killed.
         report: contents of its error file.
     """
 
@@ -194,7 +198,9 @@ class Failure:
     @property
     def describe_end(self) -> str:
         """How the worker ended, in words."""
-        if self.status >= 0:
+        if self.status == 0:
+            return "left the other workers with status 0, as by sys.exit(),"
+        if self.status > 0:
             return f"ended with status {self.status}"
         return f"was killed by {signal.Signals(-self.status).name}"
 
@@ -249,10 +255,10 @@ class WorkerProcesses:
                 # it.
                 self._send(signal.SIGTERM if number == signal.SIGINT else number)
                 passed_on += 1
-            ended = [p.returncode for p in self._processes if p.returncode]
-            if ended and deadline == math.inf and any(status != Interrupted.SAVED for status in ended):
+            ended = [failure.status for failure in self.failures(running=False)]
+            if deadline == math.inf and any(status != Interrupted.SAVED for status in ended):
                 self._send(signal.SIGTERM)
-                deadline = time.monotonic() + GRACE
+                deadline = time.monotonic() + (HANG_GRACE if WorkerHangs.exit_status in ended else GRACE)
             if stop.is_repeated or time.monotonic() > deadline:
                 self.kill()
             self._show()
@@ -269,19 +275,24 @@ class WorkerProcesses:
     def kill(self) -> None:
         """Kill the remaining workers, with the processes that they have started."""
         for process in self._running():
+            self._noticed[self._processes.index(process)] = math.inf
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue  # it has already ended
 
-    def failures(self) -> list[Failure]:
-        """Return the workers that ended with a status other than 0."""
+    def failures(self, *, running: bool = True) -> list[Failure]:
+        """Return the workers that ended with a status other than 0, or between :func:`joined` and its end.
+
+        Args:
+            running: whether workers that still run count as killed.
+        """
         self._running()
-        statuses = [-signal.SIGKILL if p.returncode is None else p.returncode for p in self._processes]
         return [
-            Failure(rank, status, self._noticed.get(rank, time.time()), _read(self._files[rank]))
-            for rank, status in enumerate(statuses)
-            if status
+            Failure(rank, status, self._noticed.get(rank, time.time()), _read(file))
+            for rank, (process, file) in enumerate(zip(self._processes, self._files, strict=True))
+            for status in [process.returncode if process.returncode is not None else -signal.SIGKILL]
+            if (process.returncode is not None or running) and (status or _joined_file(file).exists())
         ]
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
@@ -319,6 +330,42 @@ class WorkerOutput:
         """Close the files."""
         for file in (self.stdout, self.stderr, *(reader for reader, _ in self._readers)):
             file.close()
+
+
+def _joined_file(error_file: Path) -> Path:
+    return error_file.with_suffix(".joined")
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Let the launcher know that this worker and its peers wait for each other inside the context.
+
+    If the process exits there, even with status 0, its peers would wait for it for ever.
+
+    Raises:
+        WorkerFailed: the code inside calls ``sys.exit()``.
+    """
+    error_file = Path(os.environ.get(ERROR_FILE, "")) if LAUNCHER in os.environ else None
+    file = _joined_file(error_file) if error_file and error_file.parent.is_dir() else None
+    if file:
+        file.touch()
+    try:
+        yield
+    except SystemExit as error:
+        if "RANK" not in os.environ:
+            raise
+        raise WorkerFailed(
+            f"worker {os.environ['RANK']} has called sys.exit() while the others continue",
+            where=_line_of_exit(error),
+            hint="call self.stop(), which ends the run on all workers, or raise an error",
+        ) from None
+    if file:
+        file.unlink(missing_ok=True)
+
+
+def _line_of_exit(error: SystemExit) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def _read(file: Path) -> ErrorRecord:

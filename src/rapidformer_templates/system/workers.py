@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +12,14 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from rapidformer_templates.errors import WorkerFailed
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.system import accelerator
-from rapidformer_templates.system.processes import end_with_launcher, wait_at_exit
+from rapidformer_templates.system.processes import end_with_launcher, joined, wait_at_exit
 
 # Newer names first: the older ones warn if both exist.
 all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -42,6 +44,7 @@ class Workers:
         mesh: the groups of workers, with the dimensions ``pipeline``, ``copies`` (data × context) and ``tensor``. None
             if each worker has the whole model and whole sequences.
         context: number of workers that share each sequence. Each has all weights of its stage.
+        store: the key-value store in which the workers have met. None for a single process.
     """
 
     rank: int
@@ -52,6 +55,7 @@ class Workers:
     pipeline: int = 1
     mesh: DeviceMesh | None = None
     context: int = 1
+    store: Store | None = None
 
     # Ranks that communicate most are closest: tensor varies fastest, then context, data and pipeline [M].
 
@@ -174,11 +178,11 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     is_first = not dist.is_initialized()  # otherwise the code that opened the group closes it
     in_group = "RANK" in os.environ and is_first
     end_with_launcher()
-    if in_group:
-        _open_group(device)
+    store = _open_group(device) if in_group else None
     try:
         mesh = _mesh(device, sizes)
-        yield Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, mesh, sizes.context)
+        with joined():
+            yield Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, mesh, sizes.context, store)
     finally:
         if is_first and dist.is_initialized():  # some engines open a group for a single process
             close = _closing.pop() if _closing else dist.destroy_process_group
@@ -192,29 +196,38 @@ def _mesh(device: torch.device, sizes: Sizes) -> DeviceMesh | None:
     return init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "copies", "tensor"))
 
 
-PATIENCE = timedelta(minutes=30)
-"""How long workers wait for each other."""
+PATIENCE = timedelta(minutes=40)
+"""How long workers wait for each other during the setup. The watch of a run ends it earlier."""
 
 OPENED_AT_ONCE = ("cuda", "xpu")
 """Kinds of devices whose backend connects when it gets its device, not at the first collective."""
 
 
-def _open_group(device: torch.device) -> None:
+def _open_group(device: torch.device) -> Store:
+    """Open the process group of all workers, and return the key-value store in which they have met."""
     wait_at_exit()
     named = device if device.type in OPENED_AT_ONCE else None
     try:
         store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
         # torchrun's store outlives a group. The next group must not find the entries of the last one.
         turn = store.add(f"rapidformer/groups/{rank}", 1)
-        store = torch._C._distributed_c10d.PrefixStore(f"rapidformer/{turn}", store)
+        store = PrefixStore(f"rapidformer/{turn}", store)
         backend = accelerator.backend_of(device)
         dist.init_process_group(backend, None, PATIENCE, world, rank, store, device_id=named)
+        return store
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise WorkerFailed(
             f"the workers cannot connect at {address}: {str(error).splitlines()[0]}",
             hint="a port in use or a firewall: choose another --master-port, or leave it out for a free one",
         ) from error
+
+
+def set_group_timeouts(seconds: float) -> None:
+    """Let the collectives of all process groups wait for so long, those that libraries have opened included."""
+    with warnings.catch_warnings(action="ignore"):  # other backends than gloo and NCCL keep their time
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 _closing: list[Callable[[], None]] = []
@@ -231,4 +244,4 @@ def open_group_alone(device: torch.device) -> None:
     if not dist.is_initialized():
         wait_at_exit()
         backend = accelerator.backend_of(device).rpartition(":")[2]
-        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -1,0 +1,79 @@
+"""A worker that hangs or leaves ends the run, and the message names it with its step and its line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates.errors import WorkerHangs
+from tests.support.selection import by_default
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "tests/support/scripts/hanging.py"
+FLAGS = "--train-iters 12 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --device cpu --save-interval 2"
+LAYOUTS = {
+    "replicas": "--nproc-per-node 2",
+    "fsdp": "--nproc-per-node 2 --fsdp-memory-optimization",
+    "zero-2": "--nproc-per-node 2 --zero-2-memory-optimization",
+    "2 × 2": "--nproc-per-node 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+}
+HANGS = {
+    "sleeps": r"worker 1 on \S+ makes no progress: hanging\.py:40 in on_step_end \(step 5, training step\)",
+    "reads": r"worker 1 on \S+ makes no progress: hanging\.py:24 in __getitem__ \(step 6, loading data\)",
+    "stops": r"worker 1 on \S+ does not respond \(stopped or gone\)",
+}
+WAITING = r"worker 0 in \w+, \S+ in \w+ \(step [56], "
+
+
+def _run(how: str, rank: int, layout: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, SCRIPT, how, str(rank), *FLAGS.split(), *LAYOUTS[layout].split()]
+    return subprocess.run(
+        [*words, "--save", str(folder), "--worker-timeout", "6"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def _cases() -> list[tuple[str, str]]:
+    return [(how, layout) for how in HANGS for layout in LAYOUTS if how == "sleeps" or layout != "fsdp"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("how", "layout"), by_default([("stops", "replicas")], _cases()))
+def test_a_worker_that_hangs_is_named(how: str, layout: str, tmp_path: Path) -> None:
+    ended = _run(how, 1, layout, tmp_path / "run")
+    assert ended.returncode == WorkerHangs.exit_status, ended.stderr
+    assert re.search(HANGS[how], ended.stderr), ended.stderr
+    assert layout != "replicas" or re.search(WAITING, ended.stderr), ended.stderr
+    assert "--resume continues from step-4" in ended.stderr
+    stacks = {path.name: path.read_text() for path in (tmp_path / "run/stacks").iterdir()}
+    assert ("rank-1.txt" in stacks) == (how != "stops")  # a stopped worker cannot write
+    assert "all_reduce" in stacks["rank-0.txt"] or layout != "replicas"
+
+
+@pytest.mark.distributed
+@pytest.mark.longer
+def test_the_first_worker_keeps_the_store_and_can_stop_as_well(tmp_path: Path) -> None:
+    ended = _run("stops", 0, "replicas", tmp_path / "run")
+    assert ended.returncode == WorkerHangs.exit_status, ended.stderr
+    assert "worker 0 does not respond (stopped or gone)" in ended.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", by_default(["exits"], ["exits", "leaves"]))
+def test_a_worker_that_leaves_with_status_0_is_named(how: str, tmp_path: Path) -> None:
+    ended = _run(how, 1, "replicas", tmp_path / "run")
+    message = {"exits": "worker 1 has called sys.exit()", "leaves": "worker 1 left the other workers with status 0"}[
+        how
+    ]
+    assert ended.returncode == 1
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
