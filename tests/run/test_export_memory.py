@@ -22,6 +22,7 @@ from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.export import export_checkpoint, export_model
 from rapidformer_templates.run.fit import fit
 from rapidformer_templates.run.run import Run
+from rapidformer_templates.system import tensor_files
 from rapidformer_templates.system.process_state import return_freed_memory
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import VOCABULARY, CausalJob
@@ -166,3 +167,17 @@ def test_an_export_needs_memory_for_a_few_tensors(
     assert sum(file.stat().st_size for file in files) >= WHOLE << 20
     AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     shutil.rmtree(tmp_path)
+
+
+def test_weights_that_a_checkpoint_has_in_one_piece_are_not_copied(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+    saved = checkpoint.save(tmp_path, 1, Saved(model), {}, Workers(0, 0, 1, torch.device("cpu")))
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path / "model")
+    with mock.patch.object(tensor_files, "write_at", side_effect=AssertionError("a tensor is copied")):
+        export_checkpoint(saved, tmp_path / "model", tmp_path / "export", averages=False)
+    exported = dict(GPT2LMHeadModel.from_pretrained(tmp_path / "export").named_parameters())
+    assert exported.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(exported[name], parameter)

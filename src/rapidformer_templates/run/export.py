@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -59,8 +59,8 @@ def export_model(engine: Engine, tokenizer: PreTrainedTokenizerBase | None, fold
     """
     with exported_weights(engine) as weights:
         if engine.workers.is_main:
-            with new_folder(folder) as temporary:
-                _write(engine.assembly, weights, temporary)
+            with new_folder(folder) as temporary, TensorFiles(temporary) as files:
+                _write(engine.assembly, files.store_all(weights), files, temporary)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(temporary)
 
@@ -96,24 +96,33 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
         CheckpointError: a file cannot be read.
         ModelError: the model has adapters, and its class is not from transformers.
     """
-    weights = _weights_of(Reader(checkpoint), averages=averages)
-    with new_folder(folder) as temporary:
+    reader = Reader(checkpoint)
+    with new_folder(folder) as temporary, TensorFiles(temporary) as files:
         assembly = _skeleton(described)
         # Copies the tokenizer. Files that belong to the weights are overwritten with them.
         shutil.copytree(described, temporary, ignore=shutil.ignore_patterns(DESCRIPTION), dirs_exist_ok=True)
+        weights = _weights_of(reader, files, averages=averages)
         if assembly is not None:
-            _write(assembly, weights, temporary)
+            _write(assembly, weights, files, temporary)
         else:
-            with TensorFiles(temporary) as files:
-                save_weights(files.store_all(weights), temporary, metadata={"format": "pt"})
+            save_weights(weights, temporary, metadata={"format": "pt"})
 
 
-def _weights_of(reader: Reader, *, averages: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) of a checkpoint, from the averages where it has one."""
+def _weights_of(reader: Reader, files: TensorFiles, *, averages: bool) -> dict[str, torch.Tensor]:
+    """Return whole tensors by name, from the averages where the checkpoint has one. They are in mapped files.
+
+    A tensor that the checkpoint has in one piece stays in the file of the checkpoint. Others are put together.
+    """
+    weights = {}
     for name, shape in reader.names("weights").items():
         average = average_of(name) if averages else ""
         source = ("optimizer", average) if average in reader.names("optimizer") else ("weights", name)
-        yield name, reader.read(*source, (0,) * len(shape), shape)
+        mapped = reader.mapped(*source) if 0 not in shape else None  # empty tensors of a file look like tied ones
+        if mapped is None:
+            weights[name] = files.store(reader.read(*source, (0,) * len(shape), shape))
+        else:
+            weights[name] = files.add_mapped(mapped)
+    return weights
 
 
 def _skeleton(described: Path) -> Assembly | None:
@@ -140,20 +149,18 @@ def _skeleton(described: Path) -> Assembly | None:
     return restore(model, described) if restore else Assembly(model)
 
 
-def _write(assembly: Assembly, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write a model. Its weights are taken one at a time, and are in files until all are there."""
+def _write(assembly: Assembly, weights: dict[str, torch.Tensor], files: TensorFiles, folder: Path) -> None:
+    """Write a model whose weights are in mapped files."""
     writer = _writer_of(assembly)
-    with TensorFiles(folder) as files:
-        stored = files.store_all(weights)
-        if writer:
-            writer.write(assembly, stored, folder)
-        elif isinstance(assembly.model, PreTrainedModel):
-            # An empty model of the original class saves in the format that transformers expects.
-            skeleton = _empty(class_of(assembly.model), _config_of(assembly.model))
-            save_model(skeleton, folder, files, stored)
-            _write_generation_config(assembly.model, folder)
-        else:
-            save_weights(stored, folder)
+    if writer:
+        writer.write(assembly, weights, folder)
+    elif isinstance(assembly.model, PreTrainedModel):
+        # An empty model of the original class saves in the format that transformers expects.
+        skeleton = _empty(class_of(assembly.model), _config_of(assembly.model))
+        save_model(skeleton, folder, files, weights)
+        _write_generation_config(assembly.model, folder)
+    else:
+        save_weights(weights, folder)
 
 
 def _writer_of(assembly: Assembly) -> ModuleType | None:

@@ -43,6 +43,7 @@ class TensorFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: list[torch.Tensor] = []  # the bytes of each file
+        self._others: dict[int, torch.Tensor] = {}  # tensors in files of others, by the address of their storage
         self._descriptor = -1
         self._end = 0  # of the last tensor in the last file
         self._unreturned = 0  # bytes that were stored since freed memory was returned
@@ -52,6 +53,7 @@ class TensorFiles:
 
     def __exit__(self, *unused: object) -> None:
         self._files.clear()
+        self._others.clear()
         self._close()
 
     def store(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -79,6 +81,11 @@ class TensorFiles:
         own_storage = torch.frombuffer(stored.numpy().data, dtype=torch.uint8)
         return own_storage.view(tensor.dtype).view(tensor.shape)
 
+    def add_mapped(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that is already in a mapped file, such as one of safetensors. It counts as stored."""
+        self._others[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
     def store_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Store tensors as they arrive. Returns them by name."""
         return {name: self.store(tensor) for name, tensor in tensors}
@@ -103,7 +110,7 @@ class TensorFiles:
     def _has(self, tensor: torch.Tensor) -> bool:
         if _is_plain(tensor):
             place = tensor.untyped_storage().data_ptr()
-            return any(0 <= place - file.data_ptr() < len(file) for file in self._files)
+            return place in self._others or any(0 <= place - file.data_ptr() < len(file) for file in self._files)
         return False
 
     def _begin_file(self, needed: int) -> None:

@@ -338,6 +338,15 @@ class Reader:
             raise CheckpointError(f"parts of {name} are missing in the checkpoint", where=str(self.folder))
         return result
 
+    def mapped(self, kind: str, name: str) -> torch.Tensor | None:
+        """Return a tensor that uses the memory of a mapped file. None if the checkpoint has it in several parts."""
+        entry = self.index[kind][name]
+        if len(entry["boxes"]) != 1:
+            return None
+        file, key, _ = entry["boxes"][0]
+        tensor: torch.Tensor = self._file(file).get_tensor(key)
+        return tensor if list(tensor.shape) == entry["shape"] else None
+
     def random_state(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the random state that a rank saved."""
         source = self._file(f"random-{rank:05d}.safetensors")
