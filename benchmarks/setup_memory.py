@@ -1,128 +1,183 @@
-"""``benchmarks setup-memory``: how much memory a worker needs to build a model, under each engine.
+"""``benchmarks setup-memory``: how much memory and time a worker needs to build a model, under each engine.
 
-A llama is built with random weights, or loaded from bf16 files. Each case runs twice: every worker builds all of the
-model, as before it could be divided, or the engine divides the model while it is built.
+A model is built with random weights, or loaded from files. Each case runs twice: every worker builds all of the model,
+as before it could be divided, or the engine divides the model while it is built. The model is a llama. Divided experts
+need a mixture, which has as many parameters.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from benchmarks import setup_memory_worker
-from benchmarks.contest import Answer, Columns, Flag, Row, table, verdict
+from benchmarks.contest import Answer, Columns, Flag, table, verdict
+from benchmarks.new_processes import run_in_new_processes
+from benchmarks.setup_memory_worker import Case, Result, work
 from rapidformer_templates.commands.bench.output import Advance, progress
-from rapidformer_templates.system import launch
+from rapidformer_templates.system.launch import reserved_port
 
-TENSOR, STAGES = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+TENSOR, STAGES, EXPERTS = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
+FSDP = "--fsdp-memory-optimization"
 ENGINES = {
-    "ddp": [],
-    "fsdp": ["--fsdp-memory-optimization"],
-    "hybrid": ["--fsdp-memory-optimization", "--fsdp-shard-size", "2"],
-    "tensor": [TENSOR, "{workers}"],
-    "pipeline": [STAGES, "{workers}"],
-    "2x2": [TENSOR, "2", STAGES, "2"],
-    "zero-3": ["--zero-3-memory-optimization"],
-    "experts": ["--num-experts", "4", "--expert-model-parallel-size", "{workers}"],
-    "fsdp-int4": ["--fsdp-memory-optimization", "--lora-rank", "8", "--quantize-base", "int4"],
+    "ddp": (),
+    "fsdp": (FSDP,),
+    "hybrid": (FSDP, "--fsdp-shard-size", "2"),
+    "tensor": (TENSOR, "4"),
+    "pipeline": (STAGES, "4"),
+    "2x2": (TENSOR, "2", STAGES, "2"),
+    "zero-3": ("--zero-3-memory-optimization",),
+    "experts": (EXPERTS, "4"),
+    "fsdp-int4": (FSDP, "--lora-rank", "8", "--quantize-base", "int4"),
 }
 """Flags of each engine."""
+WORKERS = 4
 
 FLAGS = (
-    Flag("workers", 4, "number of worker processes; a multiple of 4"),
     Flag("width", 1536, "hidden size of the model; 1536 gives 551 M parameters"),
     Flag("blocks", 16, "blocks of the model"),
+    Flag("dtype", "bfloat16", "type of the weights in the files", choices=("bfloat16", "float32")),
     Flag("engines", ",".join(ENGINES), "engines to measure, separated by commas", kind=str),
+    Flag("weights", "random,pretrained", "sources of the weights, separated by commas", kind=str),
+    Flag("whole", True, "also measure workers that build the whole model each"),
+    Flag("first-step", False, "measure until the end of the first step, and not only the building"),
+    Flag("repeats", 1, "runs of each case; the fastest one counts"),
 )
 
 GOAL = 1.1
 """A worker may need its share and the largest part that is whole at a time, and a tenth more."""
 
 
-def measure(options: argparse.Namespace, advance: Advance = lambda text: None) -> list[Row]:
-    """Return a row for each engine and each source of the weights, with the worker that needs most."""
-    engines = options.engines.split(",")
-    settings = [(engine, pretrained) for engine in engines for pretrained in (False, True)]
-    rows: list[Row] = []
+@dataclass(frozen=True)
+class Comparison:
+    """The workers that need most memory and most time in a case.
+
+    Attributes:
+        largest: bytes of the model's largest block or embedding in fp32.
+        shares: if the engine divides the model while it is built.
+        whole: if each worker builds the whole model. None if that was not measured.
+    """
+
+    engine: str
+    weights: str
+    largest: int
+    shares: Result
+    whole: Result | None
+
+    @property
+    def relative(self) -> float:
+        """The peak relative to the share and the largest part."""
+        return self.shares.peak / (self.shares.share + self.largest)
+
+
+def measure(options: argparse.Namespace, advance: Advance = lambda text: None) -> list[Comparison]:
+    """Measure each engine with each source of the weights."""
+    rows = []
     with tempfile.TemporaryDirectory(prefix="rf-") as name:
-        largest = _write_model(Path(name), options.width, options.blocks)
-        for engine, pretrained in settings:
-            flags = [flag.format(workers=options.workers) for flag in ENGINES[engine]]
-            row: Row = {"engine": engine, "weights": "pretrained" if pretrained else "random", "largest": largest}
-            for way in ("before", "after"):
-                case = {"folder": name, "flags": flags, "pretrained": pretrained, "divided": way == "after"}
-                ranks = _run(case, options.workers)
-                row |= {"share": max(rank["share"] for rank in ranks), way: max(rank["peak"] for rank in ranks)}
-                row[f"seconds_{way}"] = max(rank["seconds"] for rank in ranks)
-            rows.append(row)
-            advance(f"{engine}, {row['weights']}")
+        largest: dict[str, int] = {}
+        for engine, weights in product(options.engines.split(","), options.weights.split(",")):
+            config = _config(options.width, options.blocks, mixture=engine == "experts")
+            folder = Path(name) / config.model_type
+            if config.model_type not in largest:
+                largest[config.model_type] = _write_model(config, getattr(torch, options.dtype), folder)
+            case = Case(str(folder), ENGINES[engine], weights == "pretrained", True, options.first_step)
+            whole = _fastest(replace(case, divided=False), options.repeats) if options.whole else None
+            shares = _fastest(case, options.repeats)
+            rows.append(Comparison(engine, weights, largest[config.model_type], shares, whole))
+            advance(f"{engine}, {weights}")
     return rows
 
 
-def _write_model(folder: Path, width: int, blocks: int) -> int:
-    """Save a llama in bf16. Returns the fp32 bytes of its largest block or embedding."""
+def _config(width: int, blocks: int, *, mixture: bool) -> PreTrainedConfig:
+    experts = 4
+    kind, inner = (MixtralConfig, width * 8 // 3 // experts) if mixture else (LlamaConfig, width * 8 // 3)
+    config: PreTrainedConfig = kind(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=blocks,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        vocab_size=32_000,
+        max_position_embeddings=512,
+    )
+    if mixture:
+        config.num_local_experts = experts
+    return config
+
+
+def _write_model(config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -> int:
+    """Save a model with its tokenizer. Returns the fp32 bytes of its largest block or embedding."""
     words = {f"w{number}": number for number in range(31_990)} | {"<unk>": 31_990, "<pad>": 31_991}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), unk_token="<unk>", pad_token="<pad>"
     )
-    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": blocks, "num_attention_heads": width // 64}
-    sizes |= {"intermediate_size": width * 8 // 3, "vocab_size": 32_000, "max_position_embeddings": 512}
     torch.manual_seed(1)
-    with torch.device("meta"):
-        shape = LlamaForCausalLM(LlamaConfig(**sizes))
-    units = [*shape.model.layers, shape.model.embed_tokens, shape.lm_head]
-    model = LlamaForCausalLM._from_config(LlamaConfig(**sizes, dtype="bfloat16"), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return max(sum(p.numel() for p in unit.parameters()) for unit in units) * 4
+    units = [*model.model.layers, model.model.embed_tokens, model.lm_head]
+    return max(sum(parameter.numel() for parameter in unit.parameters()) for unit in units) * 4
 
 
-def _run(case: dict[str, Any], workers: int) -> list[dict[str, float]]:
-    """Run a case in a group of new processes, because memory that others have freed would change the peak."""
-    with tempfile.TemporaryDirectory(prefix="rf-") as folder:
-        launch.run_workers([sys.executable, "-m", setup_memory_worker.__name__, json.dumps(case), folder], workers)
-        files = [Path(folder) / f"{rank}.json" for rank in range(workers)]
-        return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+def _fastest(case: Case, repeats: int) -> Result:
+    return min((_run(case) for _ in range(repeats)), key=lambda result: result.seconds)
 
 
-def _columns() -> Columns:
-    def megabytes(name: str) -> Any:
-        return lambda row: f"{row[name] / 1e6:,.0f}"
+def _run(case: Case) -> Result:
+    """Run a case in a group of workers. Returns the values of those that need most."""
+    with reserved_port() as port:
+        everywhere = {"WORLD_SIZE": str(WORKERS), "LOCAL_WORLD_SIZE": str(WORKERS)}
+        everywhere |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        results = run_in_new_processes(
+            work, [(case, {**everywhere, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(WORKERS)]
+        )
+    shares, peaks, seconds = zip(*((one.share, one.peak, one.seconds) for one in results), strict=True)
+    return Result(max(shares), max(peaks), max(seconds))
 
-    return {
-        "engine": "{engine}",
-        "weights": "{weights}",
-        "share": megabytes("share"),
-        "largest part": megabytes("largest"),
-        "before": megabytes("before"),
-        "after": megabytes("after"),
-        "after / (share + largest part)": lambda row: f"{row['after'] / (row['share'] + row['largest']):.2f}",
-        "seconds before": "{seconds_before:.1f}",
-        "seconds after": "{seconds_after:.1f}",
+
+def _columns(*, whole: bool) -> Columns:
+    def megabytes(value: Callable[[Comparison], int]) -> Callable[[Comparison], str]:
+        return lambda row: f"{value(row) / 1e6:,.0f}"
+
+    def of_whole(text: Callable[[Result, Comparison], str]) -> Callable[[Comparison], str]:
+        return lambda row: text(row.whole, row) if row.whole else ""
+
+    columns: dict[str, str | Callable[[Comparison], str]] = {
+        "engine": lambda row: row.engine,
+        "weights": lambda row: row.weights,
+        "share": megabytes(lambda row: row.shares.share),
+        "largest part": megabytes(lambda row: row.largest),
+        "in shares": megabytes(lambda row: row.shares.peak),
+        "in shares / (share + largest part)": lambda row: f"{row.relative:.2f}",
+        "seconds": lambda row: f"{row.shares.seconds:.1f}",
     }
+    if whole:
+        columns |= {
+            "whole on each worker": of_whole(lambda result, _: f"{result.peak / 1e6:,.0f}"),
+            "seconds, whole": of_whole(lambda result, _: f"{result.seconds:.1f}"),
+            "seconds in shares / whole": of_whole(lambda result, row: f"{row.shares.seconds / result.seconds:.2f}"),
+        }
+    return columns
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
-    """Return a line per engine that misses the goal, or one line for all."""
-    missed = [
-        f"{row['engine']}, {row['weights']}" for row in rows if row["after"] > GOAL * (row["share"] + row["largest"])
-    ]
+def notes(rows: Sequence[Comparison]) -> list[str]:
+    """Return whether the goal was reached, and by which rows not. DDP has no shares."""
+    missed = [f"{row.engine}, {row.weights}" for row in rows if row.engine != "ddp" and row.relative > GOAL]
     goal = f"goal: at most the share and the largest part, and {GOAL - 1:.0%} more: {verdict(not missed)}"
     return [goal + (f" (not by {'; '.join(missed)})" if missed else "")]
 
 
 def answer(options: argparse.Namespace) -> Answer:
-    with progress("setup-memory", 2 * len(options.engines.split(","))) as advance:
+    with progress("setup-memory", len(options.engines.split(",")) * len(options.weights.split(","))) as advance:
         rows = measure(options, advance)
-    title = f"peak MB of building a model on each of {options.workers} workers, in fp32"
-    return Answer({"rows": rows}, table(title, rows, _columns(), left=2), notes(rows))
+    title = f"peak MB of building a model on each of {WORKERS} workers, in fp32"
+    shown = table(title, rows, _columns(whole=options.whole), left=2)
+    return Answer({"rows": [asdict(row) for row in rows]}, shown, notes(rows))
