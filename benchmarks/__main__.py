@@ -30,6 +30,7 @@ QUESTIONS = {
     "longest": "a sequence that is too long for one worker, divided over several",
     "states": "bytes per parameter of each way to shard the states",
     "setup-memory": "memory of building a model that is larger than a worker, under each engine",
+    "export-memory": "memory and time of an export and a merge of adapters, and of the peers",
     "moe": "a mixture of experts, compared with the dense model",
     "adapters": "LoRA, DoRA and QLoRA, compared with full fine-tuning",
     "precision": "loss and bytes of 16-bit weights with fp32 masters",

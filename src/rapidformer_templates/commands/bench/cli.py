@@ -12,7 +12,7 @@ from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.flag_parser import CommandParser, positive
 
 EVIDENCE = (
-    "adapters", "context", "faults", "fused-loss", "graph", "layouts", "longest", "moe", "offload",
+    "adapters", "context", "export-memory", "faults", "fused-loss", "graph", "layouts", "longest", "moe", "offload",
     "optimizers", "overhead", "packing", "padding", "peers", "planner", "precision", "preprocess", "reading", "saving",
     "setup-memory", "states", "streaming",
 )  # fmt: skip
