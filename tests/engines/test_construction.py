@@ -6,6 +6,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -14,9 +15,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.demo import demo_model_folder
+from rapidformer_templates.engines.boxes import Index, local_values
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.gather_on_use import divided_construction
@@ -118,6 +122,38 @@ def test_a_divided_model_has_the_bits_of_a_whole_one(build: Callable[[], nn.Modu
     assert len(set(counts)) == 1  # the same collectives on every worker
     divisions, gathers = counts[0]
     assert min(divisions, gathers) > 0
+
+
+PLACEMENTS: list[Placement] = [Shard(0), Shard(1), Shard(2), _StridedShard(1, split_factor=3), Replicate()]
+
+
+def _parts_of(workers: Workers, shape: tuple[int, ...], *, is_whole: bool) -> int:
+    """Compare this worker's parts with parts of a whole tensor. Returns the number of gathers."""
+    torch.manual_seed(1)
+    whole = torch.randn(shape)
+    construction = ModelUnderConstruction()
+    with divided_construction(construction):
+        module = nn.Module()
+        torch.manual_seed(1 + workers.rank)  # the first worker's values count
+        module.weight = nn.Parameter(torch.randn(shape))
+        if not is_whole:
+            construction.divide_all()
+        for placement in PLACEMENTS:
+            indices = [Index.of_rank(shape, [placement], [workers.world], [rank]) for rank in range(workers.world)]
+            part = construction.part_of(module.weight, indices)
+            assert part is not None
+            assert torch.equal(part, local_values(whole, [placement], [workers.world], [workers.rank])), placement
+        row = module.weight[0]
+        assert construction.part_of(row, [Index.whole(row.shape)] * workers.world) is None
+    return construction.gathers
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_worker_gets_its_part_of_a_tensor_that_nobody_gathers(is_whole: bool, world: int) -> None:
+    for shape in [(10, 36, 8), (3, 12, 100)]:  # the shares end inside rows
+        assert run_in_workers(world, partial(_parts_of, is_whole=is_whole), shape) == [0] * world
 
 
 FLAGS = "--train-iters 3 --global-batch-size 8"

@@ -61,6 +61,13 @@ class Index:
         return cls(local_boxes(tensor), tuple(local.shape))
 
     @classmethod
+    def of_rank(
+        cls, shape: tuple[int, ...], placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
+    ) -> Index:
+        """Return the index of the part that a rank holds of a tensor of ``shape``: see :func:`boxes_of`."""
+        return cls(boxes_of(shape, placements, mesh, coordinate), local_shape(shape, placements, mesh, coordinate))
+
+    @classmethod
     def whole(cls, shape: Sequence[int]) -> Index:
         """Return the index of a whole tensor."""
         return cls(boxes_of(tuple(shape), (), (), ()), tuple(shape))
@@ -95,6 +102,20 @@ class Index:
                     whole = tuple(w + low - b.start for w, low, b in zip(box.offset, lows, box.local, strict=True))
                     inside = tuple(slice(low - o, high - o) for low, high, o in zip(lows, highs, offset, strict=True))
                     yield whole, part[inside]
+
+    def found_in(
+        self, shape: Sequence[int], start: int, run: torch.Tensor
+    ) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+        """Yield (position in the local part, values) for each box that the local part shares with a run of the whole.
+
+        Args:
+            shape: shape of the whole tensor.
+            start: first element of the run.
+            run: the values of the run. Those that are yielded are views of it.
+        """
+        swapped = [Box(tuple(of.start for of in box.local), box.shape, box.whole) for box in self.boxes]
+        for offset, values in Index(swapped, tuple(shape), start).parts(run):
+            yield tuple(slice(o, o + s) for o, s in zip(offset, values.shape, strict=True)), values
 
 
 def local_boxes(tensor: torch.Tensor) -> list[Box]:

@@ -17,12 +17,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from rapidformer_templates.engines.boxes import Index
 from rapidformer_templates.models.weight_files import FileTensor, join
 
 LEAST_DIVIDED = 4096
@@ -181,10 +182,12 @@ class ModelUnderConstruction:
 
     def find(self, tensor: torch.Tensor) -> DividedStorage | None:
         """Return the divided storage that a tensor uses, or None."""
-        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
-        if not is_plain or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
             return None
-        return self._storages.get(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunction():  # a look at the storage is not a use
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                return None
+            return self._storages.get(tensor.untyped_storage()._cdata)
 
     def is_synchronized(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor already has the first worker's values on all workers."""
@@ -216,8 +219,7 @@ class ModelUnderConstruction:
     def divide_all(self) -> None:
         """Divide everything."""
         with self.paused():
-            for storage in list(self._whole.values()):
-                self._divide(storage)
+            self._divide(list(self._whole.values()))
 
     def regroup(self, parameters: Iterable[torch.Tensor], groups: Sequence[Sequence[int]]) -> None:
         """Divide each parameter over those workers alone that still have it.
@@ -258,6 +260,69 @@ class ModelUnderConstruction:
         for storage in self._storages.values():
             storage.share = shares[storage.number]
 
+    def part_of(self, tensor: torch.Tensor, parts: Sequence[Index]) -> torch.Tensor | None:
+        """Return a copy of this worker's part of a tensor, which is not gathered for it. Each worker gets its own part.
+
+        Returns None for a tensor that is not divided, or that is a part of another one.
+
+        Args:
+            parts: the values that each worker gets.
+        """
+        with self.paused(), torch.no_grad():
+            storage = self._filled_by(tensor)
+            if storage is not None and storage.is_changed:
+                self._divide([storage])
+                storage = self._filled_by(tensor)  # None if it cannot be divided
+            if storage is None:
+                return None
+            part = torch.empty(parts[self.rank].local, dtype=tensor.dtype)
+            if storage.is_whole:
+                for place, values in parts[self.rank].found_in(tensor.shape, 0, tensor):
+                    part[place] = values
+                return part
+            if storage.source is not None:
+                self._read_share(storage)
+            assert storage.share is not None
+            count, all_values = storage.share_size(self.world) // tensor.element_size(), tensor.numel()
+            starts = [min(rank * count, all_values) for rank in range(self.world + 1)]
+            runs = [range(start, end) for start, end in pairwise(starts)]
+            self._exchange_parts(storage.share.view(tensor.dtype), runs, tensor.shape, parts, part)
+            return part
+
+    def _exchange_parts(
+        self, share: torch.Tensor, runs: Sequence[range], shape: torch.Size, parts: Sequence[Index], part: torch.Tensor
+    ) -> None:
+        """Send each worker the values of its part that are in this worker's share, and fill this worker's part.
+
+        Args:
+            runs: the elements of the flattened tensor that the share of each worker has.
+        """
+        works, received = [], []
+        for peer, run in enumerate(runs):
+            own = runs[self.rank]
+            sent = [values for _, values in parts[peer].found_in(shape, own.start, share[: len(own)])]
+            # Without memory, these values have the shapes of those that the peer sends.
+            places = [
+                (place, values.shape)
+                for place, values in parts[self.rank].found_in(shape, run.start, torch.empty(len(run), device="meta"))
+            ]
+            if peer == self.rank:
+                for (place, _), values in zip(places, sent, strict=True):
+                    part[place] = values
+                continue
+            if sent:
+                works.append(self._send(_packed(sent), peer))
+            if places:
+                message = part[places[0][0]] if len(places) == 1 else part.new_empty(0)
+                if len(places) > 1 or not message.is_contiguous():
+                    message = part.new_empty(sum(of.numel() for _, of in places))
+                    received.append((places, message))
+                works.append(self._receive(message.view(-1).view(torch.uint8), peer))
+        _wait(works)
+        for places, message in received:
+            for (place, of), values in zip(places, message.split([of.numel() for _, of in places]), strict=True):
+                part[place] = values.view(of)
+
     @contextmanager
     def partly_filled(
         self, tensors: Iterable[torch.Tensor], parts_of: Callable[[torch.Tensor], Sequence[range]]
@@ -280,7 +345,7 @@ class ModelUnderConstruction:
                     self._gather(storage)
                     continue
                 if storage.key in self._whole:
-                    self._divide(storage)
+                    self._divide([storage])
                 if storage.key not in self._storages:  # it cannot be divided
                     continue
                 if storage.source is not None:
@@ -390,45 +455,53 @@ class ModelUnderConstruction:
         room -= sum(one.size for one in used if one.key not in self._whole)
         if self._whole_bytes <= room:
             return
-        for storage in list(self._whole.values()):
-            if storage not in used:
-                self._divide(storage)
-            if self._whole_bytes <= room:
-                break
+        # More than necessary, because the workers wait for one another once per call.
+        excess, divided = self._whole_bytes - room // 2, []
+        for storage in self._whole.values():
+            if excess > 0 and storage not in used:
+                divided.append(storage)
+                excess -= storage.size
+        self._divide(divided)
         self.forget_freed()
 
-    def _divide(self, storage: DividedStorage) -> None:
-        """Keep this worker's share of a storage and free the rest."""
-        del self._whole[storage.key]
-        self._whole_bytes -= storage.size
-        if self._storages.get(storage.key) is not storage:  # forgotten
-            return
-        if not storage.storage.resizable():  # an array of numpy uses it as well, so it stays whole
-            del self._storages[storage.key]
-            return
-        if storage.is_changed:
-            self._keep_share(storage)
-            self.divisions += 1
-        storage.storage.resize_(0)
-        storage.is_whole = storage.is_changed = False
+    def _divide(self, storages: Sequence[DividedStorage]) -> None:
+        """Keep this worker's shares of whole storages and free the rest."""
+        divided = []
+        for storage in storages:
+            del self._whole[storage.key]
+            self._whole_bytes -= storage.size
+            if self._storages.get(storage.key) is not storage:  # forgotten
+                continue
+            if storage.storage.resizable():
+                divided.append(storage)
+            else:  # an array of numpy uses it as well, so it stays whole
+                del self._storages[storage.key]
+        self._keep_shares([storage for storage in divided if storage.is_changed])
+        for storage in divided:
+            storage.storage.resize_(0)
+            storage.is_whole = storage.is_changed = False
 
-    def _keep_share(self, storage: DividedStorage) -> None:
-        """Copy the share from the whole storage. If the values differ between workers, it comes from the first one."""
-        whole, size = storage.all_bytes(), storage.share_size(self.world)
-        if storage.share is None:
-            storage.share = torch.empty(size, dtype=torch.uint8)
-        own = whole[self.rank * size : (self.rank + 1) * size]
-        checksum = _checksum(whole)
-        extremes = torch.tensor([checksum, -checksum])
+    def _keep_shares(self, storages: Sequence[DividedStorage]) -> None:
+        """Copy the shares from whole storages. If the values differ between workers, they come from the first one."""
+        if not storages:
+            return
+        checksums = torch.tensor([_checksum(storage.all_bytes()) for storage in storages])
+        extremes = torch.stack([checksums, -checksums])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
-        is_same = bool(extremes[0] == -extremes[1])  # all workers have drawn the same values
-        if is_same or self.rank == 0:
-            storage.share[: len(own)].copy_(own)
-        elif len(own):
-            _wait([self._receive(storage.share[: len(own)], 0)])
-        if self.rank == 0 and not is_same:
-            _, *others = whole.split(size)
-            _wait([self._send(part, peer) for peer, part in enumerate(others, start=1)])
+        are_same = (extremes[0] == -extremes[1]).tolist()  # all workers have drawn the same values
+        for storage, is_same in zip(storages, are_same, strict=True):
+            whole, size = storage.all_bytes(), storage.share_size(self.world)
+            if storage.share is None:
+                storage.share = torch.empty(size, dtype=torch.uint8)
+            own = whole[self.rank * size : (self.rank + 1) * size]
+            if is_same or self.rank == 0:
+                storage.share[: len(own)].copy_(own)
+            elif len(own):
+                _wait([self._receive(storage.share[: len(own)], 0)])
+            if self.rank == 0 and not is_same:
+                _, *others = whole.split(size)
+                _wait([self._send(part, peer) for peer, part in enumerate(others, start=1)])
+            self.divisions += 1
 
     def _gather(self, storage: DividedStorage) -> None:
         if not storage.is_whole:
@@ -482,6 +555,12 @@ class ModelUnderConstruction:
             share = storage.all_bytes()
         self._collect(storage, needed, share)
         return share
+
+
+def _packed(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of tensors one after another. A contiguous tensor is not copied."""
+    flat = values[0].reshape(-1) if len(values) == 1 else torch.cat([one.reshape(-1) for one in values])
+    return flat.view(torch.uint8)
 
 
 def _checksum(values: torch.Tensor) -> int:

@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.boxes import local_values
+from rapidformer_templates.engines.boxes import Index, local_values
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
@@ -37,7 +38,7 @@ from rapidformer_templates.switches.layout.tensor_layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
-from rapidformer_templates.switches.layout.tensor_plan import Division, TensorPlan
+from rapidformer_templates.switches.layout.tensor_plan import TensorPlan
 
 LAYERS: dict[str, Callable[..., Divided]] = {
     **dict.fromkeys(tensor_styles.ROW, Row),
@@ -226,6 +227,10 @@ def _shard_parameters(
     """Replace all parameters with DTensors. The values come from the first worker."""
     sharded: dict[int, nn.Parameter] = {}
     names = {id(p): name for name, p in model.named_parameters()}
+    ranks = [peers.rank]
+    if construction is not None:  # other workers may have replicas of the same parts
+        ranks *= construction.world
+        dist.all_gather_object(ranks, peers.rank, group=construction.group)
     for buffer in model.buffers():
         dist.broadcast(buffer, group=peers.group, group_src=0)
     for module in model.modules():
@@ -234,20 +239,43 @@ def _shard_parameters(
                 continue
             if id(parameter) not in sharded:
                 division = plan.divisions.get(names[id(parameter)])
-                if construction is None or not construction.is_synchronized(parameter):
-                    dist.broadcast(parameter.detach(), group=peers.group, group_src=0)
-                sharded[id(parameter)] = _sharded(parameter, division, mesh, peers)
+                placement = Replicate() if division is None else division.placement
+                shard = DTensor.from_local(
+                    _part(parameter, placement, ranks, peers, construction),
+                    mesh,
+                    [placement],
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=torch.empty(parameter.shape, device="meta").stride(),
+                )
+                sharded[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             module._parameters[key] = sharded[id(parameter)]
+        if construction is not None:
+            construction.forget_freed()
 
 
-def _sharded(parameter: nn.Parameter, division: Division | None, mesh: DeviceMesh, peers: Peers) -> nn.Parameter:
-    placements = [Replicate() if division is None else division.placement]
+def _part(
+    parameter: nn.Parameter,
+    placement: Placement,
+    ranks: Sequence[int],
+    peers: Peers,
+    construction: ModelUnderConstruction | None,
+) -> torch.Tensor:
+    """Return this worker's part of a parameter.
+
+    Args:
+        ranks: the rank in its tensor-parallel group of each worker that builds the model.
+    """
+    sizes, shape = [peers.size], tuple(parameter.shape)
+    if construction is not None:
+        indices = [Index.of_rank(shape, [placement], sizes, [rank]) for rank in ranks]
+        part = construction.part_of(parameter, indices)
+        if part is not None:
+            return part
     whole = parameter.detach()
-    part = local_values(whole, placements, [peers.size], [peers.rank])
-    shard = DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
-    )
-    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+    if construction is None or not construction.is_synchronized(whole):
+        dist.broadcast(whole, group=peers.group, group_src=0)
+    return local_values(whole, [placement], sizes, [peers.rank])
 
 
 class TensorDivision(Receipt):
