@@ -322,5 +322,6 @@ def test_a_worker_needs_its_share_and_little_more(name: str) -> None:
     if name == "zero-3":
         pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
     for peak in run_in_workers(2, _peak_of_building, ENGINES[name]):
-        # An engine copies its shard of a unit (8 MB) before the whole unit (16 MB) can be freed. Gloo has buffers, too.
-        assert 128 <= peak < 1.1 * (128 + 16 + 8) + 16
+        # DeepSpeed copies its shard of a unit before the whole unit can be freed. Gloo has buffers, too.
+        copied = 8 if name == "zero-3" else 0
+        assert 128 <= peak < 1.1 * (128 + 16 + copied) + 16

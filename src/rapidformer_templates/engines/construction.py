@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
@@ -322,43 +321,6 @@ class ModelUnderConstruction:
         for places, message in received:
             for (place, of), values in zip(places, message.split([of.numel() for _, of in places]), strict=True):
                 part[place] = values.view(of)
-
-    @contextmanager
-    def partly_filled(
-        self, tensors: Iterable[torch.Tensor], parts_of: Callable[[torch.Tensor], Sequence[range]]
-    ) -> Iterator[None]:
-        """Give divided tensors their memory inside the context, but fill only a part of it on each worker.
-
-        Nothing else may be read. This takes less time than gathering them, and untouched memory costs nothing.
-
-        Args:
-            parts_of: returns the elements of a tensor that each worker reads, as ranges of the flattened tensor.
-        """
-        with self.paused():
-            filled, users = [], defaultdict(list)
-            for tensor in tensors:
-                users[self.find(tensor)].append(tensor)
-            for storage, (tensor, *others) in users.items():
-                if storage is None:
-                    continue
-                if others or not tensor.is_contiguous() or tensor.nbytes < storage.size:  # not ranges of the memory
-                    self._gather(storage)
-                    continue
-                if storage.key in self._whole:
-                    self._divide([storage])
-                if storage.key not in self._storages:  # it cannot be divided
-                    continue
-                if storage.source is not None:
-                    self._read_share(storage)
-                storage.storage.resize_(storage.size)
-                bits = tensor.element_size()
-                needed = [range(part.start * bits, part.stop * bits) for part in parts_of(tensor)]
-                whole = storage.all_bytes()
-                self._collect(storage, needed, whole[needed[self.rank].start : needed[self.rank].stop])
-                filled.append(storage)
-            yield
-            for storage in filled:
-                storage.storage.resize_(0)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stop dividing whole tensors whose values an engine has taken over. All workers must name the same ones."""

@@ -134,19 +134,33 @@ class SharingJob(CausalJob):
         return model
 
 
-OTHERS["sharing"] = SharingJob
+class TiedJob(CausalJob):
+    """A bias of a block is that of the last norm, and two blocks have one matrix in different modules."""
+
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        first, second = model.transformer.h
+        first.ln_1.bias = model.transformer.ln_f.bias
+        second.attn.c_proj.weight = first.attn.c_proj.weight
+        return model
+
+
+OTHERS |= {"sharing": SharingJob, "tied": TiedJob}
 SHARED = "--train-iters 3 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
 
 
-def _share(workers: Any, flags: str) -> Trained:
-    return train("sharing", True, f"{SHARED} {flags}")
+def _share(workers: Any, job: str, flags: str) -> Trained:
+    return train(job, True, f"{SHARED} {flags}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", "--no-fsdp-reshard-after-forward", "--checkpoint-activations"])
-def test_a_module_of_several_blocks_is_of_none_of_their_units(flags: str) -> None:
-    expected = reference("sharing", True, f"{SHARED} --micro-batch-size 8")
-    for run in run_in_workers(2, _share, f"{FSDP} {flags}"):
+@pytest.mark.parametrize(
+    ("job", "flags"),
+    [("sharing", ""), ("sharing", KEPT), ("sharing", "--checkpoint-activations"), ("tied", "")],
+)
+def test_what_several_blocks_share_is_of_none_of_their_units(job: str, flags: str) -> None:
+    expected = reference(job, True, f"{SHARED} --micro-batch-size 8")
+    for run in run_in_workers(2, _share, job, f"{FSDP} {flags}"):
         close = {"rtol": 1e-10, "atol": 1e-10}
         torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(expected["curve"]), **close)
         assert run["weights"].keys() == expected["weights"].keys()

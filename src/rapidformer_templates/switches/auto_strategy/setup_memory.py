@@ -18,7 +18,7 @@ def setup_memory(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> 
     """Predict the memory of the worker that needs most.
 
     The model is built on the host in fp32: whole, or in shares (see ``engines/construction.py``). Then the engine
-    takes it over, one parameter or one unit at a time.
+    takes it over, one parameter at a time.
     """
     sizes = [FP32 * facts.count for facts in model.all_parameters.values()]
     whole, largest = sum(sizes), max(sizes, default=0)
@@ -49,8 +49,7 @@ def _taken_over(model: ModelShapes, layout: Layout, setting: MemoryOptions, larg
     everything = [*model.parameters.values(), *model.frozen_of(model.all_parameters.values())]
     match layout.partitioning:
         case "fsdp":
-            block = model.most_in_a_block(model.all_parameters, layout.experts, FP32)
-            return states.parameters, max(block, model.outside_blocks(FP32))
+            return states.parameters, 0  # only shards reach the device
         case "zero-3":
             return states.parameters + states.optimizer, largest
         case "zero-1" | "zero-2":

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines.boxes import Index, local_values
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.receipt import Receipt, bytes_by_kind, sum_of_bits
@@ -33,6 +34,9 @@ from rapidformer_templates.system.workers import Workers, open_group_alone
 SHARDS, EXPERTS = "shards", "experts"
 VIEW_WARNING = r"FSDP2-wrapped module \(.*\) returned a view tensor"
 REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Places = list[tuple[nn.Module, str]]
+"""The modules that have a parameter, with its name in each."""
 
 
 class FSDPEngine(SingleEngine):
@@ -74,7 +78,7 @@ class FSDPEngine(SingleEngine):
         return model
 
     def _apply_fully_shard(self, model: nn.Module, reshard: bool | None) -> None:
-        """Shard a model in place, unit by unit. No more than one unit is whole, on the host or on the device."""
+        """Shard a model in place, unit by unit."""
         policy = MixedPrecisionPolicy()
         if self.compute_type is not None:
             # Parameters are gathered in the compute type. Gradients are summed in fp32, unless the user chooses another
@@ -87,32 +91,63 @@ class FSDPEngine(SingleEngine):
         # Shards are other tensors, without the notes of their parameters.
         shapes_of_codes = {name: shape_of(p) for name, p in model.named_parameters() if is_quantized(p)}
         blocks = list(find_blocks(model).values())
-        for unit in (*_shared_modules(blocks), *blocks, model):
-            whole = [*unit.parameters(), *unit.buffers()]
-            with self._construction.partly_filled(whole, self._chunks) if self._construction else nullcontext():
-                self._move_unit(unit)
-                fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
-            del whole
-            if self._construction:
-                self._construction.forget_freed()
+        for unit in (*_separate_units(model, [*_shared_modules(blocks), *blocks]), model):
+            self._shard_unit(unit, policy, reshard)
+        accelerator.move(model, self.workers.device)  # the buffers
+        for buffer in model.buffers() if self.workers.world > 1 else ():
+            dist.broadcast(buffer.detach(), src=0)
         for name, shape in shapes_of_codes.items():
             note_shape(model.get_parameter(name), shape)
 
-    def _chunks(self, parameter: torch.Tensor) -> list[range]:
-        """Return the elements that each worker keeps. ``fully_shard`` divides the rows as ``torch.chunk`` does."""
-        rows, row = len(parameter), math.prod(parameter.shape[1:])
-        count = math.ceil(rows / self.group)
-        starts = [min(rank % self.group * count, rows) for rank in range(self.workers.world)]
-        return [range(start * row, min(start + count, rows) * row) for start in starts]
+    def _shard_unit(self, unit: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
+        """Shard a unit in place. ``fully_shard`` gets parameters without memory, and then each gets its own rows."""
+        rows = self._take_rows(unit)
+        fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
+        for places, values in rows:
+            module, key = places[0]
+            spec = module.get_parameter(key)
+            assert isinstance(spec, DTensor)
+            shard = DTensor.from_local(
+                values, spec.device_mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride()
+            )
+            parameter = nn.Parameter(shard, requires_grad=spec.requires_grad)
+            for module, key in places:
+                setattr(module, key, parameter)
+        for group in _groups(unit):
+            for sharded in group.fsdp_params:
+                sharded.reset_sharded_param()
 
-    def _move_unit(self, unit: nn.Module) -> None:
-        """Move a unit to the device, and give all workers the values of the first one."""
-        # Found before they move: the construction does not know tensors on a device.
-        synchronized = self._construction.is_synchronized if self._construction else lambda parameter: False
-        differing = [p for p in unit.parameters() if not isinstance(p, DTensor) and not synchronized(p)]
-        accelerator.move(unit, self.workers.device)
-        for tensor in (*differing, *unit.buffers()) if self.workers.world > 1 else ():
-            dist.broadcast(tensor.detach(), src=0)
+    def _take_rows(self, unit: nn.Module) -> list[tuple[Places, torch.Tensor]]:
+        """Return this worker's rows of each parameter of a unit and leave the parameters without memory."""
+        places_of, rows = _places(unit), []
+        while places_of:  # the dictionary must not keep a parameter whose rows are taken
+            whole = next(iter(places_of))
+            places = places_of.pop(whole)
+            rows.append((places, self._rows_of(whole)))
+            empty = nn.Parameter(torch.empty_like(whole, device="meta"), requires_grad=whole.requires_grad)
+            for module, key in places:
+                setattr(module, key, empty)
+            del whole
+            if self._construction:
+                self._construction.forget_freed()
+        return rows
+
+    def _rows_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return this worker's rows of a parameter on the device, divided as ``fully_shard`` does it."""
+        shape, place = tuple(parameter.shape), ([ShardPlacement(0)], [self.group])
+        part = None
+        if self._construction:
+            ranks = range(self.workers.world)
+            part = self._construction.part_of(
+                parameter, [Index.of_rank(shape, *place, [rank % self.group]) for rank in ranks]
+            )
+        if part is None:
+            synchronized = self._construction is not None and self._construction.is_synchronized(parameter)
+            whole = parameter.detach().to(self.workers.device)
+            if self.workers.world > 1 and not synchronized:
+                dist.broadcast(whole, src=0)
+            part = local_values(whole, *place, [self.workers.rank % self.group])
+        return part.to(self.workers.device)
 
     def _shard_expert_stacks(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
         """Shard this worker's experts over the workers of its group that have the same experts."""
@@ -261,6 +296,9 @@ class ShardedParameter(Protocol):
     unsharded_param: nn.Parameter
     unsharded_accumulated_grad: torch.Tensor | None
 
+    def reset_sharded_param(self) -> None:
+        """Take over the parameter that the module has instead of ``sharded_param``."""
+
     def to_accumulated_grad_if_needed(self) -> None:
         """Move a gradient to the accumulated one, in the type in which it is reduced."""
 
@@ -323,6 +361,27 @@ def _shared_modules(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     shared = [module for module, count in owners.items() if count > 1 and any(True for _ in module.parameters())]
     inner = {part for module in shared for part in module.modules() if part is not module}
     return [module for module in shared if module not in inner]
+
+
+def _places(unit: nn.Module) -> dict[nn.Parameter, Places]:
+    """Return where each parameter is that is not divided yet."""
+    places: dict[nn.Parameter, Places] = {}
+    for module in unit.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not isinstance(parameter, DTensor):
+                places.setdefault(parameter, []).append((module, key))
+    return places
+
+
+def _separate_units(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the units that share no parameter with modules outside. The root has the parameters of the others."""
+    unit_of = {module: unit for unit in reversed(units) for module in unit.modules()}
+    users: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, set()).add(unit_of.get(module, model))
+    tied = {unit for of_parameter in users.values() if len(of_parameter) > 1 for unit in of_parameter}
+    return [unit for unit in units if unit not in tied]
 
 
 def _has_mesh_dimension(parameter: nn.Parameter, dimension: str) -> bool:
