@@ -135,7 +135,7 @@ class SharingJob(CausalJob):
 
 
 class TiedJob(CausalJob):
-    """A bias of a block is that of the last norm, and two blocks have one matrix in different modules."""
+    """A block and the last norm have one bias, and two blocks have one matrix in different modules."""
 
     def make(self) -> torch.nn.Module:
         model = super().make()
