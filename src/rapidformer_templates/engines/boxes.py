@@ -103,6 +103,15 @@ class Index:
                     inside = tuple(slice(low - o, high - o) for low, high, o in zip(lows, highs, offset, strict=True))
                     yield whole, part[inside]
 
+    def start_of_run(self, shape: Sequence[int]) -> int | None:
+        """Return where the local part begins in the flattened whole tensor. None if it is not a run of whole rows."""
+        if not self.boxes:
+            return 0
+        first, *others = self.boxes
+        if others or first.shape[1:] != tuple(shape[1:]):
+            return None
+        return first.offset[0] * math.prod(shape[1:])
+
     def found_in(
         self, shape: Sequence[int], start: int, run: torch.Tensor
     ) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:

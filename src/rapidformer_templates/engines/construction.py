@@ -3,7 +3,8 @@
 While a model is built and transformed, all workers execute the same code. Each parameter begins whole. When other
 parameters need the memory, its storage is divided: every worker keeps an equal share of its elements and frees the
 rest. The next operation that reads or writes the parameter, or a view of it, gathers the storage again. A parameter
-that ``from_pretrained`` reads begins divided: each worker reads its share of the tensor in the file.
+that ``from_pretrained`` reads begins divided. It stays in its file until it is used or an engine takes it over. Then
+each worker reads its share, or its part for the engine.
 
 The unit is the storage, so views and tied weights need no bookkeeping. FSDP's ``fully_shard`` frees memory in the same
 way: it resizes a storage to zero bytes. ``gather_on_use.py`` sees the operations.
@@ -116,7 +117,6 @@ class ModelUnderConstruction:
         known = self._storages.get(storage._cdata)
         if known is not None and known.source is not None:
             self._all_bytes += known.size
-            self._read_share(known)
         if parameter.device.type != "cpu" or own_bytes < LEAST_DIVIDED or known is not None:
             return
         if not storage.resizable() or storage.nbytes() > own_bytes:  # a part of a mapped file, or of a larger tensor
@@ -130,7 +130,7 @@ class ModelUnderConstruction:
         self._mark_whole(added)
 
     def from_file(self, source: FileTensor) -> torch.Tensor | None:
-        """Return a divided tensor. Each worker reads its share once the tensor is a parameter, or is used.
+        """Return a divided tensor. Each worker reads its share once the tensor is used, or its own part at the end.
 
         Returns None if nothing is divided at the moment.
         """
@@ -158,8 +158,6 @@ class ModelUnderConstruction:
         to.storage.resize_(0)
         to.is_whole = to.is_changed = False
         to.share, to.source = storage.share_as(to.dtype), storage.source
-        if to.source is not None:
-            self._read_share(to)
         return True
 
     def join(self, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size], dim: int) -> torch.Tensor | None:
@@ -242,12 +240,17 @@ class ModelUnderConstruction:
                 for number, ranks in zip(turn, groups, strict=True):
                     if number is None:
                         continue
-                    share = self._send_shares(by_number[number], ranks)
-                    if self.rank in ranks:
-                        shares[number] = share
+                    storage = by_number[number]
+                    if storage.source is None:
+                        share = self._send_shares(storage, ranks)
+                        if self.rank in ranks:
+                            shares[number] = share
+                    elif list(ranks) == [self.rank]:
+                        storage.storage.resize_(storage.size)
+                        storage.source.read_into(storage.all_bytes().view(storage.dtype), 0)
                     remaining_by[ranks[0]].remove(number)
                     if not any(number in remaining_by[others[0]] for others in groups):
-                        by_number[number].share = None
+                        storage.share = None
         own = next(ranks for ranks in groups if self.rank in ranks)
         if len(own) == 1:
             self._end()
@@ -257,7 +260,7 @@ class ModelUnderConstruction:
         self._storages = {key: one for key, one in self._storages.items() if one.number in remaining}
         self._all_bytes = sum(storage.size for storage in self._storages.values())
         for storage in self._storages.values():
-            storage.share = shares[storage.number]
+            storage.share = shares.get(storage.number)  # what is in a file is not read yet
 
     def part_of(self, tensor: torch.Tensor, parts: Sequence[Index]) -> torch.Tensor | None:
         """Return a copy of this worker's part of a tensor, which is not gathered for it. Each worker gets its own part.
@@ -280,6 +283,11 @@ class ModelUnderConstruction:
                     part[place] = values
                 return part
             if storage.source is not None:
+                starts = [one.start_of_run(tensor.shape) for one in parts]
+                start = starts[self.rank]
+                if start is not None and None not in starts:  # nothing must be exchanged
+                    storage.source.read_into(part.view(-1), start)
+                    return part
                 self._read_share(storage)
             assert storage.share is not None
             count, all_values = storage.share_size(self.world) // tensor.element_size(), tensor.numel()

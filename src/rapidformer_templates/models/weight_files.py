@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -27,10 +28,17 @@ SMALLEST = 4096
 """Bytes of the smallest tensor that is read in parts."""
 
 
+class WeightFile(FileIO):
+    """A file that stays open until nothing needs it, because it may be removed before it is read."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class FileRange(NamedTuple):
     """Consecutive bytes of a file."""
 
-    path: str
+    file: WeightFile
     start: int
     size: int
 
@@ -60,8 +68,8 @@ class FileTensor:
                 chunk.copy_(values)
             return
         buffer, position = target.view(torch.uint8).numpy().data, 0
-        for path, begin, size in _part(self.ranges, start * self.dtype.itemsize, len(buffer)):
-            _read(path, begin, buffer[position : position + size])
+        for file, begin, size in _part(self.ranges, start * self.dtype.itemsize, len(buffer)):
+            _read(file, begin, buffer[position : position + size])
             position += size
 
 
@@ -90,21 +98,20 @@ def join(tensors: Sequence[FileTensor], dim: int) -> FileTensor | None:
 
 def _part(ranges: Sequence[FileRange], start: int, size: int) -> Iterator[FileRange]:
     """Yield the ranges of ``size`` bytes, from byte ``start`` of all ranges on."""
-    for path, begin, length in ranges:
+    for file, begin, length in ranges:
         left, right = max(start, 0), min(start + size, length)
         if left < right:
-            yield FileRange(path, begin + left, right - left)
+            yield FileRange(file, begin + left, right - left)
         start -= length
 
 
-def _read(path: str, start: int, buffer: memoryview) -> None:
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while buffer:  # the system may return less than is requested
-            count = file.readinto(buffer)
-            if not count:
-                raise OSError(f"{path} ends inside a tensor")
-            buffer = buffer[count:]
+def _read(file: WeightFile, start: int, buffer: memoryview) -> None:
+    file.seek(start)
+    while buffer:  # the system may return less than is requested
+        count = file.readinto(buffer)
+        if not count:
+            raise OSError(f"{file.name!s} ends inside a tensor")
+        buffer = buffer[count:]
 
 
 ReadTensor = Callable[[FileTensor], torch.Tensor | None]
@@ -151,10 +158,9 @@ class _OpenFile:
     """A file that transformers has opened with ``safe_open``."""
 
     def __init__(self, path: str, opened: safe_open, read: ReadTensor) -> None:
-        self._path, self._opened, self._read = path, opened, read
-        with Path(path).open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            self._header: dict[str, _Entry] = json.loads(file.read(size))
+        self._file, self._opened, self._read = WeightFile(path), opened, read
+        size = int.from_bytes(self._file.read(8), "little")
+        self._header: dict[str, _Entry] = json.loads(self._file.read(size))
         self._begin = 8 + size
 
     def __getattr__(self, name: str) -> Any:
@@ -175,7 +181,7 @@ class _OpenFile:
         dtype = modeling_utils.str_to_torch_dtype.get(entry["dtype"])
         if dtype is None or shape.numel() * dtype.itemsize != end - begin or end - begin < SMALLEST:
             return original
-        where = FileRange(self._path, self._begin + begin, end - begin)
+        where = FileRange(self._file, self._begin + begin, end - begin)
         return _Slice(original, FileTensor(shape, dtype, (where,)), self._read)
 
 
