@@ -112,7 +112,7 @@ class Index:
             return None
         return first.offset[0] * math.prod(shape[1:])
 
-    def found_in(
+    def parts_in_run(
         self, shape: Sequence[int], start: int, run: torch.Tensor
     ) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
         """Yield (position in the local part, values) for each box that the local part shares with a run of the whole.

@@ -279,13 +279,13 @@ class ModelUnderConstruction:
                 return None
             part = torch.empty(parts[self.rank].local, dtype=tensor.dtype)
             if storage.is_whole:
-                for place, values in parts[self.rank].found_in(tensor.shape, 0, tensor):
+                for place, values in parts[self.rank].parts_in_run(tensor.shape, 0, tensor):
                     part[place] = values
                 return part
             if storage.source is not None:
-                starts = [one.start_of_run(tensor.shape) for one in parts]
-                start = starts[self.rank]
-                if start is not None and None not in starts:  # nothing must be exchanged
+                begins = [one.start_of_run(tensor.shape) for one in parts]
+                start = begins[self.rank]
+                if start is not None and None not in begins:  # nothing must be exchanged
                     storage.source.read_into(part.view(-1), start)
                     return part
                 self._read_share(storage)
@@ -307,11 +307,13 @@ class ModelUnderConstruction:
         works, received = [], []
         for peer, run in enumerate(runs):
             own = runs[self.rank]
-            sent = [values for _, values in parts[peer].found_in(shape, own.start, share[: len(own)])]
+            sent = [values for _, values in parts[peer].parts_in_run(shape, own.start, share[: len(own)])]
             # Without memory, these values have the shapes of those that the peer sends.
             places = [
                 (place, values.shape)
-                for place, values in parts[self.rank].found_in(shape, run.start, torch.empty(len(run), device="meta"))
+                for place, values in parts[self.rank].parts_in_run(
+                    shape, run.start, torch.empty(len(run), device="meta")
+                )
             ]
             if peer == self.rank:
                 for (place, _), values in zip(places, sent, strict=True):

@@ -35,7 +35,7 @@ SHARDS, EXPERTS = "shards", "experts"
 VIEW_WARNING = r"FSDP2-wrapped module \(.*\) returned a view tensor"
 REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Places = list[tuple[nn.Module, str]]
+Owners = list[tuple[nn.Module, str]]
 """The modules that have a parameter, with its name in each."""
 
 
@@ -102,31 +102,31 @@ class FSDPEngine(SingleEngine):
     def _shard_unit(self, unit: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
         """Shard a unit in place. ``fully_shard`` gets parameters without memory, and then each gets its own rows."""
         rows = self._take_rows(unit)
-        fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
-        for places, values in rows:
-            module, key = places[0]
+        sharded_unit: FSDPModule = fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
+        for owners, values in rows:
+            module, key = owners[0]
             spec = module.get_parameter(key)
             assert isinstance(spec, DTensor)
             shard = DTensor.from_local(
                 values, spec.device_mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride()
             )
             parameter = nn.Parameter(shard, requires_grad=spec.requires_grad)
-            for module, key in places:
-                setattr(module, key, parameter)
-        for group in _groups(unit):
+            for module, key in owners:
+                module.register_parameter(key, parameter)
+        for group in _groups(sharded_unit):
             for sharded in group.fsdp_params:
                 sharded.reset_sharded_param()
 
-    def _take_rows(self, unit: nn.Module) -> list[tuple[Places, torch.Tensor]]:
+    def _take_rows(self, unit: nn.Module) -> list[tuple[Owners, torch.Tensor]]:
         """Return this worker's rows of each parameter of a unit and leave the parameters without memory."""
-        places_of, rows = _places(unit), []
-        while places_of:  # the dictionary must not keep a parameter whose rows are taken
-            whole = next(iter(places_of))
-            places = places_of.pop(whole)
-            rows.append((places, self._rows_of(whole)))
+        owners_of, rows = _owners(unit), []
+        while owners_of:  # the dictionary must not keep a parameter whose rows are taken
+            whole = next(iter(owners_of))
+            owners = owners_of.pop(whole)
+            rows.append((owners, self._rows_of(whole)))
             empty = nn.Parameter(torch.empty_like(whole, device="meta"), requires_grad=whole.requires_grad)
-            for module, key in places:
-                setattr(module, key, empty)
+            for module, key in owners:
+                module.register_parameter(key, empty)
             del whole
             if self._construction:
                 self._construction.forget_freed()
@@ -363,14 +363,14 @@ def _shared_modules(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for module in shared if module not in inner]
 
 
-def _places(unit: nn.Module) -> dict[nn.Parameter, Places]:
-    """Return where each parameter is that is not divided yet."""
-    places: dict[nn.Parameter, Places] = {}
+def _owners(unit: nn.Module) -> dict[nn.Parameter, Owners]:
+    """Return the owners of each parameter of a unit that is not divided yet."""
+    owners: dict[nn.Parameter, Owners] = {}
     for module in unit.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if not isinstance(parameter, DTensor):
-                places.setdefault(parameter, []).append((module, key))
-    return places
+                owners.setdefault(parameter, []).append((module, key))
+    return owners
 
 
 def _separate_units(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
