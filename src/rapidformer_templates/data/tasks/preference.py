@@ -170,7 +170,6 @@ class Preference(_Preferences):
         self.is_unpaired = self._loss == "kto"
         self.needs_reference = self._loss in ("dpo", "ipo", "kto")
         self.needs_prepass = self._loss in ("kto", "orpo")
-        self._reference_outputs: list[float] = []
 
     def for_other_data(self, config: RunConfig) -> Task:
         other = super().for_other_data(config)
@@ -212,19 +211,17 @@ class Preference(_Preferences):
 
         The list is empty on workers that do not see the outputs.
         """
-        parts = [microbatch, _mismatched_answers(microbatch)] if self.is_unpaired else [microbatch]
         outputs: list[float] = []
-        for part in parts:
-            self._reference_outputs = []
-            evaluate(part, self._note_reference)
-            outputs += self._reference_outputs
+
+        def note_reference(model: Model, batch: Tensors) -> tuple[torch.Tensor, int]:
+            logps = self._reference_logps(model, batch)
+            outputs.extend(logps.tolist())
+            return logps.sum(), len(logps)
+
+        for part in [microbatch, _mismatched_answers(microbatch)] if self.is_unpaired else [microbatch]:
+            evaluate(part, note_reference)
         count = len(microbatch.samples)
         return [[outputs[i], outputs[count + i]] for i in range(count)] if outputs else []
-
-    def _note_reference(self, model: Model, batch: Tensors) -> tuple[torch.Tensor, int]:
-        logps = self._reference_logps(model, batch)
-        self._reference_outputs = logps.tolist()
-        return logps.sum(), len(logps)
 
     def compute_loss(self, model: Model, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         training, counts = self.config.training, batch["counted"]
