@@ -204,8 +204,8 @@ def check_folder(config: RunConfig) -> None:
         raise ConfigError("--profile needs --save, the run folder that it writes to", where=config.origin("profile"))
     if folder:
         folder.check(resume=training.resume, overwrite=training.overwrite)
-        given = {name: value for name, value in config.items() if name in config.origins and name != "save"}
-        for name, value in given.items() if training.overwrite else ():
+        values = {name: value for name, value in config.items() if name in config.origins and name != "save"}
+        for name, value in values.items() if training.overwrite else ():
             paths = value if isinstance(value, list | tuple) else [value]
             if any(isinstance(path, str) and folder.would_delete(path) for path in paths):
                 raise ConfigError(
