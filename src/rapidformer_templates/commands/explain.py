@@ -119,7 +119,7 @@ def example_request(rule: Rule, registry: Registry) -> Request:
     from rapidformer_templates.planning.resolve import choose_template
 
     parsed = parse(shlex.split(rule.example.flags), registry.options(), user=PlanFlags)
-    workers = parsed.user.world_size or 1
+    workers = parsed.user.workers or 1
     config = dataclasses.replace(parsed, user=None)
     template, origin = choose_template(config, registry)
     environment = Environment(template=template, template_origin=origin, world_size=workers, local_world_size=workers)
