@@ -30,7 +30,8 @@ def test_a_kind_is_its_data_sheet_times_what_training_reaches(monkeypatch: pytes
     assert found["tflops"] == pytest.approx(assumed.tflops["bf16"], rel=0.01)
     assert of_kind("a100-80gb", "fp32")["tflops"] == assumed.tflops["fp32"]
     assert found["memory_bandwidth"] == pytest.approx(assumed.memory_bandwidth, rel=0.02)
-    assert found["intra_node"] == assumed.intra_node
+    assert found["attention_tflops"] == pytest.approx(assumed.attention_tflops, rel=0.01)
+    assert (found["intra_node"], found["inter_node"]) == (assumed.intra_node, assumed.inter_node)
     assert of_kind("v100-32gb")["tflops"] == of_kind("v100-32gb", "fp32")["tflops"]  # no units for bf16
     monkeypatch.setenv("DEVICE_MEMORY_GB", "70")
     assert of_kind("a100-80gb")["memory_gb"] == 70

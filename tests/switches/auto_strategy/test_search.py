@@ -7,7 +7,6 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy import command, timing
+from rapidformer_templates.switches.auto_strategy import command
 from rapidformer_templates.switches.auto_strategy.command import reasons
 from rapidformer_templates.switches.auto_strategy.layouts import (
     PARTITIONINGS,
@@ -34,7 +33,15 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE
 from rapidformer_templates.switches.auto_strategy.search import DOUBT, Search
 from rapidformer_templates.switches.auto_strategy.setup_memory import setup_memory
+from rapidformer_templates.switches.auto_strategy.step_seconds import (
+    KERNEL_SECONDS,
+    CommunicationSizes,
+    Timing,
+    predict_seconds,
+    product_seconds,
+)
 from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
+from rapidformer_templates.switches.auto_strategy.trace import Phase, Product, Trace
 from tests.support.selection import by_default
 
 TINY = "--model-type gpt2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
@@ -228,19 +235,61 @@ def test_fsdp_is_tried_inside_of_nodes_too(more: str, sizes: set[int | None], mo
 
 @pytest.mark.parametrize(
     ("shard_size", "expected"),
-    # Elements that a worker sends in a ring, divided by the bytes per second of its slowest link: 3/4 of all parameters
-    # in three micro batches forward and backward, and of the gradients. Or half of them within the node, and half of
-    # its half of the gradients, twice, to the other node.
-    [(None, (6 * 4 + 4) * 0.75e9 / 20e9), (2, (6 * 4 + 4) * 0.5e9 / 200e9 + 2 * 4 * 0.25e9 / 20e9)],
+    # Three micro batches gather 4 GB forward and backward, one sums them. Both workers of a node receive half of the
+    # 4 GB over the network. Or each receives half of them in its node, and sums its 2 GB with the other node. The first
+    # half of the parameters is gathered before anything computes.
+    [(None, 7.5 * 4e9 / 2 / 40e9), (2, 7.5 * 4e9 / 2 / 200e9 + 2 * 2e9 / 2 / 20e9)],
 )
 def test_groups_in_a_node_exchange_parameters_there(shard_size: int | None, expected: float) -> None:
     layout = Layout(data=4, accumulation=3, partitioning="fsdp", shard_size=shard_size)
-    links = {"memory_bandwidth": 1600.0, "intra_node": 200.0, "inter_node": 20.0, "host_link": 20.0}
-    hardware = Hardware("cuda", "fp32", 80.0, 15.0, context_gb=1.5, sources={}, **links)
-    nothing_to_compute: Any = SimpleNamespace(flops=0, traffic=0, sent=0)
-    facts = timing.CommunicationSizes(parameters=10**9, blocks=1, hidden=1, tokens=1)
-    seconds = timing.predict_seconds(layout, MemoryOptions(), nothing_to_compute, facts, hardware, local_world=2)
-    assert seconds.data == pytest.approx(expected)
+    links = {"memory_bandwidth": 1e12, "intra_node": 200.0, "inter_node": 20.0, "host_link": 20.0}
+    hardware = Hardware("cuda", "fp32", 80.0, 15.0, 15.0, 108, context_gb=1.5, sources={}, **links)
+    facts = CommunicationSizes(parameters=10**9, blocks=1, hidden=1, tokens=1)
+    seconds = predict_seconds(layout, MemoryOptions(), Trace(()), facts, hardware, local_world=2)
+    assert seconds.data == pytest.approx(expected, rel=0.02)  # and delays
+    assert seconds.hidden < 1e-3
+
+
+def test_a_product_takes_as_long_as_its_waves_or_its_operands() -> None:
+    links = {"memory_bandwidth": 1000.0, "intra_node": 200.0, "inter_node": 20.0, "host_link": 20.0}
+    hardware = Hardware("cuda", "bf16", 80.0, 100.0, 50.0, 100, context_gb=1.5, sources={}, **links)
+
+    def seconds(rows: int, inner: int, columns: int) -> float:
+        flops = 2 * rows * inner * columns
+        return product_seconds(Product(1, rows, inner, columns, 2, 0, flops), hardware) - KERNEL_SECONDS
+
+    full = seconds(2560, 8192, 1280)  # 100 tiles, one for each multiprocessor
+    assert full == pytest.approx(2 * 2560 * 8192 * 1280 / 100e12)
+    assert 1.3 * full < seconds(2561, 8192, 1280) < 2 * full  # a second wave, of smaller tiles
+    matrix = replace(hardware, memory_bandwidth=100.0)
+    row = product_seconds(Product(1, 1, 8192, 8192, 2, 0, 2 * 8192 * 8192), matrix)
+    assert row == pytest.approx(8192 * 8192 * 2 / 100e9, rel=0.01)  # it reads the matrix
+    attention = Product(1, 4096, 128, 4096, 2, 0, 10**12, is_attention=True)
+    assert product_seconds(attention, hardware) == pytest.approx(10**12 / 50e12, rel=0.01)
+
+
+def test_stages_wait_for_the_slowest() -> None:
+    """The head of a large vocabulary belongs to the last stage, which then has fewer blocks."""
+    links = {"memory_bandwidth": 1e12, "intra_node": 200.0, "inter_node": 20.0, "host_link": 20.0}
+    hardware = Hardware("cuda", "bf16", 80.0, 100.0, 50.0, 0, context_gb=1.5, sources={}, **links)
+    block = Product(1, 1, 1, 1, 2, 0, 10**12, times=8)
+    sizes = {"peak": 0, "peak_without_gradients": 0, "peak_beside_earlier": 0, "end": 0}
+    trace = Trace(
+        (
+            Phase("forward", ("", 0), **sizes, products=(block,)),
+            Phase("head", None, **sizes, products=(replace(block, times=2),)),
+        )
+    )
+    facts = CommunicationSizes(parameters=1, blocks=8, hidden=1, tokens=1)
+
+    def seconds(stages: tuple[int, ...]) -> Timing:
+        layout = Layout(pipeline=2, accumulation=4)
+        return predict_seconds(layout, MemoryOptions("bf16"), trace, facts, hardware, 2, stages)
+
+    equal, balanced = seconds((4, 4)), seconds((5, 3))
+    assert equal.products == pytest.approx(4 * 6 * 0.01, rel=0.01)
+    assert balanced.products == pytest.approx(4 * 5 * 0.01, rel=0.01)
+    assert equal.bubble == pytest.approx(5 * 0.01, rel=0.01)  # the mean of both
 
 
 BF16 = f"{TINY} --auto-strategy --world-size 4 --device cpu --mixed-precision bf16"

@@ -159,7 +159,9 @@ def test_operations_are_those_that_torch_counts() -> None:
     model = real_model("llama", 5, Variant(2))
     with FlopCounterMode(display=False) as counter:
         real_step(model, Variant(2))
-    assert same_shapes("llama").trace(Variant(2)).flops == counter.get_total_flops()
+    # torch's counter does not know the kernel that a CPU runs: two products in the forward and five in the backward.
+    attention = 5 * (2 + 5) * 2 * (2 * LENGTH * LENGTH * 32) // 2  # under a causal mask
+    assert same_shapes("llama").trace(Variant(2)).flops == counter.get_total_flops() + attention
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
 from rapidformer_templates.switches.auto_strategy.memory import predict, variant_of
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.timing import GB, exposed_copies
+from rapidformer_templates.switches.auto_strategy.step_seconds import exposed_copies
+from rapidformer_templates.switches.auto_strategy.timing import GB
 from tests.support.model_shapes import shapes
 
 HERE, AWAY = MemoryOptions(gpu=True), MemoryOptions(gpu=True, offloads_activations=True)

@@ -28,7 +28,8 @@ from rapidformer_templates.switches.auto_strategy.comparison import (
 from rapidformer_templates.switches.auto_strategy.layouts import FlagValue, Layout, layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.results import ALLOWANCE, Candidate, SearchResult, Unknown
 from rapidformer_templates.switches.auto_strategy.search_cache import cache_file, read_result, write_result
-from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, Timing, find_hardware
+from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
+from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, find_hardware
 from rapidformer_templates.switches.auto_strategy.whole_training import (
     ModelTotals,
     TrainingEstimate,
@@ -220,6 +221,7 @@ def layout_to_json(candidate: Candidate, training: TrainingEstimate) -> dict[str
         "bubble": round(candidate.layout.bubble, 6),
         "communication": round(timing.communication / timing.total, 6),
         "step_seconds": timing.total,
+        "seconds": {name: round(value, 6) for name, value in vars(timing).items()},
         "samples_per_second": candidate.samples_per_second,
         "flags": " ".join(candidate.layout.flags()),
         "training": training.to_json(),
@@ -315,7 +317,8 @@ def _table(result: SearchResult) -> Table:
 def where_the_step_goes(timing: Timing) -> str:
     """Return a line with the share of each component in the step."""
     spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in components(timing).items() if share > 0)
-    return f"  where the step goes: {spent}"
+    hidden = f" ({timing.hidden:.3g} s of replica exchanges run during the computation)" if timing.hidden else ""
+    return f"  where the step goes: {spent}{hidden}"
 
 
 def reasons(result: SearchResult, hardware: Hardware) -> list[str]:

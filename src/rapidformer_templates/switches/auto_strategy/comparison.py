@@ -17,7 +17,8 @@ from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.results import Candidate, SearchResult
-from rapidformer_templates.switches.auto_strategy.timing import GB, Timing
+from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
+from rapidformer_templates.switches.auto_strategy.timing import GB
 from rapidformer_templates.system.terminal import console
 
 
@@ -74,12 +75,15 @@ def differences(best: Candidate, named: Candidate) -> list[Difference]:
 def components(timing: Timing) -> dict[str, float]:
     """Return the seconds of a step by component."""
     return {
-        "computing": timing.compute,
+        "matrix products": timing.products,
+        "attention": timing.attention,
+        "norms, activations and gradient sums": timing.memory,
+        "waiting for the host": timing.launches,
         "bubble": timing.bubble,
         "tensor sums": timing.tensor,
         "tokens to experts": timing.experts,
         "stage transfers": timing.pipeline,
-        "replica sums": timing.data,
+        "exposed replica exchanges": timing.data,
         "update": timing.update,
         "copies to the host and back": timing.offload,
     }

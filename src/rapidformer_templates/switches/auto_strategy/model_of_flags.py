@@ -28,7 +28,7 @@ from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.stand_ins import FakeDataReads, no_loss
-from rapidformer_templates.switches.auto_strategy.timing import CommunicationSizes
+from rapidformer_templates.switches.auto_strategy.step_seconds import CommunicationSizes
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts, routers_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.timing import Timing
+from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
 
 ALLOWANCE = 0.05

@@ -42,7 +42,8 @@ from rapidformer_templates.switches.auto_strategy.results import (
 )
 from rapidformer_templates.switches.auto_strategy.setup_memory import setup_memory
 from rapidformer_templates.switches.auto_strategy.stage_balance import balance_memory
-from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware, predict_seconds
+from rapidformer_templates.switches.auto_strategy.step_seconds import predict_seconds
+from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware
 from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 
@@ -271,7 +272,10 @@ class Search:
         memory = predict(self.subject.shapes, layout, setting, exact=exact)
         trace = self.subject.shapes.trace(variant_of(layout, setting), exact=exact)
         local = self.environment.local_world_size
-        timing = predict_seconds(layout, setting, trace, self.subject.facts, self.hardware, local)
+        stages: Sequence[int] = layout.stages
+        if layout.pipeline > 1 and not stages:
+            stages = self.subject.shapes.stage_sizes(layout.pipeline * layout.virtual)
+        timing = predict_seconds(layout, setting, trace, self.subject.facts, self.hardware, local, stages)
         # The backward of a matrix product is two products of the same size.
         forward = sum(phase.flops for phase in takewhile(lambda phase: phase.name != "turn", trace.phases))
         needed_gb = self._needed_gb(max(memory.total, setup.device))

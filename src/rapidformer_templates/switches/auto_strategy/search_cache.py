@@ -33,7 +33,8 @@ from rapidformer_templates.switches.auto_strategy.results import (
     SetupMemory,
     Unknown,
 )
-from rapidformer_templates.switches.auto_strategy.timing import Hardware, Timing
+from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
+from rapidformer_templates.switches.auto_strategy.timing import Hardware
 from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
 from rapidformer_templates.system.files import hash_of
 

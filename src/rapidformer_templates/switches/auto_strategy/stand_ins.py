@@ -48,8 +48,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _POSITIONS = torch.ops.aten.nonzero.default
 _COUNTS = torch.ops.aten.bincount.default
-_GROUPED = torch.ops.aten._grouped_mm.default
-DATA_DEPENDENT_OPS = frozenset({_NUMBER, _POSITIONS, _COUNTS, _GROUPED})
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+DATA_DEPENDENT_OPS = frozenset({_NUMBER, _POSITIONS, _COUNTS, GROUPED_PRODUCT})
 """Operations whose result or shape depends on data, and grouped products, which torch fakes only in 16 bits."""
 
 
@@ -66,7 +66,7 @@ def answer(question: OpOverload, args: Sequence[Any], *, dense: bool) -> torch.T
         return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
     if question is _COUNTS:
         return tensor.new_empty((args[2],), dtype=torch.int64)  # the highest possible number
-    if question is _GROUPED:  # the product of each group's rows with its matrix
+    if question is GROUPED_PRODUCT:  # the product of each group's rows with its matrix
         left, right, ends = args[:3]
         groups = [len(ends)] if left.ndim == right.ndim == 2 else []  # two flat operands have a product per group
         return tensor.new_empty((*groups, left.shape[-2], right.shape[-1]))

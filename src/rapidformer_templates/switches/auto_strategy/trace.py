@@ -15,6 +15,31 @@ TRACED_BLOCKS = 3
 
 
 @dataclass(frozen=True)
+class Product:
+    """A matrix product, or the products of an attention kernel.
+
+    Attributes:
+        batch: number of products: of a batched product, or the heads of all samples in attention.
+        rows, inner, columns: sizes of each product. In attention: queries, width of a head, keys.
+        width: bytes of an element.
+        moved: bytes of the activations that one call reads and writes. Weights and their gradients do not count.
+        flops: operations of one call. Attention counts only those under a causal mask.
+        is_attention: whether a kernel computes attention without storing the scores.
+        times: number of calls.
+    """
+
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+    width: int
+    moved: int
+    flops: int
+    is_attention: bool = False
+    times: int = 1
+
+
+@dataclass(frozen=True)
 class Phase:
     """A part of the step, such as the forward of one block.
 
@@ -26,8 +51,8 @@ class Phase:
         peak_without_gradients: the same without finished gradients.
         peak_beside_earlier: the same without gradients that were finished when the phase began.
         end: bytes alive at its end, without finished gradients.
-        flops: operations of its matrix products.
-        traffic: bytes that its other operations read and write.
+        products: its matrix products and attention kernels, in order.
+        launches: number of its other operations.
         after_first_gradient: whether a parameter has its gradient when the phase begins.
         finished: bytes of finished gradients at its end.
         saved: bytes made in it that are alive when the backward begins.
@@ -43,8 +68,8 @@ class Phase:
     peak_without_gradients: int
     peak_beside_earlier: int
     end: int
-    flops: int
-    traffic: int
+    products: tuple[Product, ...] = ()
+    launches: int = 0
     after_first_gradient: bool = False
     finished: int = 0
     saved: int = 0
@@ -52,6 +77,10 @@ class Phase:
     sent: int = 0
     blocks: int = 1
     kept_by_each: int = 0
+
+    @property
+    def flops(self) -> int:
+        return sum(product.flops * product.times for product in self.products)
 
 
 @dataclass(frozen=True)
@@ -80,10 +109,6 @@ class Trace:
     @property
     def flops(self) -> int:
         return sum(phase.flops for phase in self.phases)
-
-    @property
-    def traffic(self) -> int:
-        return sum(phase.traffic for phase in self.phases)
 
     @property
     def saved(self) -> int:
@@ -126,8 +151,16 @@ class Trace:
             return {name: a + (b - a) * (micro_batch - first) // (second - first) for name, (a, b) in pairs.items()}
 
         peaks = ("peak", "peak_without_gradients", "peak_beside_earlier")
-        amounts = (*peaks, "end", "flops", "traffic", "saved", "casts", "sent")
-        phases = [replace(a, **between(a, b, amounts)) for a, b in zip(self.phases, other.phases, strict=True)]
+        amounts = (*peaks, "end", "saved", "casts", "sent")
+        sizes = ("batch", "rows", "inner", "columns", "moved", "flops")
+
+        def products_between(a: Phase, b: Phase) -> tuple[Product, ...]:
+            return tuple(replace(x, **between(x, y, sizes)) for x, y in zip(a.products, b.products, strict=True))
+
+        phases = [
+            replace(a, products=products_between(a, b), **between(a, b, amounts))
+            for a, b in zip(self.phases, other.phases, strict=True)
+        ]
         return replace(self, phases=tuple(phases), **between(self, other, ("hidden", "kept_output")))
 
     def with_depths(self, depths: Mapping[str, int], gradients: Mapping[str, int]) -> Trace:
@@ -175,8 +208,8 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 peak_beside_earlier=phase.peak_beside_earlier + alive,
                 end=phase.end + (alive if i < backward[0] else 0),
                 finished=phase.finished + (gradients if i >= backward[1] else 0),
-                flops=phase.flops * times,
-                traffic=phase.traffic * times,
+                products=tuple(replace(product, times=times) for product in phase.products),
+                launches=phase.launches * times,
                 saved=phase.saved * times,
                 casts=phase.casts * times,
                 # a block is sent during the forward of the next one

@@ -17,7 +17,7 @@ import multiprocessing
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -35,8 +35,8 @@ from torch.utils.flop_counter import flop_registry
 from rapidformer_templates.engines.recomputation import Checkpointed
 from rapidformer_templates.engines.shards import local_part
 from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.switches.auto_strategy.stand_ins import DATA_DEPENDENT_OPS, answer
-from rapidformer_templates.switches.auto_strategy.trace import Phase, Trace
+from rapidformer_templates.switches.auto_strategy.stand_ins import DATA_DEPENDENT_OPS, GROUPED_PRODUCT, answer
+from rapidformer_templates.switches.auto_strategy.trace import Phase, Product, Trace
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import CHUNK_BYTES
 from rapidformer_templates.switches.offload_activations.offloader import Counts, Offloader, Wait
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
@@ -104,11 +104,44 @@ class LiveStorages(TorchDispatchMode):
         del self._references[key]
 
 
-def _bytes_of(values: object) -> int:
-    """Bytes of a tensor, or of all tensors in a tuple or list."""
-    if isinstance(values, torch.Tensor):
-        return values.nbytes
-    return sum(_bytes_of(value) for value in values) if isinstance(values, (tuple, list)) else 0
+def product_of(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object], result: Any, weights: Container[int]
+) -> Product | None:
+    """Return the sizes of a matrix product or of an attention kernel, or None for another operation.
+
+    Args:
+        weights: ids of the storages of weights.
+    """
+    name = func.name()
+    output: torch.Tensor = result[0] if isinstance(result, (tuple, list)) else result
+    if "_attention" in name:
+        is_backward = "backward" in name
+        query, key = args[1:3] if is_backward else args[:2]
+        batch, heads, queries, inner = query.shape
+        products = batch * heads
+        # Two products in the forward, five in the backward, which computes the scores again.
+        flops = (10 if is_backward else 4) * products * queries * key.shape[-2] * inner
+        flops //= 2 if any(arg is True for arg in args) else 1  # is_causal
+        moved = (4 if is_backward else 2) * (query.nbytes + key.nbytes)
+        return Product(products, queries, inner, key.shape[-2], query.element_size(), moved, flops, is_attention=True)
+    count = flop_registry.get(func._overloadpacket)
+    is_grouped = func is GROUPED_PRODUCT
+    if count is None and not is_grouped:
+        return None
+    operands = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.ndim > 1][-2:]
+    inputs = [operand for operand in operands if id(operand.untyped_storage()) not in weights]
+    is_weight_gradient = len(inputs) == 2 and output.ndim == (3 if is_grouped else 2)
+    moved = sum(tensor.nbytes for tensor in inputs) + (0 if is_weight_gradient else output.nbytes)
+    rows, columns = output.shape[-2:]
+    batch = output.numel() // (rows * columns)
+    if count:
+        flops = count(*args, **kwargs, out_val=result)
+    else:  # each row belongs to one group: a row of the output, or of a product inside a group
+        flops = 2 * operands[0].numel() * operands[1].shape[-1]
+        batch = args[2].shape[0]
+        rows = rows if is_weight_gradient else rows // batch
+    inner = flops // max(2 * batch * rows * columns, 1)
+    return Product(batch, rows, inner, columns, output.element_size(), moved, flops)
 
 
 _CAST = torch.ops.aten._to_copy.default
@@ -123,6 +156,7 @@ class _TraceWatch(LiveStorages):
         self._casts: set[int] = set()
         super().__init__([*model.parameters(), *model.buffers()])
         self._known = frozenset(self._sizes)
+        self._weights = set(self._sizes)  # and autocast copies of weights
         self.finished = self._finished_before = 0
         self.hidden = self.kept_output = 0
         self._output: int | None = None
@@ -133,7 +167,8 @@ class _TraceWatch(LiveStorages):
         self._sums: list[torch.Tensor] = []
         self._phase: tuple[str, tuple[str, int] | None] = ("begin", None)
         self._without = 0
-        self._flops = self._traffic = 0
+        self._products: list[Product] = []
+        self._launches = 0
         self._has_gradient = False
 
     def __torch_dispatch__(
@@ -156,30 +191,31 @@ class _TraceWatch(LiveStorages):
         if func is _CAST and id(args[0].untyped_storage()) in self._known:
             assert isinstance(result, torch.Tensor)
             self._casts.add(id(result.untyped_storage()))
+            self._weights.add(id(result.untyped_storage()))
         without = self.live - self.finished
         if without > self._without:
             self._without = without
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self._flops += count(*args, **kwargs, out_val=result)
+        if product := product_of(func, args, kwargs, result, self._weights):
+            self._products.append(product)
         elif not func.is_view:
-            self._traffic += _bytes_of(args) + _bytes_of(result)
+            self._launches += 1
         return result
 
     def enter(self, name: str, stack: tuple[str, int] | None = None) -> None:
         """End the current phase and begin another."""
         now = self.live - self.finished
         without = max(self._without, now)
-        amounts = (self.peak, without, self.peak - self._finished_before, now, self._flops, self._traffic)
+        sizes = (self.peak, without, self.peak - self._finished_before, now)
         begun, sent = self._has_gradient, self.counts.sent - self._sent
         self._sent = self.counts.sent
-        self.phases.append(Phase(*self._phase, *amounts, after_first_gradient=begun, finished=self.finished, sent=sent))
+        phase = Phase(*self._phase, *sizes, after_first_gradient=begun, finished=self.finished, sent=sent)
+        self.phases.append(replace(phase, products=tuple(self._products), launches=self._launches))
         self._has_gradient = self.finished > 0 or name == "reduce"
         self._phase = (name, stack)
         self._finished_before = self.finished
         self.reset_peak()
         self._without = now
-        self._flops = self._traffic = 0
+        self._products, self._launches = [], 0
 
     def turn(self) -> None:
         """End the forward. Everything alive now is kept for the backward."""
@@ -206,6 +242,7 @@ class _TraceWatch(LiveStorages):
         if key == self._output:  # another storage may get its id
             self._output = None
         self._casts.discard(key)
+        self._weights.discard(key)
 
     def finish(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None

@@ -1,0 +1,362 @@
+"""The seconds of a step: computation by kind, waiting, each exchange, and the update. Imports no torch.
+
+A matrix product takes as long as its tiles need on the multiprocessors of the device, or its operands on their way to
+memory. Everything between two products moves their operands a few times through memory. Kernels wait if the host starts
+them too late. An exchange has a delay per worker, and a size divided by the slowest link on its way. It is hidden by
+computation at the same time, but it also slows that computation down.
+
+The constants marked as fitted come from published measurements: see ``benchmarks/published_runs.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
+from rapidformer_templates.switches.auto_strategy.timing import GB, Hardware
+from rapidformer_templates.switches.auto_strategy.trace import Product, Trace
+
+TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
+"""Tiles that a multiprocessor computes at a time: rows, columns, and their speed compared with the largest tile.
+
+Small tiles fill the last wave of multiprocessors better, but read their operands more often. Libraries choose the
+fastest one.
+"""
+
+KERNEL_SECONDS = 2e-6
+"""Seconds between two kernels on a device."""
+
+LAUNCH_SECONDS = 5e-6
+"""Seconds in which the host starts an operation of eager PyTorch. It agrees with a BERT of single samples on a V100."""
+
+MEMORY_PASSES = 1.9
+"""How often operations between two products move an operand of each through memory. Fitted."""
+
+GRADIENT_TRAFFIC = 10
+"""Bytes that adding a gradient to its sum moves in each micro batch: 16 bits are read, 32 bits read and written."""
+
+UPDATE_TRAFFIC = 36
+"""Bytes per parameter that an update of Adam moves.
+
+It reads the gradient for its norm. It reads weight, gradient and moments, writes weight, moments and the 16-bit weight,
+and clears the gradient.
+"""
+
+INTERFERENCE = 0.8
+"""Seconds by which a second of an exchange delays the computation that hides it: they share memory and
+multiprocessors. Fitted."""
+
+DELAY = 100e-6
+"""Seconds before an exchange begins, and by which the slowest worker of a group is late. Fitted."""
+
+HOP_IN_NODE, HOP_BETWEEN_NODES = 3.4e-6, 14e-6
+"""Seconds until data arrives at the next worker of a ring, from the tuning tables of NCCL."""
+
+BACKWARD_SHARE = 2 / 3
+"""Share of the backward in the computation of a head, and of a micro batch without recomputation."""
+
+
+@dataclass(frozen=True)
+class CommunicationSizes:
+    """Sizes of a model that communication depends on.
+
+    Attributes:
+        parameters: elements of all parameters.
+        blocks: number of blocks.
+        hidden: width of the hidden state.
+        tokens: tokens per sample.
+        experts: elements of the experts, which are part of ``parameters``.
+        visits: experts that a token visits, summed over all blocks.
+    """
+
+    parameters: int
+    blocks: int
+    hidden: int
+    tokens: int
+    experts: int = 0
+    visits: int = 0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of an optimizer step on the worker that computes longest.
+
+    Attributes:
+        products, attention: matrix products and attention kernels of all micro batches, including recomputation.
+        memory: other operations, which move activations and gradients through memory.
+        launches: time in which the device waits for the host to start operations.
+        bubble: time spent waiting for other stages.
+        tensor, pipeline, data, experts: exposed exchanges in each direction of the layout. ``data`` includes the time
+            that hidden exchanges take from the computation.
+        hidden: exchanges of gradients and parameters that run during the computation. Not part of the total.
+        update: the optimizer's update.
+        offload: exposed copies of activations to the host and back.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    launches: float = 0.0
+    bubble: float = 0.0
+    tensor: float = 0.0
+    pipeline: float = 0.0
+    data: float = 0.0
+    experts: float = 0.0
+    update: float = 0.0
+    offload: float = 0.0
+    hidden: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        return self.products + self.attention + self.memory + self.launches
+
+    @property
+    def communication(self) -> float:
+        return self.tensor + self.pipeline + self.data + self.experts
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.bubble + self.communication + self.update + self.offload
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of computation by kind, and the seconds in which the host starts it."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.memory
+
+    def plus(self, other: _Work, times: float = 1) -> _Work:
+        names = [field.name for field in fields(self)]
+        return _Work(*(getattr(self, name) + times * getattr(other, name) for name in names))
+
+
+def product_seconds(product: Product, hardware: Hardware) -> float:
+    """Return the seconds of one call of a matrix product or of an attention kernel."""
+    batch, rows, inner, columns = product.batch, product.rows, product.inner, product.columns
+    if product.is_attention:
+        computed = product.flops / (hardware.attention_tflops * 1e12)
+        return max(computed, product.moved / (hardware.memory_bandwidth * GB)) + KERNEL_SECONDS
+    rate = hardware.tflops * 1e12
+    if hardware.multiprocessors:
+        cells = min(
+            math.ceil(batch * math.ceil(rows / a) * math.ceil(columns / b) / hardware.multiprocessors) * a * b / speed
+            for height, width, speed in TILES
+            for a, b in ((height, width), (width, height))
+        )
+        rate *= batch * rows * columns / (cells * hardware.multiprocessors)
+    operands = batch * (rows * inner + inner * columns + rows * columns) * product.width
+    return max(product.flops / rate, operands / (hardware.memory_bandwidth * GB)) + KERNEL_SECONDS
+
+
+@dataclass(frozen=True)
+class _Works:
+    """The work of a micro batch: in all blocks, before and after them, and in the head."""
+
+    forward: _Work = _Work()
+    backward: _Work = _Work()
+    ends: _Work = _Work()
+    head: _Work = _Work()
+
+
+@cache  # many layouts have the same trace
+def _works(trace: Trace, hardware: Hardware) -> _Works:
+    parts = dict(vars(_Works()))
+    for phase in trace.phases:
+        part = {"begin": "ends", "end": "ends", "turn": "head", "reduce": "head"}.get(phase.name, phase.name)
+        work = _Work(host=LAUNCH_SECONDS * phase.launches)
+        for product in phase.products:
+            seconds = product_seconds(product, hardware)
+            moved = MEMORY_PASSES * product.moved / (hardware.memory_bandwidth * GB)
+            kinds = (0.0, seconds) if product.is_attention else (seconds, 0.0)
+            work = work.plus(_Work(*kinds, moved, LAUNCH_SECONDS), product.times)
+        parts[part] = parts[part].plus(work)
+    return _Works(**parts)
+
+
+def exchange_seconds(size: float, workers: int, stride: int, local_world: int, hardware: Hardware) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter. An all-reduce takes twice as long.
+
+    Inside a node, each worker receives everything. Between nodes, all workers of a node share what arrives there.
+
+    Args:
+        size: bytes of all shares together.
+        workers: number of workers in the group.
+        stride: distance between neighbours of the group. Workers of a node are numbered one after the other.
+    """
+    if workers == 1 or not size:
+        return 0.0
+    near = max(1, min(workers, local_world // stride))
+    nodes = math.ceil(workers / near)
+    inside = size * (workers - 1) / workers / (hardware.intra_node * GB) if near > 1 else 0.0
+    between = size * (nodes - 1) / nodes / (near * hardware.inter_node * GB)
+    return max(inside, between) + DELAY + HOP_IN_NODE * (near - 1) * nodes + HOP_BETWEEN_NODES * (nodes - 1)
+
+
+def predict_seconds(
+    layout: Layout,
+    setting: MemoryOptions,
+    trace: Trace,
+    facts: CommunicationSizes,
+    hardware: Hardware,
+    local_world: int,
+    stages: Sequence[int] = (),
+) -> Timing:
+    """Predict the seconds of a step of a layout.
+
+    Args:
+        trace: a micro batch through one worker's share of all blocks.
+        local_world: workers of a node. Tensor groups are closest together, then replicas, then stages.
+        stages: blocks of each stage. Empty means that all stages are equal.
+    """
+    pipeline, accumulation, blocks = layout.pipeline, layout.accumulation, facts.blocks
+    width = 4 if hardware.precision == "fp32" else 2
+    per_parameter = 1 / (layout.tensor * hardware.memory_bandwidth * GB)
+    works = _works(trace, hardware)
+    sums = GRADIENT_TRAFFIC * facts.parameters * per_parameter  # a worker has all experts in a trace
+    block = _Work(memory=sums / blocks).plus(works.forward, 1 / blocks).plus(works.backward, 1 / blocks)
+    shares = [sum(stages[rank::pipeline]) for rank in range(pipeline)] if stages else [blocks / pipeline] * pipeline
+    workers = [_Work().plus(block, share) for share in shares]
+    workers[0] = workers[0].plus(works.ends)
+    workers[-1] = workers[-1].plus(works.head)
+    largest = max(range(pipeline), key=lambda rank: workers[rank].total)
+    work, share = workers[largest], shares[largest]
+
+    hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width / layout.context
+    tensor, experts = (share * each for each in _block_exchanges(layout, facts, hidden_bytes, hardware, local_world))
+    link = hardware.intra_node if layout.world <= local_world else hardware.inter_node
+    sent = hidden_bytes / (layout.tensor if layout.sequence_parallel else 1)
+    transfer = 2 * layout.virtual * (sent / (link * GB) + DELAY) if pipeline > 1 else 0.0
+    copied = exposed_copies(trace.sent / pipeline / (hardware.host_link * GB), work.total)
+    turn = work.total + tensor + experts + transfer
+    mean = turn - work.total + sum(each.total for each in workers) / pipeline
+
+    exposed, hidden = _data_seconds(layout, setting, facts, work, width, hardware, local_world)
+    replicas = layout.shares if layout.partitioning != "none" else 1
+    local_parameters = facts.parameters - facts.experts + facts.experts / layout.experts
+    return Timing(
+        products=accumulation * work.products,
+        attention=accumulation * work.attention,
+        memory=accumulation * work.memory,
+        launches=accumulation * max(0.0, work.host - turn),
+        bubble=(pipeline - 1) * mean / layout.virtual,
+        tensor=accumulation * tensor,
+        pipeline=accumulation * transfer,
+        data=exposed,
+        experts=accumulation * experts,
+        update=UPDATE_TRAFFIC * local_parameters / pipeline / replicas * per_parameter,
+        offload=accumulation * copied,
+        hidden=hidden,
+    )
+
+
+def exposed_copies(copied: float, computed: float) -> float:
+    """Return the seconds that a micro batch waits for its activations.
+
+    They go to the host during the forward, and back during the backward.
+
+    Args:
+        copied: seconds of the copies in one direction.
+        computed: seconds of the micro batch's computation.
+    """
+    return sum(max(0.0, copied - share * computed) for share in (1 - BACKWARD_SHARE, BACKWARD_SHARE))
+
+
+def _block_exchanges(
+    layout: Layout, facts: CommunicationSizes, hidden_bytes: float, hardware: Hardware, local_world: int
+) -> tuple[float, float]:
+    """Return the seconds in which a block of a micro batch exchanges activations, and tokens of experts."""
+    # Two sums over the tensor group in the forward, two in the backward. Recomputation adds the forward's.
+    sums = 4 if layout.recompute == "none" else 6
+    tensor = 2 * sums * exchange_seconds(hidden_bytes, layout.tensor, 1, local_world, hardware)
+    # Queries, keys, values and the output of a block go to the other workers, and again in the backward.
+    if layout.context > 1:
+        share = hidden_bytes / layout.tensor
+        tensor += 2 * sums * exchange_seconds(share, layout.context, layout.tensor, local_world, hardware)
+    # A token goes to the experts that it visits and returns. Its gradients do the same.
+    away = (layout.experts - 1) / layout.experts * hidden_bytes
+    link = hardware.intra_node if layout.tensor * layout.experts <= local_world else hardware.inter_node
+    return tensor, sums * facts.visits / facts.blocks * away / (link * GB)
+
+
+def _data_seconds(
+    layout: Layout,
+    setting: MemoryOptions,
+    facts: CommunicationSizes,
+    work: _Work,
+    width: int,
+    hardware: Hardware,
+    local_world: int,
+) -> tuple[float, float]:
+    """Return the seconds by which exchanges between replicas extend a step, and the seconds of them that are hidden.
+
+    Source of the amounts: Rajbhandari et al., 2020, section 7.
+
+    Args:
+        work: the computation of a micro batch.
+    """
+    if layout.replicas == 1:
+        return 0.0, 0.0
+    accumulation = layout.accumulation
+    share = 1 / (layout.tensor * layout.pipeline)
+
+    def exchange(bytes_each: float, times: int = 1) -> float:
+        """Return the seconds to gather or to reduce a worker's parameters in ``times`` parts."""
+        dense = times * exchange_seconds(
+            (facts.parameters - facts.experts) * share * bytes_each / times,
+            layout.shares,
+            layout.tensor,
+            local_world,
+            hardware,
+        )
+        # A worker has only some of the divided experts, and fewer peers for them.
+        expert_bytes = facts.experts * share / layout.experts * bytes_each
+        stride = layout.tensor * layout.experts
+        return dense + exchange_seconds(expert_bytes, layout.shares // layout.experts, stride, local_world, hardware)
+
+    by_parallel_engine = setting.by_parallel_engine(layout)
+    gradient, weight = (setting.masters.reduce, width) if setting.masters else (4, 4)
+    late = 0.0
+    forward, backward = (1 - BACKWARD_SHARE) * work.total, BACKWARD_SHARE * work.total
+    match layout.partitioning:
+        case "none":
+            overlapping = [(2 * exchange(gradient), backward, 1)]  # in the backward of the last micro batch
+        case "zero-1" | "distributed-optimizer" | "oss-sdp":
+            # The two halves of an all-reduce: shares of gradients, then of weights.
+            # DeepSpeed's exchange begins after the last backward.
+            is_late = layout.partitioning == "zero-1" and not by_parallel_engine
+            overlapping = [(exchange(gradient), 0.0 if is_late else backward, 1)]
+            late = exchange(weight)
+        case "oss":
+            # An all-reduce of gradients, and the weights from their owners.
+            overlapping, late = [(2 * exchange(gradient), backward, 1)], exchange(weight)
+        case "zero-2":
+            # Gradients go to their owner in each micro batch. Weights come back once.
+            overlapping = [(exchange(gradient if by_parallel_engine else width), backward, accumulation)]
+            late = exchange(weight if by_parallel_engine else width)
+        case _:
+            # Weights for each forward and backward. FSDP sums gradients once, ZeRO-3 in each micro batch.
+            units = facts.blocks + 1
+            gathered, reduced = exchange(width, units), exchange(4, units)
+            stride = layout.tensor * layout.shares
+            shard = facts.parameters * share * 4 / layout.shares
+            reduced += 2 * exchange_seconds(shard, layout.copies, stride, local_world, hardware)
+            sums = 1 if layout.partitioning == "fsdp" else accumulation
+            overlapping = [
+                (gathered, forward, accumulation),
+                (gathered, backward, accumulation - sums),
+                (gathered + reduced, backward, sums),
+            ]
+            late = gathered / units  # nothing computes while the first unit is gathered
+    hidden = sum(times * min(sent, computed) for sent, computed, times in overlapping)
+    waiting = sum(times * max(0.0, sent - computed) for sent, computed, times in overlapping)
+    return waiting + INTERFERENCE * hidden + late, hidden
