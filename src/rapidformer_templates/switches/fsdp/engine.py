@@ -124,7 +124,9 @@ class FSDPEngine(SingleEngine):
             whole = next(iter(owners_of))
             owners = owners_of.pop(whole)
             rows.append((owners, self._rows_of(whole)))
-            empty = nn.Parameter(torch.empty_like(whole, device="meta"), requires_grad=whole.requires_grad)
+            # empty_like would count as a use of the parameter and gather it.
+            memoryless = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+            empty = nn.Parameter(memoryless, requires_grad=whole.requires_grad)
             for module, key in owners:
                 module.register_parameter(key, empty)
             del whole
