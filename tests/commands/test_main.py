@@ -56,7 +56,11 @@ def test_the_short_help_has_the_usual_flags_and_the_long_one_all(capsys: pytest.
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("plan", {"--help", "--json", "--yaml", "--world-size", "--local-world-size", "--device-kind"}),
+        (
+            "plan",
+            {"--help", "--json", "--yaml", "--world-size", "--local-world-size", "--device-kind"}
+            | {"--tokens", "--price-per-hour", "--disk-gb-per-second", "--compare", "--plot", "--search-cache"},
+        ),
         ("doctor", {"--help", "--json", "--build"}),
         ("switches", {"--help", "--markdown"}),
         ("explain", {"--help"}),
