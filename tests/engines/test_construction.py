@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.system.process_state import measured_peak
+from rapidformer_templates.system.process_state import measured_peak, return_freed_memory
 from rapidformer_templates.system.workers import Workers
 from tests.support.combinations import place
 from tests.support.jobs import JOBS, ClassJob, WideJob
@@ -306,6 +307,8 @@ def _peak_of_building(workers: Workers, flags: str) -> float:
     engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=0.0)
     with engine.construction():
         engine.frozen(nn.Linear(2, 2))  # what is imported and opened once does not count
+    gc.collect()  # nor does what earlier jobs of this process have left
+    return_freed_memory()
     with engine.construction(), measured_peak(workers.device) as peak:
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
