@@ -107,6 +107,7 @@ class HangWatch:
         self._workers, self._main = workers, threading.get_ident()
         # A separate connection. The one of the main thread is locked while that waits for a peer.
         self._store = workers.store.clone() if workers.store else None  # type: ignore[attr-defined]  # not in the stubs
+        self._publish()  # so that the others know the host of a worker that stops early
         thread = threading.Thread(target=self._watch, daemon=True, name="watch workers")
         thread.start()
         try:
