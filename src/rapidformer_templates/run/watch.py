@@ -93,7 +93,7 @@ class HangWatch:
     def running(
         self, workers: Workers, timeout: float, stacks: Path | None, resume_hint: Callable[[], str]
     ) -> Iterator[None]:
-        """HangWatch this worker and its peers inside the context. A single worker is only reported, and continues.
+        """Watch this worker and its peers inside the context. A single worker is only reported, and continues.
 
         Args:
             timeout: seconds that a phase may take. 0 waits for ever.
