@@ -23,7 +23,7 @@ LAYOUTS = {
     "2 × 2": "--nproc-per-node 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
 }
 HANGS = {
-    "sleeps": r"worker 1 on \S+ makes no progress: hanging\.py:40 in on_step_end \(step 5, training step\)",
+    "sleeps": r"worker 1 on \S+ makes no progress: hanging\.py:40 in on_step_end \(step 5, hooks and own code\)",
     "reads": r"worker 1 on \S+ makes no progress: hanging\.py:24 in __getitem__ \(step 6, loading data\)",
     "stops": r"worker 1 on \S+ does not respond \(stopped or gone\)",
 }

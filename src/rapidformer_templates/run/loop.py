@@ -116,14 +116,14 @@ class Loop:
                 self.profile.step_begins()
 
             # 1. Load the micro batches of this rank. The samples depend only on the seed and the step.
-            run.watch.enter(watch.DATA, step)
+            run.watch.enter(watch.DATA, step + 1)
             with self._profiled(DATA):
                 microbatches = [next(batches) for _ in range(run.plan.sizes.accumulation)]
 
             # 2. Agree on what all ranks must know before the forward: the number of targets, whether to stop, and
             #    whether a background save has progressed on every rank. The hosts exchange this while the devices
             #    still compute the previous step.
-            run.watch.enter(watch.EXCHANGE, step)
+            run.watch.enter(watch.EXCHANGE, step + 1)
             with self._profiled(EXCHANGE):
                 exchanged = self._exchange(microbatches, stop)
             if self.checkpoints and not exchanged.saving:
@@ -134,7 +134,7 @@ class Loop:
             # 3. Forward, backward, clipping and update.
             # Receipts are recorded in the first step of this process. Later steps have no overhead.
             is_first = self.meter.steps == 0
-            run.watch.enter(watch.STEP, step)
+            run.watch.enter(watch.STEP, step + 1)
             recording = self.receipts.watch(microbatches) if is_first else contextlib.nullcontext()
             with self._profiled(TRAIN), recording:
                 result = self._step(step, microbatches, exchanged.targets)

@@ -24,7 +24,7 @@ from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import Callback, CallbackStates, Hooks, checked_count
 from rapidformer_templates.run.scripts import overridden_hooks
 from rapidformer_templates.run.step_errors import IndexLimits
-from rapidformer_templates.run.watch import HangWatch
+from rapidformer_templates.run.watch import OWN_CODE, HangWatch
 from rapidformer_templates.system.process_state import MemoryPeak
 from rapidformer_templates.system.workers import Workers
 
@@ -146,6 +146,7 @@ class Run:
 
     def notify(self, event: str, *values: object) -> None:
         """Call a callback of the hooks, and then that of each callback object."""
+        self.watch.enter(OWN_CODE, self.position.step)
         getattr(self.hooks, event)(*values)
         for callback in self.callbacks:
             getattr(callback, event)(self.hooks, *values)

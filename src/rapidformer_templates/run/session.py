@@ -219,7 +219,7 @@ class Session:
         Raises:
             DataError, NonFiniteLoss, SwitchDidNothing: see :meth:`step`.
         """
-        self._run.watch.enter(STEP, self.steps)
+        self._run.watch.enter(STEP, self.steps + 1)
         microbatches, problem = self._as_micro_batches(list(batches), self.plan.sizes.accumulation)
         targets, samples, tokens = self._global_counts(microbatches, problem)
         first = self._meter.steps == 0

@@ -28,7 +28,7 @@ from rapidformer_templates.system.launch import line_of, report_errors
 from rapidformer_templates.system.workers import Workers
 
 SETUP, DATA, EXCHANGE, STEP = "setup", "loading data", "exchange of counts", "training step"
-EVALUATION, SAVE, OWN_CODE, EXPORT = "evaluation", "save", "code between steps", "export"
+EVALUATION, SAVE, OWN_CODE, EXPORT = "evaluation", "save", "hooks and own code", "export"
 PHASES = (SETUP, DATA, EXCHANGE, STEP, EVALUATION, SAVE, OWN_CODE, EXPORT)
 """The phases of a run, in the order in which a worker passes through them."""
 
@@ -84,10 +84,14 @@ class HangWatch:
         self._beat = 0
 
     def enter(self, phase: str, step: int) -> None:
-        """Note that this worker begins a phase, or continues it, for example with the next batch of an evaluation."""
+        """Note that this worker begins a phase, or continues it, for example with the next batch of an evaluation.
+
+        Args:
+            step: number of the optimizer step that it belongs to or follows, from 1.
+        """
         now = time.monotonic()
         self._longest[self._phase] = max(self._longest[self._phase], now - self._since)
-        self._phase, self._step, self._since = phase, step + 1, now
+        self._phase, self._step, self._since = phase, step, now
 
     @contextlib.contextmanager
     def running(
@@ -159,7 +163,10 @@ class HangWatch:
         if not before:  # the first worker keeps the store
             silent = [0]
         own = self._status()
-        if self._ended.is_set() or not own.is_overdue or not (silent or all(s.is_overdue for s in after.values())):
+        # Several workers may download, preprocess or evaluate for hours, as long as nobody waits for them.
+        someone_waits = any(status.phase not in (SETUP, OWN_CODE) for status in after.values())
+        stuck = someone_waits and all(status.is_overdue for status in after.values())
+        if self._ended.is_set() or not own.is_overdue or not (silent or stuck):
             return
         seconds = time.monotonic() - self._since
         self._write_stacks()
