@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import resource
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,14 +22,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.contest import Answer, Columns, Flag, table, verdict
+from benchmarks.measured_export import Weights, growth_of_process
 from benchmarks.new_processes import run_in_new_processes
 from rapidformer_templates.commands.bench.output import Advance, progress
-from rapidformer_templates.engines.shards import Shard, ShardKind, whole_shard
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.export import export_checkpoint
 from rapidformer_templates.switches.lora.exported import merge
 from rapidformer_templates.system.files import sync
-from rapidformer_templates.system.process_state import return_freed_memory
 from rapidformer_templates.system.workers import Workers
 
 FLAGS = (
@@ -61,20 +57,6 @@ class Cost:
     growth: int
     seconds: float
     processor_seconds: float
-
-
-class Weights:
-    """The weights of a model, with the interface of an engine that a checkpoint needs."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-
-    def shards(self, kind: ShardKind) -> Iterator[Shard]:
-        named = self.model.named_parameters() if kind == "weights" else ()
-        return (whole_shard(name, parameter.detach()) for name, parameter in named)
-
-    def state(self) -> dict[str, object]:
-        return {}
 
 
 def write_sources(config: LlamaConfig, folder: Path) -> None:
@@ -113,7 +95,7 @@ def run_way(case: tuple[str, Path]) -> Cost:
     os.sync()
     before = resource.getrusage(resource.RUSAGE_SELF)
     began = time.perf_counter()
-    with _growth() as growth:
+    with growth_of_process() as growth:
         runs[way]()
         for file in output.iterdir():
             sync(file)
@@ -121,33 +103,6 @@ def run_way(case: tuple[str, Path]) -> Cost:
     after = resource.getrusage(resource.RUSAGE_SELF)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Cost(growth(), seconds, spent)
-
-
-@contextmanager
-def _growth() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns by how many bytes this process grew at most, without mapped files."""
-
-    def resident() -> int:
-        found = re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text(encoding="ascii"))
-        assert found is not None
-        return int(found[1]) * 1024
-
-    return_freed_memory()
-    before = peak = resident()
-    is_over = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not is_over.wait(0.002):
-            peak = max(peak, resident())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield lambda: peak - before
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def measure(options: argparse.Namespace, advance: Advance = lambda text: None) -> dict[str, Cost]:

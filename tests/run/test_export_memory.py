@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,14 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
-from rapidformer_templates.engines.shards import Shard, ShardKind, whole_shard
+from benchmarks.measured_export import Weights, growth_of_process
 from rapidformer_templates.models import saving
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.export import export_checkpoint, export_model
 from rapidformer_templates.run.fit import fit
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.system import tensor_files
-from rapidformer_templates.system.process_state import return_freed_memory
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import VOCABULARY, CausalJob
 from tests.support.selection import by_default
@@ -58,58 +54,17 @@ class Large(CausalJob):
         return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=512, n_layer=12, n_head=4))
 
 
-@contextmanager
-def _growth() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns by how many MB this process grew at most, without mapped files."""
-
-    def megabytes() -> float:
-        found = re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())
-        assert found is not None
-        return int(found[1]) / 1024
-
-    return_freed_memory()
-    before = peak = megabytes()
-    is_over = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not is_over.wait(0.001):
-            peak = max(peak, megabytes())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield lambda: peak - before
-    finally:
-        is_over.set()
-        thread.join()
-
-
-class Saved:
-    """The weights of a model, for a checkpoint."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.weights: Mapping[str, torch.Tensor] = dict(model.named_parameters())
-
-    def shards(self, kind: ShardKind) -> Iterator[Shard]:
-        named = self.weights.items() if kind == "weights" else ()
-        return (whole_shard(name, tensor.detach()) for name, tensor in named)
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-
 def _export_checkpoint(workers: Workers, folder: Path) -> float:
     torch.manual_seed(0)
     model = MixtralForCausalLM(_mixtral())
-    saved = checkpoint.save(folder, 1, Saved(model), {}, workers)
+    saved = checkpoint.save(folder, 1, Weights(model), {}, workers)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder / "model")
     model.save_pretrained(folder / "plain")  # transformers imports other packages the first time
     del model
-    with _growth() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+    with growth_of_process() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
         export_checkpoint(saved, folder / "model", folder / "export", averages=False)
-        return growth()
+        return growth() / 2**20
 
 
 def _merge(workers: Workers, folder: Path, *, use_dora: bool) -> float:
@@ -126,9 +81,9 @@ def _merge(workers: Workers, folder: Path, *, use_dora: bool) -> float:
     adapted.save_pretrained(folder / "adapters")
     base.config.save_pretrained(folder / "adapters")
     del base, adapted
-    with _growth() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+    with growth_of_process() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
         merge(folder / "adapters", folder / "export", str(folder / "base"))
-        return growth()
+        return growth() / 2**20
 
 
 def _merge_lora(workers: Workers, folder: Path) -> float:
@@ -143,9 +98,9 @@ def _export_of_a_sharding_engine(workers: Workers, folder: Path) -> float:
     grown: list[float] = []
 
     def export(run: Run) -> None:
-        with _growth() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
+        with growth_of_process() as growth, mock.patch.object(saving, "SHARD_BYTES", SHARD_BYTES):
             export_model(run.engine, None, folder / "export")
-            grown.append(growth())
+            grown.append(growth() / 2**20)
 
     flags = "--train-iters 1 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --device cpu --no-keep-best"
     fit(Large(f"{flags} --fsdp-memory-optimization --no-export-model".split()), export)
@@ -172,7 +127,7 @@ def test_an_export_needs_memory_for_a_few_tensors(
 def test_weights_that_a_checkpoint_has_in_one_piece_are_not_copied(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=8, n_embd=16, n_layer=1, n_head=2))
-    saved = checkpoint.save(tmp_path, 1, Saved(model), {}, Workers(0, 0, 1, torch.device("cpu")))
+    saved = checkpoint.save(tmp_path, 1, Weights(model), {}, Workers(0, 0, 1, torch.device("cpu")))
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path / "model")
     with mock.patch.object(tensor_files, "write_at", side_effect=AssertionError("a tensor is copied")):

@@ -22,9 +22,10 @@ from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from rapidformer_templates.errors import WorkerHangs
-from rapidformer_templates.system.launch import line_of, report_errors
+from rapidformer_templates.system.launch import line_of, report_error
 from rapidformer_templates.system.workers import Workers
 
 SETUP, DATA, EXCHANGE, STEP = "setup", "loading data", "exchange of counts", "training step"
@@ -66,7 +67,7 @@ class Activity:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """A number that is smaller for a worker which the others wait for."""
+        """The step and the place of the phase in it. The worker that the others wait for has the smallest value."""
         return self.step, PHASES.index(self.phase)
 
     def describe(self) -> str:
@@ -78,10 +79,9 @@ class HangWatch:
     """Knows the phase of this worker, and watches all workers inside :meth:`running`."""
 
     def __init__(self) -> None:
-        self._phase, self._step, self._since = SETUP, 0, time.monotonic()
-        self._longest: dict[str, float] = defaultdict(float)
-        self._ended = threading.Event()
-        self._beat = 0
+        self.phase, self.step, self.since = SETUP, 0, time.monotonic()
+        self.longest: dict[str, float] = defaultdict(float)
+        """The longest time of each phase so far, in seconds."""
 
     def enter(self, phase: str, step: int) -> None:
         """Note that this worker begins a phase, or continues it, for example with the next batch of an evaluation.
@@ -90,8 +90,8 @@ class HangWatch:
             step: number of the optimizer step that it belongs to or follows, from 1.
         """
         now = time.monotonic()
-        self._longest[self._phase] = max(self._longest[self._phase], now - self._since)
-        self._phase, self._step, self._since = phase, step, now
+        self.longest[self.phase] = max(self.longest[self.phase], now - self.since)
+        self.phase, self.step, self.since = phase, step, now
 
     @contextlib.contextmanager
     def running(
@@ -107,82 +107,97 @@ class HangWatch:
         if not timeout:
             yield
             return
-        self._timeout, self._stacks, self._resume_hint = timeout, stacks, resume_hint
-        self._workers, self._main = workers, threading.get_ident()
-        # A separate connection. The one of the main thread is locked while that waits for a peer.
-        self._store = workers.store.clone() if workers.store else None  # type: ignore[attr-defined]  # not in the stubs
-        self._publish()  # so that the others know the host of a worker that stops early
-        thread = threading.Thread(target=self._watch, daemon=True, name="watch workers")
+        watcher = _Watcher(self, workers, timeout, stacks, resume_hint)
+        watcher.publish()  # so that the others know the host of a worker that stops early
+        thread = threading.Thread(target=watcher.watch, daemon=True, name="watch workers")
         thread.start()
         try:
             yield
         finally:
-            self._ended.set()
+            watcher.ended.set()
             thread.join(2 * BEAT)
 
-    def _watch(self) -> None:
+
+class _Watcher:
+    """The thread of a worker that watches it and its peers. The main thread creates it."""
+
+    def __init__(
+        self, own: HangWatch, workers: Workers, timeout: float, stacks: Path | None, resume_hint: Callable[[], str]
+    ) -> None:
+        self._own, self._workers, self._timeout = own, workers, timeout
+        self._stacks, self._resume_hint = stacks, resume_hint
+        self._main, self._host = threading.get_ident(), socket.gethostname()
+        self._beat, self._pause = 0, min(BEAT, timeout / 10)
+        self.ended = threading.Event()
+        # A separate connection. The one of the main thread is locked while that waits for a peer.
+        self._store = workers.store.clone() if workers.store else None  # type: ignore[attr-defined]  # not in the stubs
+
+    def watch(self) -> None:
+        """Publish what this worker does until the run has ended, and end it if a worker hangs."""
         is_reported = False
         with contextlib.suppress(dist.DistError):  # the worker that keeps the store has ended
-            while not self._ended.wait(min(BEAT, self._timeout / 10)):
-                status = self._publish()
-                if self._store is not None and status.is_overdue:
-                    self._judge()
-                elif status.is_overdue and not is_reported:
-                    seconds = time.monotonic() - self._since
-                    print(f"no progress for {seconds:.0f} s: {status.describe()}", file=sys.stderr, flush=True)
-                is_reported = status.is_overdue
+            while not self.ended.wait(self._pause):
+                activity = self.publish()
+                if self._store is not None and activity.is_overdue:
+                    self._judge(self._store)
+                elif activity.is_overdue and not is_reported:
+                    print(
+                        f"no progress for {self._seconds_in_phase:.0f} s: {activity.describe()}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                is_reported = activity.is_overdue
 
-    def _status(self) -> Activity:
-        seconds, phase = time.monotonic() - self._since, self._phase
-        is_long = phase in (SETUP, SAVE, OWN_CODE, EXPORT) or not self._longest[phase]
-        allowed = max(self._timeout * (PATIENCE if is_long else 1), PATIENCE * self._longest[phase])
+    @property
+    def _seconds_in_phase(self) -> float:
+        return time.monotonic() - self._own.since
+
+    def publish(self) -> Activity:
+        """Let the others know what this worker does."""
+        self._beat += 1
+        activity = self._activity()
+        if self._store is not None:
+            self._store.set(f"watch/{self._workers.rank}", json.dumps(asdict(activity)))
+        return activity
+
+    def _activity(self) -> Activity:
+        phase, longest = self._own.phase, self._own.longest[self._own.phase]
+        is_long = phase in (SETUP, SAVE, OWN_CODE, EXPORT) or not longest
+        allowed = max(self._timeout * (PATIENCE if is_long else 1), PATIENCE * longest)
         if phase == SETUP:
             allowed = max(allowed, SETUP_SECONDS)
         line, call = _position(sys._current_frames()[self._main])
-        return Activity(self._beat, socket.gethostname(), self._step, phase, line, call, seconds > allowed)
+        return Activity(self._beat, self._host, self._own.step, phase, line, call, self._seconds_in_phase > allowed)
 
-    def _publish(self) -> Activity:
-        self._beat += 1
-        status = self._status()
-        if self._store is not None:
-            self._store.set(f"watch/{self._workers.rank}", json.dumps(asdict(status)))
-        return status
-
-    def _judge(self) -> None:
+    def _judge(self, store: Store) -> None:
         """End this worker if others do not respond, or if all of them have waited too long."""
-        before = self._published()
+        before = self._published(store)
         for _ in range(3 if before else 0):
-            time.sleep(min(BEAT, self._timeout / 10))
-            self._publish()
-        after = self._published() if before else {}
-        silent = [
-            rank
-            for rank in range(self._workers.world)
-            if rank not in after or (rank in before and after[rank].beat == before[rank].beat)
-        ]
-        if not before:  # the first worker keeps the store
-            silent = [0]
-        own = self._status()
+            time.sleep(self._pause)
+            self.publish()
+        own = self._activity()
+        if before:
+            after, ranks = self._published(store), range(self._workers.world)
+            silent = [r for r in ranks if r not in after or (r in before and after[r].beat == before[r].beat)]
+        else:  # the first worker keeps the store
+            after, silent = {self._workers.rank: own}, [0]
         # Several workers may download, preprocess or evaluate for hours, as long as nobody waits for them.
-        someone_waits = any(status.phase not in (SETUP, OWN_CODE) for status in after.values())
-        stuck = someone_waits and all(status.is_overdue for status in after.values())
-        if self._ended.is_set() or not own.is_overdue or not (silent or stuck):
+        someone_waits = any(each.phase not in (SETUP, OWN_CODE) for each in after.values())
+        stuck = someone_waits and all(each.is_overdue for each in after.values())
+        if self.ended.is_set() or not own.is_overdue or not (silent or stuck):
             return
-        seconds = time.monotonic() - self._since
+        seconds = self._seconds_in_phase
         self._write_stacks()
-        time.sleep(2 * min(BEAT, self._timeout / 10))  # let the others write theirs: they end when this worker ends
-        error = self._error(after or {self._workers.rank: own}, silent, seconds)
-        report_errors(lambda: _raise(error))
+        time.sleep(2 * self._pause)  # let the others write theirs: they end when this worker ends
+        report_error(self._error(after, silent, seconds))
 
-    def _published(self) -> dict[int, Activity]:
-        """Return the status of each worker that has published one. Empty if the store does not respond."""
+    def _published(self, store: Store) -> dict[int, Activity]:
+        """Return the activity of each worker that has published one. Empty if the store does not respond."""
         published: dict[int, Activity] = {}
-        assert self._store is not None
-        store, ranks = self._store, range(self._workers.world)
 
         def read() -> None:
             with contextlib.suppress(dist.DistError):
-                for rank in ranks:
+                for rank in range(self._workers.world):
                     if store.check([f"watch/{rank}"]):
                         published[rank] = Activity(**json.loads(store.get(f"watch/{rank}")))
 
@@ -223,10 +238,6 @@ class HangWatch:
         self._stacks.mkdir(parents=True, exist_ok=True)
         with (self._stacks / f"rank-{self._workers.rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file)
-
-
-def _raise(error: WorkerHangs) -> None:
-    raise error
 
 
 def _position(frame: FrameType | None) -> tuple[str, str]:

@@ -81,6 +81,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def user_cache() -> Path:
+    """Return this package's folder in the user's cache folder (XDG standard)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rapidformer_templates"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that it is either complete or absent."""
     temporary = path.with_name(path.name + ".tmp")

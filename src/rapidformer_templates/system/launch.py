@@ -190,33 +190,35 @@ def report_errors(body: Callable[[], T]) -> T:
     try:
         return body()
     except Exception as error:
-        if isinstance(error, RapidformerError):
-            text, status = error.render(), error.exit_status
-        else:
-            text, status = traceback.format_exc().rstrip(), 1
-        path = os.environ.get(ERROR_FILE)
-        if path and Path(path).parent.exists():  # if the launcher was killed, nobody reads the file
-            report: ErrorRecord = {"message": text, "timestamp": int(time.time()), "told_at": time.time()}
-            if isinstance(error, Interrupted):
-                report["interrupted"] = {"message": error.message, "hint": error.hint, "saved": error.saved}
-            Path(path).write_text(json.dumps(report), encoding="utf-8")
-        else:
-            print(text, file=sys.stderr)
-        # Peers may be waiting for this process in a collective, so do not wait for them.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        report_error(error)
+
+
+def report_error(error: Exception) -> NoReturn:
+    """Report a worker's error as :func:`report_errors` does, and exit. Any thread may call this."""
+    if isinstance(error, RapidformerError):
+        text, status = error.render(), error.exit_status
+    else:
+        text, status = "".join(traceback.format_exception(error)).rstrip(), 1
+    path = os.environ.get(ERROR_FILE)
+    if path and Path(path).parent.exists():  # if the launcher was killed, nobody reads the file
+        report: ErrorRecord = {"message": text, "timestamp": int(time.time()), "told_at": time.time()}
+        if isinstance(error, Interrupted):
+            report["interrupted"] = {"message": error.message, "hint": error.hint, "saved": error.saved}
+        Path(path).write_text(json.dumps(report), encoding="utf-8")
+    else:
+        print(text, file=sys.stderr)
+    # Peers may be waiting for this process in a collective, so do not wait for them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def report_uncaught() -> None:
     """Report errors that end this worker as :func:`report_errors` does, for workers whose body is not wrapped."""
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        def again() -> NoReturn:
-            raise error.with_traceback(trace)
-
         if isinstance(error, Exception):
-            report_errors(again)
+            report_error(error.with_traceback(trace))
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = tell

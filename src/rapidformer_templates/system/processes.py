@@ -255,7 +255,7 @@ class WorkerProcesses:
                 # it.
                 self._send(signal.SIGTERM if number == signal.SIGINT else number)
                 passed_on += 1
-            ended = [failure.status for failure in self.failures(running=False)]
+            ended = self._failed().values()
             if deadline == math.inf and any(status != Interrupted.SAVED for status in ended):
                 self._send(signal.SIGTERM)
                 deadline = time.monotonic() + (HANG_GRACE if WorkerHangs.exit_status in ended else GRACE)
@@ -281,19 +281,23 @@ class WorkerProcesses:
             except ProcessLookupError:
                 continue  # it has already ended
 
-    def failures(self, *, running: bool = True) -> list[Failure]:
-        """Return the workers that ended with a status other than 0, or between :func:`joined` and its end.
-
-        Args:
-            running: whether workers that still run count as killed.
-        """
-        self._running()
+    def failures(self) -> list[Failure]:
+        """Return the workers that failed. Those that still run count as killed."""
+        running = {self._processes.index(process): -signal.SIGKILL for process in self._running()}
         return [
-            Failure(rank, status, self._noticed.get(rank, time.time()), _read(file))
-            for rank, (process, file) in enumerate(zip(self._processes, self._files, strict=True))
-            for status in [process.returncode if process.returncode is not None else -signal.SIGKILL]
-            if (process.returncode is not None or running) and (status or _joined_file(file).exists())
+            Failure(rank, status, self._noticed.get(rank, time.time()), _read(self._files[rank]))
+            for rank, status in sorted((self._failed() | running).items())
         ]
+
+    def _failed(self) -> dict[int, int]:
+        """Return the status of each worker that ended with another one than 0, or inside of :func:`joined`."""
+        self._running()
+        statuses = {rank: process.returncode for rank, process in enumerate(self._processes)}
+        return {
+            rank: status
+            for rank, status in statuses.items()
+            if status or (status == 0 and _joined_file(self._files[rank]).exists())
+        }
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
         for rank, process in enumerate(self._processes):
@@ -354,18 +358,14 @@ def joined() -> Iterator[None]:
     except SystemExit as error:
         if "RANK" not in os.environ:
             raise
+        caller = traceback.extract_tb(error.__traceback__)[-1]
         raise WorkerFailed(
             f"worker {os.environ['RANK']} has called sys.exit() while the others continue",
-            where=_line_of_exit(error),
+            where=f"{Path(caller.filename).name}:{caller.lineno}",
             hint="call self.stop(), which ends the run on all workers, or raise an error",
         ) from None
     if file:
         file.unlink(missing_ok=True)
-
-
-def _line_of_exit(error: SystemExit) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def _read(file: Path) -> ErrorRecord:

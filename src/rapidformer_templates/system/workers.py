@@ -197,7 +197,7 @@ def _mesh(device: torch.device, sizes: Sizes) -> DeviceMesh | None:
 
 
 PATIENCE = timedelta(minutes=40)
-"""How long workers wait for each other during the setup. The watch of a run ends it earlier."""
+"""How long workers wait for each other during the setup. If one does not respond, the run ends earlier."""
 
 OPENED_AT_ONCE = ("cuda", "xpu")
 """Kinds of devices whose backend connects when it gets its device, not at the first collective."""

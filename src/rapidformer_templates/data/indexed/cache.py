@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,16 +13,14 @@ from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path,
 from rapidformer_templates.data.indexed.writer import read_sums
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.system.files import hash_of, new_folder
+from rapidformer_templates.system.files import hash_of, new_folder, user_cache
 
 Tables = dict[str, np.ndarray]
 
 
 def cache_root(config: RunConfig) -> Path:
     """Return ``--data-cache-dir``, else ``rapidformer_templates`` in the user's cache folder (XDG standard)."""
-    if config.data.data_cache_dir:
-        return Path(config.data.data_cache_dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rapidformer_templates"
+    return Path(config.data.data_cache_dir) if config.data.data_cache_dir else user_cache()
 
 
 def identity(prefix: str) -> list[str | tuple[int, int]]:

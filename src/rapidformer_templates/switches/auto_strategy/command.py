@@ -186,7 +186,7 @@ def predict_run(
     one = Search(config, environment, Subject(config, plan, gpu=environment.device != "cpu"), hardware)
     setting = memory_options_of(plan, one.subject.shapes.width)
     candidate = one.predict(layout_of(plan), setting)
-    constraint, unknown = one.constraint_of(candidate, setting), one.unknown()
+    constraint, unknown = one.constraint(candidate.memory, candidate.setup, setting), one.unknown()
     training = train_with(candidate, config, environment, terms, one.totals())
     as_json = {
         **layout_to_json(candidate, training),

@@ -257,19 +257,24 @@ class Search:
         if self.by_memory and layout.pipeline > 1:
             layout = replace(layout, stages=balance_memory(shapes, layout, setting, exact=exact).sizes)
         setup = self._setup(layout, setting)
-        if constraint := self._constraint(states_alone(shapes, layout, setting), setup, setting):
+        if constraint := self.constraint(states_alone(shapes, layout, setting), setup, setting):
             return Rejected(layout, constraint)
-        candidate = self.predict(layout, setting, exact=exact)
-        if not exact and abs(candidate.needed_gb - whole) < DOUBT * whole:
+        memory = predict(shapes, layout, setting, exact=exact)
+        if not exact and abs(self._needed_gb(max(memory.total, setup.device)) - whole) < DOUBT * whole:
             return self._try(layout, setting, exact=True)
-        if constraint := self._constraint(candidate.memory, setup, setting):
+        if constraint := self.constraint(memory, setup, setting):
             return Rejected(layout, constraint)
-        return candidate
+        return self._timed(layout, setting, memory, setup, exact=exact)
 
-    def predict(self, layout: Layout, setting: MemoryOptions, *, exact: bool = True) -> Candidate:
+    def predict(self, layout: Layout, setting: MemoryOptions) -> Candidate:
         """Return a layout with its prediction, whether or not it fits."""
-        setup = self._setup(layout, setting)
-        memory = predict(self.subject.shapes, layout, setting, exact=exact)
+        memory, setup = predict(self.subject.shapes, layout, setting), self._setup(layout, setting)
+        return self._timed(layout, setting, memory, setup, exact=True)
+
+    def _timed(
+        self, layout: Layout, setting: MemoryOptions, memory: Memory, setup: SetupMemory, *, exact: bool
+    ) -> Candidate:
+        """Add the predicted seconds to the predicted memory of a layout."""
         trace = self.subject.shapes.trace(variant_of(layout, setting), exact=exact)
         local = self.environment.local_world_size
         stages: Sequence[int] = layout.stages
@@ -295,10 +300,6 @@ class Search:
             has_equal_batches=not any(self.registry[name].order for name in plan.switches),
         )
 
-    def constraint_of(self, candidate: Candidate, setting: MemoryOptions) -> str | None:
-        """Return what a predicted layout has too little of, or None if it fits."""
-        return self._constraint(candidate.memory, candidate.setup, setting)
-
     def _needed_gb(self, size: int) -> float:
         return size * (1 + ALLOWANCE) / GB + self.hardware.context_gb
 
@@ -312,7 +313,7 @@ class Search:
             self._setups[family] = setup_memory(self.subject.shapes, family, setting)
         return self._setups[family]
 
-    def _constraint(self, memory: Memory, setup: SetupMemory, setting: MemoryOptions) -> str | None:
+    def constraint(self, memory: Memory, setup: SetupMemory, setting: MemoryOptions) -> str | None:
         """Return what these workers have too little of, or None."""
         device, node = self.hardware.memory_gb, self.hardware.host_gb
         if self._needed_gb(memory.total) > device:

@@ -36,15 +36,15 @@ from rapidformer_templates.switches.auto_strategy.results import (
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.switches.auto_strategy.timing import Hardware
 from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
-from rapidformer_templates.system.files import hash_of
+from rapidformer_templates.system.files import hash_of, user_cache
 
 KEPT = 50
 """Number of results that stay in the folder. The oldest ones are deleted."""
 
 
 def cache_folder() -> Path:
-    """Return the folder of the results (XDG standard)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rapidformer_templates" / "searches"
+    """Return the folder of the results."""
+    return user_cache() / "searches"
 
 
 def cache_file(config: RunConfig, environment: Environment, hardware: Hardware, *, by_memory: bool) -> Path | None:

@@ -13,8 +13,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import DEVICE_KINDS, Environment
 from rapidformer_templates.planning.flag_values import Epochs
 from rapidformer_templates.planning.request import precision
-
-GB = 10**9
+from rapidformer_templates.switches.auto_strategy.timing import GB
 
 DISK_GB_PER_SECOND = 1.0
 """Assumed rate at which all workers together write a checkpoint: a shared file system, or one fast disk."""

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.system.files import sync, write_json
+from rapidformer_templates.system.files import sync, user_cache, write_json
 from rapidformer_templates.system.replaced_functions import patch_function
 
 ENGINE = "rapidformer_templates.switches.zero.engine:DeepSpeedEngine"
@@ -160,7 +160,7 @@ def is_own_folder(root: Path) -> bool:
 
 
 def _our_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rapidformer_templates" / "deepspeed"
+    return user_cache() / "deepspeed"
 
 
 def _source(name: str) -> Path:
