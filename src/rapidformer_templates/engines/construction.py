@@ -22,8 +22,9 @@ from itertools import pairwise, zip_longest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Placement
 
-from rapidformer_templates.engines.boxes import Index
+from rapidformer_templates.engines.boxes import Index, local_values
 from rapidformer_templates.models.weight_files import FileTensor, join
 
 LEAST_DIVIDED = 4096
@@ -527,6 +528,37 @@ class ModelUnderConstruction:
             share = storage.all_bytes()
         self._collect(storage, needed, share)
         return share
+
+
+def take_part(
+    tensor: torch.Tensor,
+    placement: Placement,
+    size: int,
+    rank: int,
+    *,
+    construction: ModelUnderConstruction | None,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return this worker's part of a tensor on a device. If its group has different values, the first worker's count.
+
+    Args:
+        placement: how the tensor is divided over ``size`` workers.
+        rank: the rank of this worker among them.
+        ranks: the same for each worker that builds the model.
+        group: the workers that must have the same values. None for all.
+    """
+    if construction is not None:
+        shape = tuple(tensor.shape)
+        part = construction.part_of(tensor, [Index.of_rank(shape, [placement], [size], [one]) for one in ranks])
+        if part is not None:
+            return part.to(device)
+    is_synchronized = construction is not None and construction.is_synchronized(tensor)
+    whole = tensor.detach().to(device)
+    if dist.get_world_size(group) > 1 and not is_synchronized:
+        dist.broadcast(whole, group=group, group_src=0)
+    return local_values(whole, [placement], [size], [rank])
 
 
 def _packed(values: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.engines.boxes import Index, local_values
+from rapidformer_templates.engines.construction import take_part
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.receipt import Receipt, bytes_by_kind, sum_of_bits
@@ -136,20 +136,17 @@ class FSDPEngine(SingleEngine):
 
     def _rows_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return this worker's rows of a parameter on the device, divided as ``fully_shard`` does it."""
-        shape, place = tuple(parameter.shape), ([ShardPlacement(0)], [self.group])
-        part = None
-        if self._construction:
-            ranks = range(self.workers.world)
-            part = self._construction.part_of(
-                parameter, [Index.of_rank(shape, *place, [rank % self.group]) for rank in ranks]
-            )
-        if part is None:
-            synchronized = self._construction is not None and self._construction.is_synchronized(parameter)
-            whole = parameter.detach().to(self.workers.device)
-            if self.workers.world > 1 and not synchronized:
-                dist.broadcast(whole, src=0)
-            part = local_values(whole, *place, [self.workers.rank % self.group])
-        return part.to(self.workers.device)
+        ranks = [rank % self.group for rank in range(self.workers.world)]
+        return take_part(
+            parameter,
+            ShardPlacement(0),
+            self.group,
+            ranks[self.workers.rank],
+            construction=self._construction,
+            ranks=ranks,
+            group=None,
+            device=self.workers.device,
+        )
 
     def _shard_expert_stacks(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
         """Shard this worker's experts over the workers of its group that have the same experts."""

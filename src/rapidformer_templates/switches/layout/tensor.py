@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.assembly import Assembly, Building
-from rapidformer_templates.engines.boxes import Index, local_values
-from rapidformer_templates.engines.construction import ModelUnderConstruction
+from rapidformer_templates.engines.construction import ModelUnderConstruction, take_part
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.errors import ModelError
@@ -241,7 +240,16 @@ def _shard_parameters(
                 division = plan.divisions.get(names[id(parameter)])
                 placement = Replicate() if division is None else division.placement
                 shard = DTensor.from_local(
-                    _part(parameter, placement, ranks, peers, construction),
+                    take_part(
+                        parameter,
+                        placement,
+                        peers.size,
+                        peers.rank,
+                        construction=construction,
+                        ranks=ranks,
+                        group=peers.group,
+                        device=parameter.device,
+                    ),
                     mesh,
                     [placement],
                     run_check=False,
@@ -252,30 +260,6 @@ def _shard_parameters(
             module._parameters[key] = sharded[id(parameter)]
         if construction is not None:
             construction.forget_freed()
-
-
-def _part(
-    parameter: nn.Parameter,
-    placement: Placement,
-    ranks: Sequence[int],
-    peers: Peers,
-    construction: ModelUnderConstruction | None,
-) -> torch.Tensor:
-    """Return this worker's part of a parameter.
-
-    Args:
-        ranks: the rank in its tensor-parallel group of each worker that builds the model.
-    """
-    sizes, shape = [peers.size], tuple(parameter.shape)
-    if construction is not None:
-        indices = [Index.of_rank(shape, [placement], sizes, [rank]) for rank in ranks]
-        part = construction.part_of(parameter, indices)
-        if part is not None:
-            return part
-    whole = parameter.detach()
-    if construction is None or not construction.is_synchronized(whole):
-        dist.broadcast(whole, group=peers.group, group_src=0)
-    return local_values(whole, [placement], sizes, [peers.rank])
 
 
 class TensorDivision(Receipt):
