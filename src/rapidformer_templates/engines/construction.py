@@ -556,7 +556,7 @@ def take_part(
             return part.to(device)
     is_synchronized = construction is not None and construction.is_synchronized(tensor)
     whole = tensor.detach().to(device)
-    if dist.get_world_size(group) > 1 and not is_synchronized:
+    if not is_synchronized and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.broadcast(whole, group=group, group_src=0)
     return local_values(whole, [placement], [size], [rank])
 
