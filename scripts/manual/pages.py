@@ -35,15 +35,11 @@ KINDS = dict(zip(FORECAST, ("parameters", "gradients", "optimizer state", "activ
 
 def switch_page(switch: Switch) -> str:
     """Return the page of a switch, with all facts from its declaration."""
-    needs = []
-    if switch.needs_package:
-        needs.append(f"`{switch.needs_package}` (`{switch.install}`)")
-    if switch.needs_cuda:
-        needs.append("a GPU")
+    package = f"`{switch.needs_package}` (`{switch.install}`)"
     place = list(REGISTRY.switches).index(switch) + 1
     facts = [
         ("templates", ", ".join(switch.templates)),
-        *([("needs", " and ".join(needs))] if needs else []),
+        *([("needs", package)] if switch.needs_package else []),
         *([("takes over", ", ".join(sorted(claim.value for claim in switch.claims)))] if switch.claims else []),
         ("applied", f"{switch.precedence.name.lower()}, {place} of {len(REGISTRY.switches)} in the {ORDER}"),
         ("documented in", _sources(switch.source)),

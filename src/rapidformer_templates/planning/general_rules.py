@@ -78,23 +78,17 @@ def _package_installed(request: Request) -> list[Finding]:
 
 @RULES.add(
     "RF024",
-    "A switch or a device that needs a GPU has one.",
+    "A device that needs a GPU has one.",
     "nothing falls back to a CPU silently",
     "[torch]",
     Example("--device cuda --lr 5e-5 --epochs 3 --save run", machine={"device": "cuda"}, training=True),
-    refusal="Training on a GPU, or with a switch that needs one, on a machine without a GPU.",
+    refusal="Training on a GPU on a machine without a GPU.",
 )
 def _gpu_present(request: Request) -> list[Finding]:
-    environment = request.environment
-    wanting = [
-        Finding(f"{switch.name} needs a GPU", request.asked_for(switch.name), switches=(switch.name,))
-        for switch in request.active.values()
-        if switch.needs_cuda and environment.device != "cuda"
-    ]
-    if request.training and not environment.has_device:
-        message = no_device(environment.device)
-        wanting.append(Finding(message, request.asked("device"), changes=(replace({"device": "cpu"}),)))
-    return wanting
+    if not request.training or request.environment.has_device:
+        return []
+    message = no_device(request.environment.device)
+    return [Finding(message, request.asked("device"), changes=(replace({"device": "cpu"}),))]
 
 
 @RULES.add(

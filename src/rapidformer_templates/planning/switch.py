@@ -319,7 +319,6 @@ class Switch:
         notes: returns its notes for the plan.
         needs_package: optional package that it needs.
         install: how to install the package, such as ``pip install rapidformer_templates[deepspeed]``.
-        needs_cuda: whether it needs a GPU.
         sizes: the fields of ``Sizes`` that its flags set, each with the flag. They are factors by which it divides the
             model.
         dimensions: groups of workers that it makes inside those of ``sizes``, for the plan.
@@ -376,7 +375,6 @@ class Switch:
     notes: Callable[[Request], Sequence[str]] = lambda request: ()
     needs_package: str | None = None
     install: str | None = None
-    needs_cuda: bool = False
     sizes: Mapping[str, str] = field(default_factory=dict)
     dimensions: Callable[[Request], Sequence[Dimension]] = lambda request: ()
     adopt: Callable[[RunConfig], RunConfig] | None = None
