@@ -19,12 +19,12 @@ import torch
 from benchmarks.contest import Answer, Columns, Contest, Flag, Row, bars, table
 from benchmarks.models import gpt2
 from rapidformer_templates.commands.bench.output import Advance, progress
-from rapidformer_templates.commands.bench.worker import peak_mb, resident_mb
+from rapidformer_templates.commands.bench.worker import peak_mb
 from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import saved_bytes
 from rapidformer_templates.switches.fused_loss.transform import fuse_loss
-from rapidformer_templates.system.process_state import give_freed_memory_back
+from rapidformer_templates.system.process_state import give_freed_memory_back, resident_bytes
 
 FLAGS = (
     Flag("vocabulary", 50257, "words"),
@@ -89,7 +89,7 @@ def _growth(body: Callable[[], None]) -> float | None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the recorded peak to the current size
     except OSError:
         return None
-    before = resident_mb()
+    before = resident_bytes("VmRSS") / 1e6
     body()
     return round(peak_mb("cpu") - before, 1)
 

@@ -24,7 +24,6 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 from benchmarks.models import gpt2
 from benchmarks.stand_in_host import taken_for_a_gpu
-from rapidformer_templates.commands.bench.worker import resident_mb
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flag_parser import parse
@@ -33,6 +32,7 @@ from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
+from rapidformer_templates.system.process_state import resident_bytes
 from rapidformer_templates.system.workers import join
 from rapidformer_templates.trainer import Trainer
 
@@ -176,7 +176,7 @@ def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
         "held": held,
         "peaks": job.peaks[1:],
         "allocator_peaks": recorded,
-        "resident_mb": resident_mb(),
+        "resident_mb": resident_bytes("VmRSS") / 1e6,
         "host": host,
     }
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.construction import ModelUnderConstruction
-from rapidformer_templates.models.weight_files import tensors_read_by
-from rapidformer_templates.system.process_state import environment_variable, freed_memory_given_back
+from rapidformer_templates.models.weight_files import tensors_read_by, tensors_read_one_by_one
+from rapidformer_templates.system.process_state import freed_memory_given_back
 from rapidformer_templates.system.seen_parameters import parameters_seen_by
 
 _aten = torch.ops.aten
@@ -60,10 +60,9 @@ def divided_construction(model: ModelUnderConstruction) -> Iterator[None]:
             with model.paused(), torch.no_grad():
                 model.add(parameter)
 
-    # By default transformers reads several tensors ahead, in threads.
     with (
         freed_memory_given_back(),
-        environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"),
+        tensors_read_one_by_one(),
         tensors_read_by(model.from_file),
         parameters_seen_by(add),
         _DirectAccess(model),

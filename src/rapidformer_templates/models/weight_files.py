@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -132,6 +133,20 @@ def tensors_read_by(read: ReadTensor) -> Iterator[None]:
         yield
     finally:
         _read_tensor.reset(token)
+
+
+@contextmanager
+def tensors_read_one_by_one() -> Iterator[None]:
+    """Let transformers read one tensor at a time inside this context. By default it reads several ahead, in threads."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -137,19 +138,6 @@ def freed_memory_given_back() -> Iterator[None]:
             _changed.clear()
 
 
-@contextmanager
-def environment_variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable of this process inside the context."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
 def use_default_allocator() -> None:
     """Undo both settings: use the thresholds of a fresh process and return kept memory now.
 
@@ -206,7 +194,7 @@ def measured_peak(device: torch.device) -> Iterator[MemoryPeak]:
     try:
         yield peak
     finally:
-        peak.host = peak.device = max(0, _host_peak() - host)
+        peak.host = peak.device = max(0, resident_bytes("VmHWM") - host)
         if accelerator.is_asynchronous(device):
             peak.device = max(0, (accelerator.peak_bytes(device) or 0) - on_device)
 
@@ -224,18 +212,18 @@ def _reset_host_peak() -> int:
     _earlier_peaks[accelerator.HOST] = peak_bytes(accelerator.HOST)
     with suppress(OSError):
         _RESET_PEAK.write_text("5")  # see proc_pid_clear_refs(5)
-        return _resident("VmRSS")
-    return _host_peak()
+        return resident_bytes("VmRSS")
+    return resident_bytes("VmHWM")
 
 
-def _host_peak() -> int:
-    # Linux counts the size of the process that started this one as well, but not in its status.
-    return _resident("VmHWM") if _STATUS.exists() else _largest_resident()
+def resident_bytes(field: Literal["VmHWM", "VmRSS"]) -> int:
+    """Return the peak (``VmHWM``) or current (``VmRSS``) memory of this process. Not all systems tell the latter."""
+    with suppress(OSError):
+        if words := _STATUS.read_text(encoding="ascii").partition(f"{field}:")[2].split(maxsplit=1):
+            return int(words[0]) * 1024
+    return _largest_resident()
 
 
 def _largest_resident() -> int:
+    # On Linux it includes the size of the process that started this one. The status does not.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _resident(field: str) -> int:
-    return int(_STATUS.read_text(encoding="ascii").partition(f"{field}:")[2].split()[0]) * 1024

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Client
-from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict, Unpack
 
 from rapidformer_templates.commands.bench.tables import TABLES, BenchScale
@@ -148,7 +146,9 @@ class BenchConnection:
         """Record the memory without a model. Call it before the model is built."""
         from transformers import GPT2LMHeadModel  # noqa: F401  (a library, and not part of the model's memory)
 
-        self.before_mb = resident_mb() if self._job.device == "cpu" else 0.0
+        from rapidformer_templates.system.process_state import resident_bytes
+
+        self.before_mb = resident_bytes("VmRSS") / 1e6 if self._job.device == "cpu" else 0.0
 
     def training_starts(self) -> None:
         self.setup_mb = peak_mb(self._job.device)
@@ -200,25 +200,9 @@ def peak_mb(device: str) -> float:
         allocated = accelerator.peak_bytes(torch.device(device, torch.accelerator.current_device_index()))
     if allocated is not None:
         return allocated / 1e6
-    return _of_status("VmHWM")  # ru_maxrss would include the size of the parent process
+    from rapidformer_templates.system.process_state import resident_bytes
 
-
-def resident_mb() -> float:
-    """Return the memory that this process uses now, in MB."""
-    return _of_status("VmRSS")
-
-
-def _of_status(field: str) -> float:
-    status = Path("/proc/self/status")
-    if status.exists():
-        match = re.search(rf"^{field}:\s*(\d+) kB", status.read_text(encoding="utf-8"), re.MULTILINE)
-        if match:
-            return int(match[1]) * 1024 / 1e6
-    import torch
-
-    from rapidformer_templates.run.performance import peak_memory_mb
-
-    return peak_memory_mb(torch.device("cpu"))
+    return resident_bytes("VmHWM") / 1e6
 
 
 def build_model(scale: BenchScale) -> nn.Module:

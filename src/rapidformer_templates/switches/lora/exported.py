@@ -27,9 +27,9 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import SETTINGS, FrozenBase, fp32_fingerprint
 from rapidformer_templates.models.loading import class_of, own_reader, quiet_transformers, rebuild_layers
 from rapidformer_templates.models.saving import save_model
+from rapidformer_templates.models.weight_files import tensors_read_one_by_one
 from rapidformer_templates.planning.hub import model_folder
 from rapidformer_templates.system.files import new_folder, write_json
-from rapidformer_templates.system.process_state import environment_variable
 from rapidformer_templates.system.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
@@ -296,8 +296,7 @@ def merge(adapters: Path, output: Path, base_folder: str | None = None) -> None:
             hint="load the model with its own code and merge with peft: PeftModel.merge_and_unload()",
         )
     with new_folder(output) as temporary, TensorFiles(temporary) as files, quiet_transformers():
-        # By default transformers reads several tensors ahead, in threads.
-        with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"), files.parameters_stored():
+        with tensors_read_one_by_one(), files.parameters_stored():
             model, info = read_model(factory, adapters, config, base_folder=base_folder)
         if info["in_neither"]:
             message = f"{len(info['in_neither'])} weights are missing in {base}, such as {min(info['in_neither'])}"
