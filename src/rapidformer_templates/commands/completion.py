@@ -156,7 +156,16 @@ def yaml_schema(script_flags: type | None = None) -> Schema:
     for options in kinds:
         for field in dataclasses.fields(options):
             if field.name in settable:
-                keys |= _keys_of(field, field_types(options)[field.name])
+                name, meta = field.name.replace("_", "-"), field.metadata
+                value = _value(field_types(options)[field.name], field) | {"description": meta.get("help", "")}
+                default = field.default
+                if isinstance(default, (bool, int, float, str)) and default != "":
+                    value["default"] = default
+                spellings: Schema = {name: value}
+                for alias, stands_for in meta.get("aliases", {}).items():
+                    same = f"the same as {name}" + (f": {stands_for}" if stands_for else "")
+                    spellings[alias] = ({"type": ["boolean", "null"]} if stands_for else value) | {"description": same}
+                keys |= spellings
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Flags of rapidformer",
@@ -167,20 +176,6 @@ def yaml_schema(script_flags: type | None = None) -> Schema:
         },
         "additionalProperties": False,
     }
-
-
-def _keys_of(field: dataclasses.Field[object], annotation: object) -> Schema:
-    """Return the key of a flag and its aliases, each with the schema of its value."""
-    name, meta = field.name.replace("_", "-"), field.metadata
-    value = _value(annotation, field) | {"description": meta.get("help", "")}
-    default = field.default
-    if isinstance(default, (bool, int, float, str)) and default != "":
-        value["default"] = default
-    keys: Schema = {name: value}
-    for alias, stands_for in meta.get("aliases", {}).items():
-        same = f"the same as {name}" + (f": {stands_for}" if stands_for else "")
-        keys[alias] = ({"type": ["boolean", "null"]} if stands_for else value) | {"description": same}
-    return keys
 
 
 def _value(annotation: object, field: dataclasses.Field[object]) -> Schema:

@@ -295,19 +295,15 @@ def verify_main(options: argparse.Namespace) -> int:
         print(to_json({"ok": not any(damages.values()), "sets": sets, "written": written}), end="")
     else:
         for prefix, damage in damages.items():
-            _show_damage(prefix, damage)
+            if damage is None:
+                print(f"{prefix}: the two files fit together; there are no checksums, so the tokens cannot be checked")
+            elif not damage:
+                print(f"{prefix}: intact")
+            else:
+                print(f"{prefix}: damaged")
+                for place in damage:
+                    print(f"  {place.file}: {place.what}")
+                print("  help: copy the file again, or make the set again with rapidformer data preprocess")
         for path in written:
             print(f"{path} written")
     return 1 if any(damages.values()) else 0
-
-
-def _show_damage(prefix: str, damage: list[Damage] | None) -> None:
-    if damage is None:
-        print(f"{prefix}: the two files fit together; there are no checksums, so the tokens cannot be checked")
-    elif not damage:
-        print(f"{prefix}: intact")
-    else:
-        print(f"{prefix}: damaged")
-        for part in damage:
-            print(f"  {part.file}: {part.what}")
-        print("  help: copy the file again, or make the set again with rapidformer data preprocess")

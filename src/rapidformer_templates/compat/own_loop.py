@@ -109,13 +109,27 @@ class OwnLoop:
                 self._end_step()
 
     def _batches_of_step(self, batches: list[Batch]) -> Iterator[Batch]:
-        """Begin a step and yield the batches of this worker."""
+        """Begin a step and yield the batches of this worker.
+
+        Raises:
+            RapidformerError: the script did not call ``backward``, or ``optimizer.step`` after the last micro batch.
+        """
         step = self._step = self._step_context.enter_context(self.session.open_step(batches))
         for number, microbatch in enumerate(step.microbatches[: len(batches)], start=1):
             self._model, batch = step.forward(microbatch)
             self._is_open, self.is_last = True, number == len(batches)
             yield batch
-            self._check_body()
+            if self._is_open:
+                raise RapidformerError(
+                    "the loop took the next batch without engine.backward(loss)", hint="call it once for each batch"
+                )
+            if self._step is not None and self.is_last:
+                sizes = self.session.plan.sizes
+                raise RapidformerError(
+                    "the loop took the next batch without optimizer.step(), after the "
+                    f"{sizes.accumulation} micro batches of --global-batch-size {sizes.global_batch}",
+                    hint="call optimizer.step() after every engine.backward(loss): it updates when a step is complete",
+                )
             if self._step is not step:  # it is over, or has failed and the script continues
                 return
         if not batches:  # the other workers need this one for the last step
@@ -137,24 +151,6 @@ class OwnLoop:
         """End an unfinished step and drop its gradients."""
         self._step, self._is_open, self.is_last = None, False, True
         self._step_context.close()
-
-    def _check_body(self) -> None:
-        """Check that the script called ``backward`` and, after a step's last micro batch, ``optimizer.step``.
-
-        Raises:
-            RapidformerError: one of the calls is missing.
-        """
-        if self._is_open:
-            raise RapidformerError(
-                "the loop took the next batch without engine.backward(loss)", hint="call it once for each batch"
-            )
-        if self._step is not None and self.is_last:
-            sizes = self.session.plan.sizes
-            raise RapidformerError(
-                f"the loop took the next batch without optimizer.step(), after the {sizes.accumulation} micro batches "
-                f"of --global-batch-size {sizes.global_batch}",
-                hint="call optimizer.step() after every engine.backward(loss): it updates when a step is complete",
-            )
 
     def forward(self, *arguments: object, **named: object) -> Any:
         """Return the model's output. Outside of a batch of the loop, the forward has no gradients."""

@@ -212,25 +212,7 @@ class _Template:
     def __init__(self, engine: RapidformerEngine) -> None:
         self.engine = engine
         self._shows = True  # the current evaluation batch is not a repeated one that keeps an idle worker busy
-        engine.template = self._create_template()
-
-    def train(self) -> dict[str, Any]:
-        """Train, and return the content of ``summary.json``.
-
-        If ``--nproc-per-node`` asks for workers, this process starts them first.
-        """
-        assert self.engine.template is not None
-        return self.engine.template.fit()
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate a tensor of an evaluated batch over all workers. Each sample occurs once."""
-        template = _template()
-        workers = template.engine.workers
-        local = tensor.detach().cpu() if self._shows and workers.is_replica_leader else tensor.detach().cpu()[:0]
-        return torch.cat(workers.gather(local))
-
-    def _create_template(self) -> Trainer:
-        """Create a template of this library whose hooks call those of this script."""
+        # The hooks of the template call those of this script.
         hooks: dict[str, object] = {"__module__": type(self).__module__}
         if self._has("train_valid_test_datasets_provider"):
             hooks["build_data"] = lambda template: self._data(template)
@@ -256,7 +238,22 @@ class _Template:
                 where=instance.config.origin("pipeline_model_parallel_size"),
                 hint="write a Trainer with read_outputs(outputs, batch) and compute_metrics(predictions, references)",
             )
-        return instance
+        engine.template = instance
+
+    def train(self) -> dict[str, Any]:
+        """Train, and return the content of ``summary.json``.
+
+        If ``--nproc-per-node`` asks for workers, this process starts them first.
+        """
+        assert self.engine.template is not None
+        return self.engine.template.fit()
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate a tensor of an evaluated batch over all workers. Each sample occurs once."""
+        template = _template()
+        workers = template.engine.workers
+        local = tensor.detach().cpu() if self._shows and workers.is_replica_leader else tensor.detach().cpu()[:0]
+        return torch.cat(workers.gather(local))
 
     def _has(self, name: str) -> bool:
         return callable(getattr(self, name, None))

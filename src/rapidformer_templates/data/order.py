@@ -131,7 +131,16 @@ class SampleOrder(Order):
         if self.lengths is None:
             positions = self._slice(index * self.global_batch, self.global_batch, end) + epoch * self.size
         else:
-            positions = self._grouped(epoch, index, end)
+            # Samples of similar length: a window of positions is sorted by length and then shuffled by batches.
+            window, number = divmod(index, WINDOW)
+            if self._window[0] != (epoch, window):
+                span = WINDOW * self.global_batch
+                positions = self._slice(window * span, span, end) + epoch * self.size
+                positions = positions[np.argsort(self.lengths[self._samples(positions)], kind="stable")]
+                batches = [positions[i : i + self.global_batch] for i in range(0, len(positions), self.global_batch)]
+                shuffled = np.random.default_rng((self.seed, Stream.BATCHES, epoch, window)).permutation(len(batches))
+                self._window = ((epoch, window), [batches[i] for i in shuffled])
+            positions = self._window[1][number]
         return self._samples(positions), positions
 
     def depends_on(self) -> dict[str, object]:
@@ -147,19 +156,6 @@ class SampleOrder(Order):
     def _slice(self, start: int, count: int, end: int | None) -> np.ndarray:
         stop = start + count if end is None else min(start + count, end)
         return np.arange(start, stop, dtype=np.int64)
-
-    def _grouped(self, epoch: int, index: int, end: int | None) -> np.ndarray:
-        """Return a batch from a window of positions that is sorted by length and then shuffled by batches."""
-        window, number = divmod(index, WINDOW)
-        if self._window[0] != (epoch, window):
-            span = WINDOW * self.global_batch
-            positions = self._slice(window * span, span, end) + epoch * self.size
-            assert self.lengths is not None
-            positions = positions[np.argsort(self.lengths[self._samples(positions)], kind="stable")]
-            batches = [positions[i : i + self.global_batch] for i in range(0, len(positions), self.global_batch)]
-            shuffled = np.random.default_rng((self.seed, Stream.BATCHES, epoch, window)).permutation(len(batches))
-            self._window = ((epoch, window), [batches[i] for i in shuffled])
-        return self._window[1][number]
 
     def _samples(self, positions: np.ndarray) -> np.ndarray:
         if self.in_order:

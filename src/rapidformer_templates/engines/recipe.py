@@ -155,20 +155,16 @@ def depths_of(model: nn.Module, uses: Sequence[str] | None = None) -> dict[str, 
     }
     outside = [name for name in names if not name.startswith(tuple(depths))] if stacks else []
     for name in outside:
-        near = _nearest(name, stacks)
+        # The stacks whose names share most parents with the parameter: those of its half in an encoder-decoder.
+        parents = name.split(".")
+        shared = {}
+        for stack in stacks:
+            pairs = zip(parents, stack.split("."), strict=False)
+            shared[stack] = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        near = [stack for stack, count in shared.items() if count == max(shared.values())]
         is_before = name in positions and positions[name] < min(starts[stack] for stack in near)
         depths[name] = 1 + max(len(stacks[stack]) for stack in near) if is_before else 0
     return depths
-
-
-def _nearest(name: str, stacks: Iterable[str]) -> list[str]:
-    """Return the stacks whose names share most parents with a parameter: those of its half in an encoder-decoder."""
-    parents = name.split(".")
-    shared = {}
-    for stack in stacks:
-        pairs = zip(parents, stack.split("."), strict=False)
-        shared[stack] = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    return [stack for stack, count in shared.items() if count == max(shared.values())]
 
 
 def depth_of(name: str, depths: Mapping[str, int]) -> int:

@@ -199,12 +199,7 @@ def check_names(assembly: Assembly, reader: StateReader, workers: Workers, *, op
     for shapes_of_rank, trained_of_rank in workers.gather((shapes_here, trained_here)):
         shapes |= shapes_of_rank
         trained |= trained_of_rank
-    _check_weights(shapes, reader.names("weights"))
-    if optimizer:
-        _check_optimizer(trained, reader.names("optimizer"))
-
-
-def _check_weights(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
+    saved = reader.names("weights")
     problems = [f"missing in the checkpoint: {name}" for name in shapes if name not in saved]
     problems += [f"not in the model: {name}" for name in saved if name not in shapes]
     problems += [
@@ -217,6 +212,8 @@ def _check_weights(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, tu
         raise CheckpointError(
             f"the checkpoint does not fit the model: {shown}", hint="start from the model that was saved"
         )
+    if optimizer:
+        _check_optimizer(trained, reader.names("optimizer"))
 
 
 def _check_optimizer(trained: set[str], saved: Mapping[str, tuple[int, ...]]) -> None:

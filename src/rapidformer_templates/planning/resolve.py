@@ -167,8 +167,8 @@ STATES = {
 SAME = {1: "state", 2: "two states", 3: "three states"}
 
 
-def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
-    """Return up to ``limit`` sets of changes after which no rule refuses the request, nearest first.
+def nearest(request: Request, registry: Registry) -> list[Path]:
+    """Return up to three sets of changes after which no rule refuses the request, nearest first.
 
     Every solution must fix all findings. So the search branches on only one finding of a state: the one with the fewest
     possible changes. Each returned set has been checked against all rules.
@@ -179,7 +179,7 @@ def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
     paths: list[Path] = []
     nearest_cost = 0.0
     for _ in range(MAX_LOOKS):
-        if not frontier or len(paths) == limit:
+        if not frontier or len(paths) == 3:
             break
         cost, _, path = heapq.heappop(frontier)
         if paths and cost >= nearest_cost + REPLACE:

@@ -101,28 +101,20 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
         assembly = _skeleton(described)
         # Copies the tokenizer. Files that belong to the weights are overwritten with them.
         shutil.copytree(described, temporary, ignore=shutil.ignore_patterns(DESCRIPTION), dirs_exist_ok=True)
-        weights = _weights_of(reader, files, averages=averages)
+        # A tensor that the checkpoint has in one piece stays in the file of the checkpoint. Others are put together.
+        weights = {}
+        for name, shape in reader.names("weights").items():
+            average = average_of(name) if averages else ""
+            source = ("optimizer", average) if average in reader.names("optimizer") else ("weights", name)
+            mapped = reader.mapped(*source) if 0 not in shape else None  # empty tensors of a file look like tied ones
+            if mapped is None:
+                weights[name] = files.store(reader.read(*source, (0,) * len(shape), shape))
+            else:
+                weights[name] = files.add_mapped(mapped)
         if assembly is not None:
             _write(assembly, weights, files, temporary)
         else:
             save_weights(weights, temporary, metadata={"format": "pt"})
-
-
-def _weights_of(reader: Reader, files: TensorFiles, *, averages: bool) -> dict[str, torch.Tensor]:
-    """Return whole tensors by name, from the averages where the checkpoint has one. They are in mapped files.
-
-    A tensor that the checkpoint has in one piece stays in the file of the checkpoint. Others are put together.
-    """
-    weights = {}
-    for name, shape in reader.names("weights").items():
-        average = average_of(name) if averages else ""
-        source = ("optimizer", average) if average in reader.names("optimizer") else ("weights", name)
-        mapped = reader.mapped(*source) if 0 not in shape else None  # empty tensors of a file look like tied ones
-        if mapped is None:
-            weights[name] = files.store(reader.read(*source, (0,) * len(shape), shape))
-        else:
-            weights[name] = files.add_mapped(mapped)
-    return weights
 
 
 def _skeleton(described: Path) -> Assembly | None:

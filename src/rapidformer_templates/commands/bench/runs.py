@@ -102,7 +102,17 @@ class Contender:
             CannotRun: the run failed or hangs.
         """
         if not self._lines:
-            self._accept_workers()
+            until = time.monotonic() + SILENCE_SECONDS
+            while len(self._lines) < self._job.workers:
+                try:
+                    worker, _ = self._socket.accept()
+                except TimeoutError:
+                    self._check(until)
+                    continue
+                line = Connection(worker.detach())
+                hello: Message = line.recv()
+                self._lines[hello["rank"]] = line
+                self._pids.append(hello["pid"])
         for line in self._lines.values():
             with suppress(OSError):  # the worker is dead, and the next read reports it
                 line.send("go")
@@ -115,19 +125,6 @@ class Contender:
             CannotRun: the run failed or hangs.
         """
         return [answer["figures"] for answer in self._answers("figures")]
-
-    def _accept_workers(self) -> None:
-        until = time.monotonic() + SILENCE_SECONDS
-        while len(self._lines) < self._job.workers:
-            try:
-                worker, _ = self._socket.accept()
-            except TimeoutError:
-                self._check(until)
-                continue
-            line = Connection(worker.detach())
-            hello: Message = line.recv()
-            self._lines[hello["rank"]] = line
-            self._pids.append(hello["pid"])
 
     def _answers(self, kind: str) -> list[Message]:
         """Return one message of each worker, by rank."""

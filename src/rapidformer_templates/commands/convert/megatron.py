@@ -199,17 +199,7 @@ def convert_megatron(script: str, values: Mapping[str, Value], workers: int | No
     _precision(source, result)
     _data(source, result, kind)
     _outputs(source, result)
-    _drop_idle(result)
-    result.close(source, KNOWN)
-    texts = [str(one) for value in result.flags.values() for one in (value if isinstance(value, list) else [value])]
-    unset = [text for text in dict.fromkeys(texts) if "$" in text]
-    if unset:
-        result.note(f"the file does not set these variables, so write their values: {', '.join(unset)}")
-    return result
-
-
-def _drop_idle(result: Result) -> None:
-    """Drop flags that would be refused because they have nothing to do."""
+    # These flags would be refused because they have nothing to do.
     if result.flags.get("eval_iters") == 0:
         del result.flags["eval_iters"], result.flags["eval_interval"]
         result.note("eval-iters: 0 evaluates nothing. split: 1,0,0 does the same here")
@@ -217,6 +207,12 @@ def _drop_idle(result: Result) -> None:
         result.flags.pop("use_distributed_optimizer", None)
     if not result.flags.get("lr_warmup_samples"):
         result.flags.pop("lr_warmup_samples", None)
+    result.close(source, KNOWN)
+    texts = [str(one) for value in result.flags.values() for one in (value if isinstance(value, list) else [value])]
+    unset = [text for text in dict.fromkeys(texts) if "$" in text]
+    if unset:
+        result.note(f"the file does not set these variables, so write their values: {', '.join(unset)}")
+    return result
 
 
 def _plain(value: Value) -> Value:

@@ -113,7 +113,7 @@ FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 
 
 def set_data_set(result: Result, path: str, configuration: str | None = None) -> None:
-    """Set the data set: a file, a folder, or or a name on the hub."""
+    """Set the data set: a file, a folder, or a name on the hub."""
     if path.endswith(FILES):
         result.set("data_dir", str(Path(path).parent))
         result.set("data_name", Path(path).name)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from rapidformer_templates.data.collate import Collate, PadCollate, Ragged, TokenizedSamples, count_targets
 from rapidformer_templates.data.finetuning.labels import in_order_of_head
-from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, flags_of_sets, locate, locate_part
+from rapidformer_templates.data.finetuning.locating import check_evaluated, flags_of_sets, locate, locate_part
 from rapidformer_templates.data.finetuning.tables import (
     DataPart,
     LoadedDataset,
@@ -148,23 +148,22 @@ class Task(ABC):
                 for flags in flags_of_sets(data):
                     locate_part(flags, self.part)
             else:
-                self._check_held_out([locate(flags) for flags in flags_of_sets(data)])
+                located = [locate(flags) for flags in flags_of_sets(data)]
+                is_given = (
+                    self.config.origin("validation_fraction") != "default" and self.config.data.validation_fraction > 0
+                )
+                if is_given and all("valid" in one.parts for one in located):
+                    files = ", ".join(str(path) for one in located for path in one.parts["valid"][:1])
+                    raise DataError(
+                        f"the data set has a validation part ({files}), so no share of the training part is held out",
+                        where="--validation-fraction",
+                        hint="leave the flag out: the validation part is evaluated",
+                    )
             if mixture := mixture_of(data.data_name):
                 whole_weights([weight for weight, _ in mixture], "--data-name")
         assert self.seq_length > 0
         if self.config.model.pretrained_model_name_or_path:
             folder_of_model(self.config.model)  # downloads the weights if they are not in the cache
-
-    def _check_held_out(self, located: Sequence[Located]) -> None:
-        """Raise a :class:`DataError` if ``--validation-fraction`` is given but every set has a validation part."""
-        is_given = self.config.origin("validation_fraction") != "default" and self.config.data.validation_fraction > 0
-        if is_given and all("valid" in one.parts for one in located):
-            files = ", ".join(str(path) for one in located for path in one.parts["valid"][:1])
-            raise DataError(
-                f"the data set has a validation part ({files}), so no share of the training part is held out",
-                where="--validation-fraction",
-                hint="leave the flag out: the validation part is evaluated",
-            )
 
     def build_data(self) -> Data:
         """Read, check and tokenize the data, or each data set of a mixture.

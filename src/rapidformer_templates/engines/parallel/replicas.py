@@ -242,7 +242,11 @@ class ShardedGradients:
                     if bucket not in self._sent_buckets:
                         self._start(bucket)
                 self._finish()
-            self._sum_tied()
+            # Sum the gradients of parameters that have copies in several stages.
+            for bucket in [w for w in self._buckets if self._keys[w].stages]:
+                dist.all_reduce(self._sums[bucket], group=self.tied[self._keys[bucket].stages])
+                if bucket not in self._runs:
+                    self._unpack(bucket)
             used = self._used_anywhere()
         else:
             used = [self._gradient(index) is not None for index in range(len(self.trained))]
@@ -258,21 +262,7 @@ class ShardedGradients:
         """Start the reduction of a bucket, and finish that of the previous one."""
         self._sent_buckets.add(bucket)
         self._sends += 1
-        flat, copies = self._pack(bucket), self._keys[bucket].copies
-        received, work = flat, None
-        if bucket.owner is not None:
-            received = flat if bucket.owner == copies.rank else flat.new_empty(0)
-            work = dist.reduce(flat, group=copies.group, group_dst=bucket.owner, async_op=True)
-        elif bucket in self._runs:
-            received = flat.new_empty(bucket.share)
-            work = reduce_scatter(received, flat, group=copies.group, async_op=True)
-        elif copies.size > 1:
-            work = dist.all_reduce(flat, group=copies.group, async_op=True)
-        self._finish()
-        self._pending = _PendingReduce(bucket, flat, received, work)
-
-    def _pack(self, bucket: Bucket) -> torch.Tensor:
-        """Pack the gradients of a bucket end to end. Missing gradients are zeros."""
+        # Pack the gradients end to end. Missing gradients are zeros.
         like = self.trained[bucket.segments[0].parameter]
         dtype = self._types.reduce if like.compute_dtype else like.local.dtype
         flat = like.local.new_zeros(bucket.packed, dtype=dtype)
@@ -285,7 +275,18 @@ class ShardedGradients:
                 if bucket in self._runs and start + count == gradient.numel():
                     self.trained[index].parameter.grad = None
                     self._fp32_accumulated.pop(index, None)
-        return flat
+        copies = self._keys[bucket].copies
+        received, work = flat, None
+        if bucket.owner is not None:
+            received = flat if bucket.owner == copies.rank else flat.new_empty(0)
+            work = dist.reduce(flat, group=copies.group, group_dst=bucket.owner, async_op=True)
+        elif bucket in self._runs:
+            received = flat.new_empty(bucket.share)
+            work = reduce_scatter(received, flat, group=copies.group, async_op=True)
+        elif copies.size > 1:
+            work = dist.all_reduce(flat, group=copies.group, async_op=True)
+        self._finish()
+        self._pending = _PendingReduce(bucket, flat, received, work)
 
     def _finish(self) -> None:
         """Wait for the pending bucket."""
@@ -322,13 +323,6 @@ class ShardedGradients:
         if entry.parameter.grad is None:
             entry.parameter.grad = torch.zeros_like(entry.parameter)
         return local_part(entry.parameter.grad)
-
-    def _sum_tied(self) -> None:
-        """Sum the gradients of parameters that have copies in several stages."""
-        for bucket in [w for w in self._buckets if self._keys[w].stages]:
-            dist.all_reduce(self._sums[bucket], group=self.tied[self._keys[bucket].stages])
-            if bucket not in self._runs:
-                self._unpack(bucket)
 
     def _used_anywhere(self) -> list[bool]:
         """For each parameter, whether the loss of any replica, or of any stage that has it, used it."""

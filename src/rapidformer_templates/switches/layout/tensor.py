@@ -141,7 +141,15 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
             module.forward = OnLocalParameters(module, module.forward, parts, regions.peers)
     modules = dict(model.named_modules())
     head = _install_layers(modules, plan, regions)
-    _install_regions(model, modules, plan, regions)
+    # The modules whose inputs go into column-parallel layers.
+    columns = {name for name, style in plan.styles.items() if name in modules and style in tensor_styles.COLUMN}
+    for name in sorted({plan.adapted.get(column, column).rpartition(".")[0] for column in columns}):
+        region = modules[name]
+        _check_region(model, plan, name, region)
+        for size in plan.local_sizes:
+            if hasattr(region, size):
+                setattr(region, size, getattr(region, size) // regions.peers.size)
+        region.forward = (AroundColumns if plan.is_user_plan else Region)(region, region.forward, regions)
     if regions.shards is not None:
         for name in _undivided_modules(plan):
             modules[name].forward = OnWholeSequence(modules[name].forward, regions.shards)
@@ -163,19 +171,6 @@ def _install_layers(modules: dict[str, nn.Module], plan: TensorPlan, regions: Re
             if plan.is_user_plan:
                 module.forward = EnteringColumn(module, module.forward, regions)
     return head
-
-
-def _install_regions(model: nn.Module, modules: dict[str, nn.Module], plan: TensorPlan, regions: Regions) -> None:
-    """Replace the forwards of the modules around column-parallel layers, and divide their size attributes."""
-    # The modules whose inputs go into column-parallel layers.
-    columns = {name for name, style in plan.styles.items() if name in modules and style in tensor_styles.COLUMN}
-    for name in sorted({plan.adapted.get(column, column).rpartition(".")[0] for column in columns}):
-        region = modules[name]
-        _check_region(model, plan, name, region)
-        for size in plan.local_sizes:
-            if hasattr(region, size):
-                setattr(region, size, getattr(region, size) // regions.peers.size)
-        region.forward = (AroundColumns if plan.is_user_plan else Region)(region, region.forward, regions)
 
 
 def _undivided_modules(plan: TensorPlan) -> list[str]:

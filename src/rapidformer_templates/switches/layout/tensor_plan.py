@@ -154,7 +154,10 @@ STACK_ADAPTER_STYLES = {
 
 def _styles_of(model: nn.Module) -> dict[str, str]:
     """Return the styles of modules, and of parameters that a plan names directly."""
-    patterns = _patterns_of(model)
+    own_plans: list[Mapping[str, str] | None] = [getattr(model, key, None) for key in ("tensor_plan", "_tp_plan")]
+    patterns = next((plan for plan in (*own_plans, PLANS.get(_type_of(model))) if plan), None)
+    if patterns is None:
+        raise _no_tensor_plan(model)
     unknown = sorted({style for style in patterns.values() if style not in KNOWN})
     if unknown:
         raise ModelError(
@@ -179,7 +182,13 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
             styles[name] = style
     if not any(style in COLUMN | ROW | {GATHERED_COLUMN, SPLIT_ROW} for style in styles.values()):
         raise _no_tensor_plan(model)
-    return styles | _module_styles(model) | _vocabulary(model)
+    styles |= {
+        f"{name}.{key}" if key else name: style
+        for name, module in model.named_modules()  # those that a switch has put in place of planned ones
+        for key, style in getattr(module, "tensor_styles", {}).items()
+        if not key or module._parameters[key] is not None
+    }
+    return styles | _vocabulary(model)
 
 
 def _with_adapter_styles(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -211,15 +220,6 @@ def _with_adapter_styles(model: nn.Module, styles: Mapping[str, str]) -> tuple[d
     return styles_with_adapters, layers
 
 
-def _patterns_of(model: nn.Module) -> Mapping[str, str]:
-    """Return the plan that the model has itself, or this package's plan for its architecture."""
-    own_plans: list[Mapping[str, str] | None] = [getattr(model, key, None) for key in ("tensor_plan", "_tp_plan")]
-    plan = next((plan for plan in (*own_plans, PLANS.get(_type_of(model))) if plan), None)
-    if plan is None:
-        raise _no_tensor_plan(model)
-    return plan
-
-
 def _no_tensor_plan(model: nn.Module) -> ModelError:
     return ModelError(
         f"{type(model).__name__} has no tensor plan: nothing says which of its matrices are divided, and how",
@@ -227,16 +227,6 @@ def _no_tensor_plan(model: nn.Module) -> ModelError:
         hint="use an architecture that has one (llama, qwen2, mistral, gpt_neox, gpt2, bert, roberta, t5 …), or give "
         'the model an attribute such as tensor_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}',
     )
-
-
-def _module_styles(model: nn.Module) -> dict[str, str]:
-    """Return the styles that modules define as ``tensor_styles``. These modules have replaced planned ones."""
-    return {
-        f"{name}.{key}" if key else name: style
-        for name, module in model.named_modules()
-        for key, style in getattr(module, "tensor_styles", {}).items()
-        if not key or module._parameters[key] is not None
-    }
 
 
 def _vocabulary(model: nn.Module) -> dict[str, str]:

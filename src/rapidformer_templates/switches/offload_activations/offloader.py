@@ -227,7 +227,16 @@ class Offloader:
             return
         self._send_last()
         hidden = args[0] if args else kwargs.get(HIDDEN)
-        call = self._running = self._next_call(number, block, hidden)
+        begins = isinstance(hidden, torch.Tensor) and hidden.is_leaf and hidden.requires_grad  # from another stage
+        if begins or not self._forwards or self._forwards[-1].calls[-1].number >= number:
+            self._forwards = [*(forward for forward in self._forwards if forward.is_waiting), ForwardCalls()]
+            # Free activations that were fetched for a backward that will not run.
+            for call in {transfer.call for transfer in self._incoming if not transfer.call.alive()}:
+                self._finish_fetch(call)
+        forward = self._forwards[-1]
+        call = BlockCall(number, type(block).__name__, forward)
+        forward.calls.append(call)
+        self._running = call
         # On the device anyway: the block's weights, and tensors that it shares with other blocks.
         arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shared = [*(leaf for leaf in arguments if leaf is not hidden), *block.parameters(), *block.buffers()]
@@ -240,18 +249,6 @@ class Offloader:
             self._running, self._on_device = None, {}
         self._free_device_copies(but=call)
         self._last = call
-
-    def _next_call(self, number: int, block: nn.Module, hidden: object) -> BlockCall:
-        begins = isinstance(hidden, torch.Tensor) and hidden.is_leaf and hidden.requires_grad  # from another stage
-        if begins or not self._forwards or self._forwards[-1].calls[-1].number >= number:
-            self._forwards = [*(forward for forward in self._forwards if forward.is_waiting), ForwardCalls()]
-            # Free activations that were fetched for a backward that will not run.
-            for call in {transfer.call for transfer in self._incoming if not transfer.call.alive()}:
-                self._finish_fetch(call)
-        forward = self._forwards[-1]
-        call = BlockCall(number, type(block).__name__, forward)
-        forward.calls.append(call)
-        return call
 
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedTensor:

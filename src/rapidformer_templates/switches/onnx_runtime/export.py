@@ -176,21 +176,17 @@ def take_out_dropout(module: fx.GraphModule) -> None:
             if item.args[1] == 0:
                 item.replace_all_uses_with(product)
             else:
-                _use_noise_for_mask(graph, item, noise)
+                for user in list(item.users):
+                    if user.target is aten.native_dropout_backward.default:
+                        user.target, user.args = aten.mul.Tensor, (user.args[0], noise)
+                if item.users:
+                    with graph.inserting_after(noise):
+                        is_kept = graph.call_function(aten.ne.Scalar, (noise, 0))
+                    is_kept.meta = dict(item.meta)
+                    item.replace_all_uses_with(is_kept)
             graph.erase_node(item)
         graph.erase_node(node)
     module.recompile()
-
-
-def _use_noise_for_mask(graph: fx.Graph, mask: fx.Node, noise: fx.Node) -> None:
-    for user in list(mask.users):
-        if user.target is aten.native_dropout_backward.default:
-            user.target, user.args = aten.mul.Tensor, (user.args[0], noise)
-    if mask.users:
-        with graph.inserting_after(noise):
-            is_kept = graph.call_function(aten.ne.Scalar, (noise, 0))
-        is_kept.meta = dict(mask.meta)
-        mask.replace_all_uses_with(is_kept)
 
 
 def take_out_idle_expansions(graph: fx.Graph) -> None:

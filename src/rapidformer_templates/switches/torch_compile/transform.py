@@ -67,7 +67,12 @@ def compile_blocks(assembly: Assembly, building: Building[TorchCompileFlags]) ->
     for part in parts:
         layers = local_parameter_layers(part)
         owner = _owner(part, breaks=_breaks(assembly, divided=bool(layers)))
-        _share_code(part)
+        # Blocks share graphs even if their modules have replaced forwards, such as those of divided layers: a graph
+        # depends on the identity of an object in place of a forward, but only on the code of a bound method.
+        for module in part.modules():
+            forward = vars(module).get("forward")
+            if module is not part and forward is not None and not isinstance(forward, (MethodType, FunctionType)):
+                module.forward = forward.__call__
         owner.forward = Compiled(owner.forward, backend, static=shapes > 0, layers=layers)
     assembly.is_compiled = True
     assembly.record(CompileRecords(backend, regions=len(parts), limit=limit))
@@ -130,17 +135,6 @@ def _owner(part: nn.Module, *, breaks: bool) -> Any:
     while hasattr(owner.forward, "forward"):
         owner = owner.forward
     return owner
-
-
-def _share_code(part: nn.Module) -> None:
-    """Let blocks share graphs even if their modules have replaced forwards, such as those of divided layers.
-
-    A graph depends on the identity of an object in place of a ``forward``, but only on the code of a bound method.
-    """
-    for module in part.modules():
-        forward = vars(module).get("forward")
-        if module is not part and forward is not None and not isinstance(forward, (MethodType, FunctionType)):
-            module.forward = forward.__call__
 
 
 class Compiled:

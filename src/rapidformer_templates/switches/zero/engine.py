@@ -111,7 +111,25 @@ class DeepSpeedEngine(SingleEngine):
         self.config: dict[str, Any] = dict(plan.engine_options.deepspeed)
         self.zero_stage = int(self.config["zero_optimization"]["stage"])
         build_parts(plan)
-        _init_communication(workers, loud=any(self.config.get(name) for name in LOUD))
+        # Connect DeepSpeed to the process group and the device. A single worker gets a new group.
+        os.environ.setdefault("LOCAL_RANK", str(workers.local_rank))
+        # DeepSpeed calls collectives by names that torch has deprecated.
+        warnings.filterwarnings("ignore", message=r".*torch\.distributed\..*is deprecated", category=FutureWarning)
+        logger = logging.getLogger("DeepSpeed")
+        logger.setLevel(logging.ERROR)  # messages during the import do not matter to a run
+        import deepspeed
+
+        level = logging.INFO if any(self.config.get(name) for name in LOUD) else logging.WARNING
+        logger.setLevel(level if workers.is_main else logging.ERROR)
+        ask_processor_once()
+        if workers.device.type == "cpu":
+            leave_out_shm_comm()
+            # DeepSpeed requires fast kernels, but torch computes in fp16 on any CPU.
+            deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+        open_group_alone(workers.device)
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed()
+        close_group_by(deepspeed.comm.destroy_process_group)
         self._deepspeed: Any
         self._state: zero_state.ZeroState
 
@@ -279,32 +297,6 @@ class DeepSpeedEngine(SingleEngine):
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._state.whole_weights()
-
-
-def _init_communication(workers: Workers, *, loud: bool) -> None:
-    """Connect DeepSpeed to the process group and the device. A single worker gets a new group.
-
-    Args:
-        loud: whether DeepSpeed prints what its file requests.
-    """
-    os.environ.setdefault("LOCAL_RANK", str(workers.local_rank))
-    # DeepSpeed calls collectives by names that torch has deprecated.
-    warnings.filterwarnings("ignore", message=r".*torch\.distributed\..*is deprecated", category=FutureWarning)
-    logger = logging.getLogger("DeepSpeed")
-    logger.setLevel(logging.ERROR)  # messages during the import do not matter to a run
-    import deepspeed
-
-    level = logging.INFO if loud else logging.WARNING
-    logger.setLevel(level if workers.is_main else logging.ERROR)
-    ask_processor_once()
-    if workers.device.type == "cpu":
-        leave_out_shm_comm()
-        # DeepSpeed requires fast kernels, but torch computes in fp16 on any CPU.
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    open_group_alone(workers.device)
-    if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed()
-    close_group_by(deepspeed.comm.destroy_process_group)
 
 
 def loss_scale_state(scaler: Any) -> dict[str, float]:

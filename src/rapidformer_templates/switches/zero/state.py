@@ -227,7 +227,19 @@ class ZeroState(ABC):
         for key in per_parameter:
             saved_fragments = [f for f in fragments if f"{f.name}/{key}" in saved]
             if saved[f"{saved_fragments[0].name}/{key}"] == ():
-                state[key] = self._read_count(reader, saved_fragments, key)
+                # Each parameter has this value, but a flat partition has it only once.
+                counts = {f.name: reader.read("optimizer", f"{f.name}/{key}", (), ()) for f in saved_fragments}
+                values = {float(count) for count in counts.values()}
+                if len(values) > 1:
+                    some = ", ".join(f"{name} {float(count):g}" for name, count in list(counts.items())[:4])
+                    raise CheckpointError(
+                        f"the parameters differ in {key}: {some}",
+                        hint="ZeRO has one for many parameters; continue without ZeRO, "
+                        "or freeze what is not always trained",
+                    )
+                count = next(iter(counts.values()))
+                # DeepSpeed's own optimizers count in plain integers, torch's in tensors.
+                state[key] = int(count) if type(self.optimizer.optimizer).__module__.startswith("deepspeed") else count
                 continue
             if key not in state:
                 state[key] = torch.zeros_like(flat, requires_grad=False)
@@ -236,20 +248,6 @@ class ZeroState(ABC):
             if key == weight_average.KEY:  # a parameter that no step has updated equals its average
                 load_weights((f.shard(state[key]) for f in fragments if f not in saved_fragments), reader)
         return state
-
-    def _read_count(self, reader: StateReader, fragments: list[Fragment], key: str) -> Any:
-        """Read a value that each parameter has, but that a flat partition has only once."""
-        counts = {f.name: reader.read("optimizer", f"{f.name}/{key}", (), ()) for f in fragments}
-        values = {float(count) for count in counts.values()}
-        if len(values) > 1:
-            some = ", ".join(f"{name} {float(count):g}" for name, count in list(counts.items())[:4])
-            raise CheckpointError(
-                f"the parameters differ in {key}: {some}",
-                hint="ZeRO has one for many parameters; continue without ZeRO, or freeze what is not always trained",
-            )
-        count = next(iter(counts.values()))
-        # DeepSpeed's own optimizers count in plain integers, torch's in tensors.
-        return int(count) if type(self.optimizer.optimizer).__module__.startswith("deepspeed") else count
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole weight) on the host of rank 0. Other ranks only take part in the gathering."""
