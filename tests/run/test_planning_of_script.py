@@ -111,8 +111,49 @@ def test_layouts_of_a_script(
     )
     found = planned(capsys, "--user-script", str(script), "--auto-strategy", "--device", "cpu", "--world-size", "1")
     assert [layout["data"] for layout in found["layouts"]]
-    assert main(["plan", "--auto-strategy", "--user-script", write(tmp_path, "Mine.main()")]) == 2
-    assert "--auto-strategy cannot see what Mine.compute_loss makes" in capsys.readouterr().err
+
+
+OWN_HOOKS = """
+import torch
+from rapidformer_templates import Data, Trainer
+
+class Own(Trainer):
+    def build_model(self):
+        return torch.nn.Sequential(*(torch.nn.Linear({width}, {width}) for _ in range(5)))
+
+    def build_data(self):
+        return Data(train=[torch.ones({width})] * 4, collate=torch.stack)
+
+    def compute_loss(self, model, batch):
+        return model(batch).square().mean()
+
+    {more}
+
+Own.main()
+"""
+
+
+@pytest.mark.slow
+def test_layouts_of_own_hooks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "4")
+    script = tmp_path / "own.py"
+    words = ["--device", "cpu", "--world-size", "1", "--micro-batch-size", "2", "--user-script", str(script)]
+    for width in (80, 160):  # the flags are equal, so a stored result would be the same
+        script.write_text(OWN_HOOKS.replace("{width}", str(width)).replace("{more}", ""))
+        (best, *_) = planned(capsys, *words, "--auto-strategy")["layouts"]
+        one = planned(capsys, *words, "--no-save", "--lr", "1", "--tokens", "1M")["prediction"]
+        for memory in (best["memory_gb"], one["memory_gb"]):
+            assert memory["parameters"] == round(5 * (width * width + width) * 4 / 1e9, 6)
+
+
+def test_an_own_optimizer_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN_HOOKS.replace("{more}", "def build_optimizer(self):\n        raise AssertionError"))
+    for words, subject in (["--auto-strategy"], "--auto-strategy"), (["--tokens", "1M"], "the planner"):
+        assert main(["plan", *words, "--device", "cpu", "--user-script", str(script)]) == 2
+        assert f"{subject} cannot see what Own.build_optimizer makes" in capsys.readouterr().err
 
 
 MISTAKES = {

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rapidformer_templates.run.run import Template
+    from rapidformer_templates.switches.auto_strategy.model_of_flags import ModelSource
 
 DESCRIPTION = """Resolve the flags of a training command, print the plan, and start nothing.
 
@@ -208,23 +209,29 @@ def _planned_environment(environment: Environment, config: RunConfig, options: P
 def _plan_script(script: str, words: list[str]) -> int:
     """Show what a script would run with these words: its class, its values, its flags and its hooks."""
     from rapidformer_templates.run import configure
+    from rapidformer_templates.run.planned_model import HookModel, hook_model
     from rapidformer_templates.run.scripts import overridden_hooks, unused_flags
 
     options, rest = split(words, PlanFlags)
 
-    def inspect(template: Template) -> tuple[Template, Environment, tuple[str, ...]]:
+    def inspect(template: Template) -> tuple[Template, Environment, tuple[str, ...], HookModel | None]:
         kind, config = type(template), template.config
         world, local = options.workers or config.launch.nproc_per_node, options.local_world_size
-        return template, configure.environment_of(kind, config, world, local), unused_flags(kind, config)
+        source = None
+        if not options.yaml and (configure.is_searched(config) or options.terms):
+            from rapidformer_templates.switches.auto_strategy.model_of_flags import FlagModel
 
-    template, environment, notes = scripts.capture_template(script, rest, inspect)
+            source = hook_model(template, FlagModel)
+        return template, configure.environment_of(kind, config, world, local), unused_flags(kind, config), source
+
+    template, environment, notes, source = scripts.capture_template(script, rest, inspect)
     kind, config = type(template), template.config
     detected = _planned_environment(environment, config, options)
     checks: list[Check] = []
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
     about_script: AboutScript = {"file": script, "template": kind.__name__, "hooks": overridden_hooks(kind)}
-    return _show_resolved(config, detected, options, checks, about_script, notes)
+    return _show_resolved(config, detected, options, checks, about_script, notes, source)
 
 
 Check = Callable[[RunConfig], object]
@@ -245,16 +252,21 @@ def _show_resolved(
     checks: Iterable[Check],
     script: AboutScript | None = None,
     notes: tuple[str, ...] = (),
+    source: ModelSource | None = None,
 ) -> int:
-    """Resolve, check and print the plan, and return the exit status."""
+    """Resolve, check and print the plan, and return the exit status.
+
+    Args:
+        source: builds the model of a script whose hooks do that.
+    """
     options.check(config)
     try:
         if config.get("auto_strategy") and not options.yaml:
-            return _search(config, detected, options)
+            return _search(config, detected, options, source)
         if config.get("pipeline_stages") == "auto-memory" and not options.yaml:
             from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
 
-            config = with_stages_by_memory(config, detected)
+            config = with_stages_by_memory(config, detected, source)
         plan = _with_notes(resolve(config, detected), config, notes)
     except Refused as refused:
         if not options.json:
@@ -277,8 +289,7 @@ def _show_resolved(
     if options.terms:
         from rapidformer_templates.switches.auto_strategy.command import predict_run
 
-        _check_hooks(script)
-        more["prediction"], predicted = predict_run(plan, config, detected, options.terms)
+        more["prediction"], predicted = predict_run(plan, config, detected, options.terms, source)
         lines += predicted
     if options.json:
         print(json.dumps({"ok": True, "plan": plan.to_json(), **more}, indent=2))
@@ -288,7 +299,7 @@ def _show_resolved(
     return 0
 
 
-def _search(config: RunConfig, detected: Environment, options: PlanFlags) -> int:
+def _search(config: RunConfig, detected: Environment, options: PlanFlags, source: ModelSource | None) -> int:
     """Search for layouts and print them. Return the exit status."""
     from rapidformer_templates.switches.auto_strategy.cluster_sizes import plan_clusters
     from rapidformer_templates.switches.auto_strategy.command import plan_command
@@ -298,25 +309,8 @@ def _search(config: RunConfig, detected: Environment, options: PlanFlags) -> int
         local = options.local_world_size or max(options.world_size.counts)
         place = dataclasses.replace(detected, local_world_size=local)
         counts = options.world_size.counts
-        return plan_clusters(config, place, counts, terms, as_json=as_json, plot=options.plot, cached=cached)
-    return plan_command(config, detected, terms, as_json=as_json, cached=cached, compared=options.compare)
-
-
-def _check_hooks(script: AboutScript | None) -> None:
-    """Check that the planner can see the model of a script.
-
-    Raises:
-        ConfigError: the script has hooks that change the cost of a step.
-    """
-    from rapidformer_templates.run.configure import OF_A_MODEL
-
-    own = [hook for hook in OF_A_MODEL if script and hook in script["hooks"]]
-    if script and own:
-        raise ConfigError(
-            f"the time of a training cannot be predicted with {script['template']}.{own[0]}, whose effect is unknown",
-            where=script["file"],
-            hint="plan a model of the same sizes without the script",
-        )
+        return plan_clusters(config, place, counts, terms, source, as_json=as_json, plot=options.plot, cached=cached)
+    return plan_command(config, detected, terms, source, as_json=as_json, cached=cached, compared=options.compare)
 
 
 def _with_notes(plan: Plan, config: RunConfig, notes: tuple[str, ...]) -> Plan:

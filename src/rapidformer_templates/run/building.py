@@ -108,10 +108,7 @@ def _set_up(run: Run, engine: Engine) -> None:
         # 1. The model as the user builds it, and what must be known about it before it is transformed.
         model = _build_model(run, construction)
         run.index_limits = IndexLimits.of(model, own_loss=run.overrides("compute_loss"))
-        for module in model.modules():  # the user's own module may contain a transformers model
-            settings = getattr(module, "config", None)
-            if settings is not None and hasattr(settings, "use_cache"):
-                settings.use_cache = False  # a cache of keys wastes memory, and is wrong if a block is recomputed
+        turn_off_cache(model)
         _try_labels(run, model)
         if run.task:
             run.task.check_model(model)
@@ -141,6 +138,14 @@ def _build_model(run: Run, construction: ModelUnderConstruction | None) -> nn.Mo
     seed_all(run.config.training.seed)
     with explained_while_building(run.plan, run.workers.rank, is_divided=construction is not None):
         return checked_model(run.hooks.build_model())
+
+
+def turn_off_cache(model: nn.Module) -> None:
+    """Turn off the key-value cache of generation. It wastes memory, and is wrong if a block is recomputed."""
+    for module in model.modules():  # the user's own module may contain a transformers model
+        settings = getattr(module, "config", None)
+        if settings is not None and hasattr(settings, "use_cache"):
+            settings.use_cache = False
 
 
 def _transformed(run: Run, model: nn.Module, construction: ModelUnderConstruction | None) -> Assembly:

@@ -95,6 +95,11 @@ OF_A_MODEL = ("build_model", "build_data", "compute_loss", "build_optimizer")
 """Hooks that change the cost of a step."""
 
 
+def own_hooks_of_model(template: type[Template]) -> list[str]:
+    """Return the hooks of a script that change the cost of a step."""
+    return [hook for hook in OF_A_MODEL if hook in overridden_hooks(template)]
+
+
 def _with_planned_layout(template: type[Template], config: RunConfig, requesting: str) -> RunConfig:
     """Add the planner's results to the configuration. ``requesting`` is the flag that requests them.
 
@@ -103,16 +108,19 @@ def _with_planned_layout(template: type[Template], config: RunConfig, requesting
         Refused: the flags break rules, in every layout if one is searched for.
         NothingFits: no layout fits.
     """
-    own = [hook for hook in OF_A_MODEL if hook in overridden_hooks(template)]
+    own = own_hooks_of_model(template)
+    if scripts.is_planning() and "build_optimizer" not in own:
+        return config  # the inspecting process searches
     if own:
         flag = spelling(requesting) + (f" {AUTO_MEMORY}" if requesting == "pipeline_stages" else "")
+        hook, hint = own[0], f"rapidformer plan {flag} --user-script … plans it: pass the flags that it shows"
+        if "build_optimizer" in own:
+            hook, hint = "build_optimizer", f"plan {flag} with an optimizer of --optimizer, and pass the flags"
         raise ConfigError(
-            f"{flag} cannot see what {template.__name__}.{own[0]} makes",
+            f"{flag} cannot see what {template.__name__}.{hook} makes",
             where=f"{flag} ({config.origin(requesting)})",
-            hint=f"plan a model of the same sizes with rapidformer plan {flag}, and pass its flags",
+            hint=hint,
         )
-    if scripts.is_planning():
-        return config  # the inspecting process searches, too
     if is_worker() and CHOSEN in os.environ:  # the process that started this one has searched
         chosen = json.loads(os.environ[CHOSEN])
         for name, (value, origin) in chosen["values"].items():

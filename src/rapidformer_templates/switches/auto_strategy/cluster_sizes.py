@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -28,6 +29,9 @@ from rapidformer_templates.switches.auto_strategy.timing import Hardware
 from rapidformer_templates.switches.auto_strategy.whole_training import TrainingEstimate, TrainingTerms
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.terminal import console
+
+if TYPE_CHECKING:
+    from rapidformer_templates.switches.auto_strategy.model_of_flags import ModelSource
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ def plan_clusters(
     environment: Environment,
     sizes: Sequence[int],
     terms: TrainingTerms,
+    source: ModelSource | None = None,
     *,
     as_json: bool,
     plot: str | None,
@@ -65,6 +70,7 @@ def plan_clusters(
 
     Args:
         environment: the environment of the first size. Its workers of a node are an upper limit for the others.
+        source: builds the model. The default is the model of the flags.
         plot: file of the picture, if one is wanted.
         cached: whether results of equal searches are used.
 
@@ -80,7 +86,7 @@ def plan_clusters(
     for size in sizes:
         place = replace(environment, world_size=size, local_world_size=min(environment.local_world_size, size))
         try:
-            result, hardware = search(config, place, cached=cached, subjects=subjects)
+            result, hardware = search(config, place, source=source, cached=cached, subjects=subjects)
         except Refused as refusal:
             refused = refusal
             first = refusal.diagnostics[0]

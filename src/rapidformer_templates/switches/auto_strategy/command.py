@@ -40,7 +40,7 @@ from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 from rapidformer_templates.system.terminal import console
 
 if TYPE_CHECKING:
-    from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+    from rapidformer_templates.switches.auto_strategy.model_of_flags import ModelSource, Subject
 
 WIDTHS = {"recompute": len("selective"), "partitioning": len("distributed…")}
 """Minimum widths of table columns whose words must not be cut shorter."""
@@ -62,13 +62,16 @@ def search(
     environment: Environment,
     registry: Registry = REGISTRY,
     *,
+    source: ModelSource | None = None,
     cached: bool = True,
     subjects: Subjects | None = None,
 ) -> tuple[SearchResult, Hardware]:
     """Search all layouts. Return them, and the devices that they are for.
 
     Args:
-        cached: whether the result of an equal search is used if there is one. A new result is stored.
+        source: builds the model. The default is the model of the flags.
+        cached: whether the result of an equal search is used if there is one. A new result is stored. With ``source``,
+            no result is used or stored, because the model does not follow from the flags.
         subjects: the models that searches of the same model share. A new one is added.
 
     Raises:
@@ -84,14 +87,15 @@ def search(
     plan = resolve(without_layout, environment, registry)
     complete = registry.complete(config)
     hardware = find_hardware(environment, precision(complete, environment), complete.get("host_memory_gb"))
-    file = cache_file(config, environment, hardware, by_memory=by_memory) if cached and registry is REGISTRY else None
+    is_known = cached and registry is REGISTRY and source is None
+    file = cache_file(config, environment, hardware, by_memory=by_memory) if is_known else None
     result = read_result(file) if file else None
     if result is None:
         from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
         from rapidformer_templates.switches.auto_strategy.search import Search
 
         subjects = {} if subjects is None else subjects
-        subject = subjects.get(plan.switches) or Subject(config, plan, gpu=environment.device != "cpu")
+        subject = subjects.get(plan.switches) or Subject(config, plan, gpu=environment.device != "cpu", source=source)
         subjects[plan.switches] = subject
         result = Search(config, environment, subject, hardware, registry, by_memory=by_memory).run()
         if file:
@@ -127,6 +131,7 @@ def plan_command(
     config: RunConfig,
     environment: Environment,
     terms: TrainingTerms,
+    source: ModelSource | None = None,
     *,
     as_json: bool,
     cached: bool = True,
@@ -135,13 +140,15 @@ def plan_command(
     """Search and print. Return the exit status, which is 1 if nothing fits.
 
     Args:
-        cached: see :func:`search`.
+        source, cached: see :func:`search`.
         compared: flags of a layout to compare with the best one.
     """
     narrower = with_layout_flags(config, compared) if compared else None
     subjects: Subjects = {}
-    result, hardware = search(config, environment, cached=cached, subjects=subjects)
-    named = search(narrower, environment, cached=cached, subjects=subjects)[0] if narrower else None
+    result, hardware = search(config, environment, source=source, cached=cached, subjects=subjects)
+    named = None
+    if narrower:
+        named, _ = search(narrower, environment, source=source, cached=cached, subjects=subjects)
     trainings = [train_with(each, config, environment, terms, result.totals) for each in result.layouts]
     if as_json:
         more = {"compared": compared_to_json(result, named)} if named else {}
@@ -171,9 +178,12 @@ def train_with(
 
 
 def predict_run(
-    plan: Plan, config: RunConfig, environment: Environment, terms: TrainingTerms
+    plan: Plan, config: RunConfig, environment: Environment, terms: TrainingTerms, source: ModelSource | None = None
 ) -> tuple[dict[str, object], list[str]]:
     """Return the prediction for a plan's own layout, as JSON and as lines for people.
+
+    Args:
+        source: builds the model. The default is the model of the flags.
 
     Raises:
         ModelError: the model cannot be built.
@@ -183,7 +193,8 @@ def predict_run(
     from rapidformer_templates.switches.auto_strategy.search import Search
 
     hardware = find_hardware(environment, plan.precision, config.get("host_memory_gb"))
-    one = Search(config, environment, Subject(config, plan, gpu=environment.device != "cpu"), hardware)
+    subject = Subject(config, plan, gpu=environment.device != "cpu", source=source)
+    one = Search(config, environment, subject, hardware)
     setting = memory_options_of(plan, one.subject.shapes.width)
     candidate = one.predict(layout_of(plan), setting)
     constraint, unknown = one.constraint(candidate.memory, candidate.setup, setting), one.unknown()

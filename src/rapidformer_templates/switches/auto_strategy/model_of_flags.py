@@ -1,4 +1,4 @@
-"""Build the model that a plan is about, from the flags of a training command."""
+"""The model that a plan is about: built from the flags of a training command, or by another source."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -29,6 +29,7 @@ from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.stand_ins import FakeDataReads, no_loss
 from rapidformer_templates.switches.auto_strategy.step_seconds import CommunicationSizes
+from rapidformer_templates.switches.auto_strategy.tracing import Batch, loss_of_model
 from rapidformer_templates.switches.layout.pipeline_switch import AUTO_MEMORY
 from rapidformer_templates.switches.mixture_of_experts.layer import Experts, Gate
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts, routers_of
@@ -36,6 +37,29 @@ from rapidformer_templates.system.workers import Workers
 
 HEADS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
 """The head that each pretraining objective needs."""
+
+
+class ModelSource(Protocol):
+    """Builds the model of a plan, its batches and its loss.
+
+    Attributes:
+        tokens: tokens per sample.
+    """
+
+    tokens: int
+
+    def build(self, blocks: int | None) -> nn.Module:
+        """Build the model with ``blocks`` blocks in each stack, or with all of them.
+
+        Raises:
+            ModelError: it cannot be built.
+        """
+
+    def batch(self, samples: int) -> Batch:
+        """Build a micro batch with the shapes of training."""
+
+    def compute_loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Compute the mean loss of a batch."""
 
 
 class Subject:
@@ -46,29 +70,36 @@ class Subject:
         facts: sizes for the time model.
     """
 
-    def __init__(self, config: RunConfig, plan: Plan | None = None, *, gpu: bool) -> None:
-        """Build the model of the flags, with the switches of the plan that change its structure.
+    def __init__(
+        self, config: RunConfig, plan: Plan | None = None, *, gpu: bool, source: ModelSource | None = None
+    ) -> None:
+        """Build the model with the switches of the plan that change its structure.
+
+        Args:
+            source: builds the model. The default is the model of the flags.
 
         Raises:
             ModelError: no model is named, or it cannot be built with these sizes.
         """
-        self._config = config
-        self._kind = model_type_of(config)
-        self._auto_class = _auto_class(config, self._kind)
-        self._model_config = build_config(config, self._auto_class, _tokenizer(config))
-        self._tokens = seq_length_of(config, self._model_config)
-        self._plan = plan or Plan("Trainer")
+        source = source or FlagModel(config)
+        planned = plan or Plan("Trainer")
+
+        def build(blocks: int | None) -> Assembly:
+            return with_switches(source.build(blocks).train(), config, planned)
+
         stage_sizes = config.get("pipeline_stages") if plan else None
         stages = [int(word) for word in stage_sizes.split(",")] if stage_sizes and stage_sizes != AUTO_MEMORY else None
-        copied = has_frozen_copy(config, (REGISTRY[name] for name in self._plan.switches))
-        self.shapes = ModelShapes(self._build, self._batch, gpu=gpu, stages=stages, has_copy=copied)
+        copied = has_frozen_copy(config, (REGISTRY[name] for name in planned.switches))
+        self.shapes = ModelShapes(
+            build, source.batch, gpu=gpu, stages=stages, has_copy=copied, compute_loss=source.compute_loss
+        )
         whole = self.shapes.whole
         gates = [module for module in whole.modules() if isinstance(module, Gate)]  # else the architecture's own
         self.facts = CommunicationSizes(
             parameters=sum(facts.count for facts in self.shapes.all_parameters.values()),
             blocks=sum(self.shapes.depths.values()),
-            hidden=self._model_config.hidden_size,
-            tokens=self._tokens,
+            hidden=self.shapes.width,
+            tokens=source.tokens,
             experts=sum(facts.count for facts in self.shapes.all_parameters.values() if facts.is_expert),
             visits=sum(gate.top_k for gate in gates or routers_of(whole)),
         )
@@ -80,7 +111,23 @@ class Subject:
         expert_counts = [len(experts.up) for experts in whole.modules() if isinstance(experts, Experts)]
         return math.gcd(*expert_counts, *(experts.num_experts for experts in own_experts(whole)))
 
-    def _build(self, blocks: int | None) -> Assembly:
+
+class FlagModel:
+    """The model and the batches that a training command's flags describe."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Read the configuration of the model.
+
+        Raises:
+            ModelError: no model is named.
+        """
+        self._config = config
+        self._kind = model_type_of(config)
+        self._auto_class = _auto_class(config, self._kind)
+        self._model_config = build_config(config, self._auto_class, _tokenizer(config))
+        self.tokens = seq_length_of(config, self._model_config)
+
+    def build(self, blocks: int | None) -> nn.Module:
         model_config = self._model_config if blocks is None else _shortened(self._model_config, blocks)
         try:
             model: Any = getattr(transformers, self._auto_class).from_config(model_config, dtype=torch.float32)
@@ -88,22 +135,26 @@ class Subject:
             raise ModelError(f"a {self._kind} of these sizes cannot be built: {error}", where="--model-type") from error
         if getattr(model, "loss_type", "") is None and self._auto_class == HEADS["causal"]:
             model.loss_type = "ForCausalLM"
-        return with_switches(model.train(), self._config, self._plan)
+        built: nn.Module = model
+        return built
 
-    def _batch(self, samples: int) -> Mapping[str, torch.Tensor]:
+    def batch(self, samples: int) -> Mapping[str, torch.Tensor]:
         """Return a micro batch with the shapes of the task's own collate function."""
         task, data = self._config.training.task, self._config.data
         if task not in (None, "pretraining"):
             kind: type[Task] = load_object(TASKS[task].implementation)
-            return kind.planned_batch(samples * rows_per_sample(self._config), self._tokens)
-        rows = torch.zeros((samples, self._tokens), dtype=torch.long)
+            return kind.planned_batch(samples * rows_per_sample(self._config), self.tokens)
+        rows = torch.zeros((samples, self.tokens), dtype=torch.long)
         if self._auto_class == HEADS["causal"]:
             return {"input_ids": rows, "labels": rows, "shift_labels": rows}
         if self._auto_class == HEADS["seq2seq"]:
-            sizes = span_sizes(self._tokens, data.mask_prob, data.mean_span_length)
+            sizes = span_sizes(self.tokens, data.mask_prob, data.mean_span_length)
             return {"input_ids": rows, "labels": torch.zeros((samples, sizes.labels), dtype=torch.long)}
         padded = {"attention_mask": torch.ones_like(rows)} if data.short_seq_prob > 0 else {}
         return {"input_ids": rows, "labels": rows, **padded}
+
+    def compute_loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return loss_of_model(model, batch)
 
 
 def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> Assembly:

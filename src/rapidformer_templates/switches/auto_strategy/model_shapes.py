@@ -31,8 +31,10 @@ from rapidformer_templates.switches.auto_strategy.stand_ins import (
 from rapidformer_templates.switches.auto_strategy.trace import TRACED_BLOCKS, Trace
 from rapidformer_templates.switches.auto_strategy.tracing import (
     Batch,
+    MeanLoss,
     gradient_bytes,
     in_forks,
+    loss_of_model,
     stacks_of,
     trace,
     without_warnings,
@@ -142,6 +144,7 @@ class ModelShapes:
         gpu: whether the model will run on a GPU.
         stages: blocks of each pipeline stage, if the user has set them.
         has_copy: whether there is also a frozen copy of the model, divided in the same way.
+        compute_loss: computes the loss of a micro batch.
     """
 
     build: Callable[[int | None], Assembly]
@@ -149,6 +152,7 @@ class ModelShapes:
     gpu: bool = False
     stages: Sequence[int] | None = None
     has_copy: bool = False
+    compute_loss: MeanLoss = loss_of_model
     _traces: dict[Variant, Trace] = field(default_factory=dict)
     _whole_traces: dict[tuple[Variant, int | None, bool], Trace] = field(default_factory=dict)
     _gradients: dict[Variant, dict[str, int]] = field(default_factory=dict)
@@ -350,6 +354,7 @@ class ModelShapes:
                     recompute=variant.recompute,
                     offload=variant.offload,
                     gpu=self.gpu,
+                    compute_loss=self.compute_loss,
                 )
 
     def local_parameters(self, tensor: int, peer: int = 0) -> dict[str, ParameterShape]:
@@ -512,7 +517,7 @@ class ModelShapes:
         with fake_tensors(), without_warnings():
             model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).model.train()
             with FakeDataReads(dense=True):
-                return ends_of(model, lambda model: model(**self.batch(1)).loss)
+                return ends_of(model, lambda model: self.compute_loss(model, self.batch(1)))
 
 
 def _of_model(variant: Variant) -> Variant:

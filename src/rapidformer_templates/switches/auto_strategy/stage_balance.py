@@ -13,7 +13,7 @@ from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions, layout_of, memory_options_of
 from rapidformer_templates.switches.auto_strategy.memory import of_stage, variant_of
-from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+from rapidformer_templates.switches.auto_strategy.model_of_flags import ModelSource, Subject
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.stage_memory import Stage
 from rapidformer_templates.switches.auto_strategy.timing import GB
@@ -104,7 +104,7 @@ def _largest(sizes: Sequence[int], front: float, blocks: Sequence[float], back: 
     return max(elements)
 
 
-def with_stages_by_memory(config: RunConfig, environment: Environment) -> RunConfig:
+def with_stages_by_memory(config: RunConfig, environment: Environment, source: ModelSource | None = None) -> RunConfig:
     """Return the configuration with the stages that ``auto-memory`` chooses, and a line that explains the choice.
 
     Raises:
@@ -112,7 +112,7 @@ def with_stages_by_memory(config: RunConfig, environment: Environment) -> RunCon
         ModelError: the model cannot be built or cut.
     """
     plan = resolve(config, environment)
-    subject = Subject(config, plan, gpu=environment.device != "cpu")
+    subject = Subject(config, plan, gpu=environment.device != "cpu", source=source)
     balance = balance_memory(subject.shapes, layout_of(plan), memory_options_of(plan, subject.shapes.width))
     chosen = config.replace("auto-memory", pipeline_stages=_numbers(balance.sizes))
     return replace(chosen, chosen=(*chosen.chosen, balance.line()))

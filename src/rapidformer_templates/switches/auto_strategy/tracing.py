@@ -42,6 +42,13 @@ from rapidformer_templates.switches.offload_activations.offloader import Counts,
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 
 Batch = Mapping[str, torch.Tensor]
+MeanLoss = Callable[[nn.Module, Batch], torch.Tensor]
+
+
+def loss_of_model(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss that a model of transformers computes itself."""
+    loss: torch.Tensor = model(**batch).loss
+    return loss
 
 
 class LiveStorages(TorchDispatchMode):
@@ -313,7 +320,7 @@ def trace(
     recompute: str = "none",
     offload: bool = False,
     gpu: bool = False,
-    compute_loss: Callable[[nn.Module, Batch], torch.Tensor] | None = None,
+    compute_loss: MeanLoss = loss_of_model,
 ) -> Trace:
     """Trace one micro batch through a model of fake tensors, from its inputs to its gradients.
 
@@ -325,9 +332,9 @@ def trace(
         recompute: one of ``layouts.RECOMPUTED``, applied to each block.
         offload: whether activations that the blocks keep go to the host.
         gpu: whether the run is for a GPU.
-        compute_loss: computes the loss. The default is the loss that the model returns.
+        compute_loss: computes the loss.
     """
-    padded = "attention_mask" in batch
+    padded = isinstance(batch, Mapping) and "attention_mask" in batch
     with contextlib.ExitStack() as stack:
         watch = _TraceWatch(model, dense=not padded, sum_type=sum_type)
         _watch_blocks(model, watch, stack, recompute=recompute, gpu=gpu)
@@ -344,7 +351,7 @@ def trace(
             stack.enter_context(patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES["accelerator"]))
         stack.enter_context(watch)
         with torch.autocast("cpu", dtype=compute_type or torch.bfloat16, enabled=compute_type is not None):
-            loss = compute_loss(model, batch) if compute_loss else model(**batch).loss
+            loss = compute_loss(model, batch)
             weighted = loss * 2.0  # engines weight the loss, too
         del loss
         watch.turn()

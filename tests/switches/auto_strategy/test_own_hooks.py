@@ -1,0 +1,165 @@
+"""Memory that is predicted for a script's own model, data and loss, compared with a run of the script."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import GPT2Config
+
+from rapidformer_templates import Data, Trainer
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.run.planned_model import HookModel
+from rapidformer_templates.switches.auto_strategy.layouts import layout_of, memory_options_of
+from rapidformer_templates.switches.auto_strategy.memory import predict, states_by_worker
+from rapidformer_templates.switches.auto_strategy.model_of_flags import FlagModel, Subject
+from rapidformer_templates.switches.auto_strategy.model_shapes import Variant
+from rapidformer_templates.switches.auto_strategy.state_bytes import StateBytes
+from rapidformer_templates.switches.auto_strategy.tracing import LiveStorages
+from rapidformer_templates.system.workers import Workers
+from tests.support.selection import by_default
+from tests.support.worker_pool import run_in_workers
+
+WIDTH, LENGTH, WORDS = 64, 48, 300
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.drop(self.down(functional.gelu(self.up(self.norm(hidden)))))
+
+
+class Tagger(nn.Module):
+    """A model that transformers does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        scores: torch.Tensor = self.head(hidden)
+        return scores
+
+
+class TaggerJob(Trainer):
+    """Batches are tuples, and the loss is a sum with its number of targets."""
+
+    def build_data(self) -> Data:
+        draw = torch.Generator().manual_seed(0)
+        rows = torch.randint(WORDS, (32, LENGTH), generator=draw)
+        return Data(train=list(rows), collate=lambda rows: (torch.stack(rows), torch.stack(rows).flip(1)))
+
+    def build_model(self) -> nn.Module:
+        return Tagger()
+
+    def compute_loss(self, model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        words, tags = batch
+        loss = functional.cross_entropy(model(words).flatten(0, 1), tags.flatten(), reduction="sum")
+        return loss, tags.numel()
+
+    def count_targets(self, batch: tuple[torch.Tensor, torch.Tensor]) -> int:
+        return batch[1].numel()
+
+
+class MeasuredJob(TaggerJob):
+    """Measures the peak of each step."""
+
+    def build_data(self) -> Data:
+        self.peaks: list[int] = []
+        self.watching = ExitStack()
+        self.live = self.watching.enter_context(LiveStorages())
+        return super().build_data()
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        self.peaks.append(self.live.peak)
+        self.live.reset_peak()
+        if step == STEPS:
+            self.watching.close()
+
+
+def run(workers: Workers | None, words: list[str]) -> tuple[list[StateBytes], int]:
+    """Return the states of each rank according to the receipts, and the usual peak of this worker."""
+    job = MeasuredJob(words)
+    kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
+    held = job.fit()["receipts"]["held_bytes_by_rank"]
+    return [StateBytes(*(rank[kind] for kind in kinds)) for rank in held], sorted(job.peaks[1:])[1]
+
+
+SHARDED = (2, "--micro-batch-size 8 --use-distributed-optimizer")
+CASES = [
+    SHARDED,
+    (1, "--micro-batch-size 8"),
+    (1, "--micro-batch-size 4 --global-batch-size 8 --checkpoint-activations"),
+    (1, "--micro-batch-size 8 --mixed-precision bf16 --keep-fp32-parameters"),
+    (2, "--micro-batch-size 4 --global-batch-size 16 --pipeline-model-parallel-size 2"),
+    (2, "--micro-batch-size 8"),
+    (2, "--micro-batch-size 4 --zero-1-memory-optimization"),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("workers", "flags"), by_default([SHARDED], CASES))
+def test_a_run_of_own_hooks_needs_what_is_predicted(workers: int, flags: str) -> None:
+    words = f"--device cpu --lr 1e-3 --train-iters {STEPS} --no-save {flags}".split()
+    job = TaggerJob(words)
+    plan = resolve(job.config, detect("Trainer", "test", device="cpu", world_size=workers))
+    shapes = Subject(job.config, plan, gpu=False, source=HookModel(job, FlagModel)).shapes
+    assert shapes.repeats  # three of the six blocks are traced
+    layout, options = layout_of(plan), memory_options_of(plan, shapes.width)
+
+    ranks = [run(None, words)] if workers == 1 else run_in_workers(workers, run, words)
+    assert states_by_worker(shapes, layout, options) == ranks[0][0]
+    assert predict(shapes, layout, options).total == pytest.approx(max(peak for _, peak in ranks), rel=0.005)
+
+
+class LossJob(Trainer):
+    """The model is the default one, and the batches and the loss are not."""
+
+    def build_data(self) -> Data:
+        rows = torch.zeros((32, LENGTH), dtype=torch.long)
+        return Data(train=list(rows), collate=lambda rows: {"input_ids": torch.stack(rows)})
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch).logits.square().mean()
+        return loss
+
+
+def test_a_default_model_needs_no_weights(tmp_path: Path) -> None:
+    GPT2Config(n_layer=5, n_embd=WIDTH, n_head=4, vocab_size=WORDS).save_pretrained(tmp_path)
+    job = LossJob(["--device", "cpu", "--pretrained-model-name-or-path", str(tmp_path)])
+    subject = Subject(job.config, gpu=False, source=HookModel(job, FlagModel))
+    assert subject.facts.tokens == LENGTH
+    assert subject.shapes.parameters == Subject(job.config, gpu=False).shapes.parameters
+    head = 2 * 2 * LENGTH * WORDS * WIDTH * 3  # logits of two samples, and their two products in the backward
+    turn = [phase for phase in subject.shapes.trace(Variant(2)).phases if phase.name in ("head", "turn", "reduce")]
+    assert sum(phase.flops for phase in turn) == head
+
+
+class ValueJob(TaggerJob):
+    def build_model(self) -> nn.Module:
+        model = Tagger()
+        nn.init.constant_(model.head.bias, float(model.head.weight.detach().mean()))
+        return model
+
+
+def test_a_hook_that_reads_values_is_named() -> None:
+    job = ValueJob(["--device", "cpu"])
+    with pytest.raises(ModelError, match=r"build_model\(\) cannot be planned") as caught:
+        Subject(job.config, gpu=False, source=HookModel(job, FlagModel))
+    assert "shapes but no values" in str(caught.value.hint)
