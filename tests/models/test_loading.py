@@ -146,7 +146,7 @@ def test_folders_that_do_not_fit(pretrained: Path, configure: Configure) -> None
     assert f"there are no weights in {pretrained}" in text
     assert "it holds: config.json" in text
     (pretrained / "config.json").write_text("{", encoding="utf-8")
-    assert f"the configuration in {pretrained} cannot be used" in refused(config)
+    assert f"{pretrained / 'config.json'} is not JSON" in refused(config)
     (pretrained / "config.json").unlink()
     assert f"there is no config.json in {pretrained}" in refused(config)
 

@@ -16,6 +16,7 @@ from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.planning.flag_parser import CommandParser, dashed
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.out_of_memory import explained_without_plan
+from rapidformer_templates.system.files import JSON_ERRORS
 
 ADAPTERS = "adapter_config.json"
 WRITTEN = (
@@ -177,10 +178,10 @@ def _step(run: RunFolder, step: int | None, *, merge: bool) -> tuple[int, str]:
         return step, ""
     try:
         state = json.loads((run.checkpoints / f"step-{steps[0]}" / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        best = state.get("best")
+        if best and best["step"] in steps:
+            return best["step"], f", the best so far by {best['metric']} ({best['value']:.6g})"
+    except JSON_ERRORS as error:
         message = f"its newest checkpoint cannot be read: {error}"
         raise CheckpointError(message, where=str(run.checkpoints), hint="choose another one with --step") from error
-    best = state.get("best")
-    if best and best["step"] in steps:
-        return best["step"], f", the best so far by {best['metric']} ({best['value']:.6g})"
     return steps[0], ", the newest"

@@ -30,6 +30,7 @@ from rapidformer_templates.models.architectures import (
 from rapidformer_templates.models.model_files import (
     check_config_file,
     check_weight_files,
+    explain_config_errors,
     load_tokenizer,
     no_model_error,
     vocabulary_size,
@@ -167,17 +168,7 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
     path = str(flags.pretrained_model_name_or_path)
     folder = folder_of_model(flags, "config")
     check_config_file(folder)
-    try:
-        pretrained = read_config_of(folder, trust_remote_code=flags.trust_remote_code)
-    except (OSError, ValueError) as error:
-        hint = (
-            "run the folder's own code with --trust-remote-code"
-            if "trust_remote_code" in str(error)
-            else "check its config.json"
-        )
-        raise ModelError(
-            f"the configuration in {path} cannot be used: {_first_line(error)}", where=PRETRAINED, hint=hint
-        ) from error
+    pretrained = read_config_of(folder, trust_remote_code=flags.trust_remote_code)
     for flag, attribute in {"model_type": "model_type", **SIZE_FLAGS}.items():  # they cannot change the model
         requested, actual = getattr(flags, flag), getattr(pretrained, attribute, None)
         if flag == "max_position_embeddings":
@@ -210,14 +201,15 @@ def read_config_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     """Read the configuration of a folder, including models that a switch has changed.
 
     Raises:
-        OSError, ValueError: it cannot be read.
+        ModelError: it cannot be used.
     """
-    reader = own_reader(folder)
-    if reader:
-        return reader.read_config(folder)
-    config: PreTrainedConfig = AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=trust_remote_code
-    )
+    with explain_config_errors(folder):
+        reader = own_reader(folder)
+        if reader:
+            return reader.read_config(folder)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     return config
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.hub import PRETRAINED, is_hub_name, model_folder, no_folder_error
+from rapidformer_templates.planning.request import read_model_config
 from rapidformer_templates.system.files import hash_of
 
 if TYPE_CHECKING:
@@ -52,10 +55,35 @@ def no_model_error() -> ModelError:
 
 
 def check_config_file(folder: Path) -> None:
-    """Raise a :class:`ModelError` if a model folder has no ``config.json``."""
+    """Raise a :class:`ModelError` if a model folder has no ``config.json``, or one that cannot be a model's."""
     if not (folder / "config.json").is_file():
         hint = "name the folder that holds the model"
         raise ModelError(f"there is no config.json in {folder}", where=PRETRAINED, hint=hint)
+    read_model_config(folder)
+
+
+@contextmanager
+def explain_config_errors(folder: Path) -> Iterator[None]:
+    """Explain to the user why the code inside the context cannot use the configuration of a model.
+
+    Raises:
+        ModelError: any error, in words. For a value of a wrong type, transformers raises many kinds of errors.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        needs_code = "trust_remote_code" in str(error)
+        hint = "run the folder's own code with --trust-remote-code" if needs_code else "check its config.json"
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        message = f"the configuration in {folder} cannot be used: {reason}"
+        raise ModelError(message, where=PRETRAINED, hint=hint) from error
+
+
+def is_converted(folder: Path) -> bool:
+    """Return whether a folder contains a model whose dense feed-forward layers were converted to mixtures."""
+    return str(read_model_config(folder).get("model_type", "")).startswith(CONVERTED)
 
 
 def check_weight_files(folder: Path) -> None:
@@ -180,17 +208,23 @@ def _from_folder(config: RunConfig) -> PreTrainedTokenizerFast:
     path = config.data.tokenizer_path or config.model.pretrained_model_name_or_path
     if path is None:
         raise no_tokenizer_error()
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
     code, revision = config.model.trust_remote_code, None if config.data.tokenizer_path else config.model.revision
     folder = model_folder(path, revision, "tokenizer", flag=spelling(flag), code=code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=code)
     except Exception as error:  # transformers raises many kinds of errors, and tokenizers a bare Exception
+        if (folder / "config.json").is_file() and not is_converted(folder):
+            with explain_config_errors(folder):  # transformers reads it, too
+                AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=code)
         hint = "name a folder with tokenizer.json, or a model on the hub, by --tokenizer-path"
         message = f"there is no tokenizer in {path} that can be read"
         raise ModelError(message, where=spelling(flag), hint=hint) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         hint = "convert it with transformers and save it as tokenizer.json"
         raise ModelError(f"the tokenizer in {path} has no fast form", where=spelling(flag), hint=hint)
+    if not isinstance(tokenizer.model_max_length, int | float):
+        message = f"model_max_length of the tokenizer is not a number: {str(tokenizer.model_max_length)[:30]!r}"
+        raise ModelError(message, where=str(folder / "tokenizer_config.json"), hint="correct it, or leave it out")
     return tokenizer

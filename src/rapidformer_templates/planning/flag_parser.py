@@ -290,6 +290,8 @@ def _compose(file: Path) -> yaml.Node | None:
         raise ConfigError(f"{file} is not YAML: {error.problem}", where=f"{file.name}{line}", hint=hint) from error
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{file} is not YAML: {error}", where="--config") from error
+    except RecursionError:
+        raise ConfigError(f"{file} has too many nested values", where="--config") from None
     return document
 
 

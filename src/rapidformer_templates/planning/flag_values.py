@@ -124,15 +124,15 @@ class WorkerCounts(str):
         counts: the numbers of workers.
 
     Raises:
-        ValueError: a part is not a whole number of at least 1, or occurs twice.
+        ValueError: a part is not a whole number from 1 to a million, or occurs twice.
     """
 
-    expected = "a number of workers of at least 1, or several separated by commas: 8,16,32"
+    expected = "a number of workers from 1 to 1,000,000, or several separated by commas: 8,16,32"
     counts: tuple[int, ...]
 
     def __new__(cls, text: object) -> WorkerCounts:
         counts = tuple(int(word) for word in str(text).split(","))
-        if min(counts) < 1 or len(set(counts)) < len(counts):
+        if min(counts) < 1 or max(counts) > 1_000_000 or len(set(counts)) < len(counts):
             raise ValueError(cls.expected)
         self = super().__new__(cls, ",".join(map(str, counts)))
         self.counts = counts

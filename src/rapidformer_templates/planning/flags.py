@@ -61,6 +61,10 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
+MOST_BLOCKS = 10_000
+"""Maximum number of blocks or experts. No model has more, and building it would not end."""
+
+
 @dataclass(frozen=True)
 class LaunchFlags:
     """Launch"""
@@ -72,7 +76,9 @@ class LaunchFlags:
     user_script: str | None = flag(
         None, "white-box script to run with these flags; not in a YAML file", metavar="FILE", in_files=False, usual=True
     )
-    nproc_per_node: int | None = flag(None, "local workers that the command starts itself", minimum=1, usual=True)
+    nproc_per_node: int | None = flag(
+        None, "local workers that the command starts itself", minimum=1, maximum=1024, usual=True
+    )
     data_parallel_size: int | None = flag(
         None,
         "expected number of data-parallel workers; computed without the flag as all workers / (tensor × pipeline size)",
@@ -112,7 +118,7 @@ class ModelFlags:
         only_with=("pretrained_model_name_or_path", "NAME"),
     )
     model_type: str | None = flag(None, "architecture to train from scratch: gpt2, bert, llama, t5, …", usual=True)
-    num_layers: int | None = flag(None, "number of blocks", minimum=1)
+    num_layers: int | None = flag(None, "number of blocks", minimum=1, maximum=MOST_BLOCKS)
     hidden_size: int | None = flag(None, "width of the model", minimum=1)
     num_attention_heads: int | None = flag(None, "attention heads per block", minimum=1)
     max_position_embeddings: int | None = flag(None, "longest sequence that the model accepts, in tokens", minimum=1)

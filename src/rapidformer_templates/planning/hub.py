@@ -65,7 +65,7 @@ def cached_folder(name: str, revision: str | None, part: Part, *, code: bool = F
     for file in CONFIGS:
         cached = try_to_load_from_cache(name, file, revision=revision)
         if isinstance(cached, str) and _has(Path(cached).parent, part):
-            needs_code = code and '"auto_map"' in Path(cached).read_text(encoding="utf-8")
+            needs_code = code and '"auto_map"' in Path(cached).read_text(encoding="utf-8", errors="replace")
             return None if needs_code and not any(Path(cached).parent.glob("*.py")) else Path(cached).parent
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.deepspeed_file.flags import decays_in_the_gradient
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.flags import ModelFlags
-from rapidformer_templates.planning.hub import cached_folder
+from rapidformer_templates.planning.flags import MOST_BLOCKS, ModelFlags
+from rapidformer_templates.planning.hub import PRETRAINED, cached_folder
 from rapidformer_templates.planning.optimizers import (
     ADAMW,
     BETAS,
@@ -134,15 +135,31 @@ def _read_config(flags: ModelFlags) -> dict[str, object]:
     name = flags.pretrained_model_name_or_path
     if name is None:
         return {}
-    file = (cached_folder(name, flags.revision, "config") or Path(name)) / "config.json"
-    if not file.is_file():
-        return {}  # a folder that loading the model will report
+    folder = cached_folder(name, flags.revision, "config") or Path(name)
+    # Loading the model will report a folder without this file.
+    return read_model_config(folder) if (folder / "config.json").is_file() else {}
+
+
+def read_model_config(folder: Path) -> dict[str, object]:
+    """Return the content of the ``config.json`` of a model's folder.
+
+    Raises:
+        ModelError: it is not a JSON object, or it has more blocks or experts than any model.
+    """
+    file = folder / "config.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{file} is not JSON: {error}", where="--pretrained-model-name-or-path") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} is not JSON: {error}", where=PRETRAINED) from error
+    except RecursionError:
+        raise ModelError(f"{file} has too many nested values", where=PRETRAINED) from None
     if not isinstance(content, dict):
-        raise ModelError(f"{file} does not hold a JSON object", where="--pretrained-model-name-or-path")
+        raise ModelError(f"{file} does not hold a JSON object", where=PRETRAINED)
+    for section in (content, *(value for value in content.values() if isinstance(value, dict))):
+        for name, value in section.items():
+            if re.search("layer|expert", name) and isinstance(value, int) and value > MOST_BLOCKS:
+                message = f"{name} is {str(value)[:30]} in {file}, and no model has more than {MOST_BLOCKS:,}"
+                raise ModelError(message, where=PRETRAINED, hint="correct the number, or download the file again")
     return content
 
 

@@ -27,7 +27,7 @@ from rapidformer_templates.run.folder import MetricsFile, MetricsLine, RunFolder
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.trackers import KINDS, IsLogged, RunName, Tracker
 from rapidformer_templates.system.accelerator import HostCopy
-from rapidformer_templates.system.files import write_json
+from rapidformer_templates.system.files import JSON_ERRORS, write_json
 from rapidformer_templates.system.terminal import ProgressBar, print_lines, say
 from rapidformer_templates.system.workers import Workers
 
@@ -78,10 +78,13 @@ class Trackers:
         self.folder = folder
         self.failed: dict[str, str] = {}
         ids = folder.trackers / RUN_IDS
-        self._known: dict[str, dict[str, str | bool]] = (
-            json.loads(ids.read_text(encoding="utf-8")) if ids.exists() else {}
-        )
+        self._known: dict[str, dict[str, str | bool]] = {}
         """The identities that an earlier process of this run stored."""
+        if ids.exists():
+            try:
+                self._known = {name: dict(one) for name, one in json.loads(ids.read_text(encoding="utf-8")).items()}
+            except JSON_ERRORS as error:
+                say(workers, f"{ids} cannot be read ({error}): the trackers begin new runs", loud=True)
         self._open: dict[str, Tracker] = {}
         self._is_logged: dict[str, IsLogged] = {}
         self._row: dict[str, float] = {}

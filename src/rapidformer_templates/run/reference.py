@@ -31,7 +31,7 @@ from rapidformer_templates.models.adapters import fingerprint, identity_of, with
 from rapidformer_templates.planning.flag_values import TEST
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.run import Run
-from rapidformer_templates.system.files import sync, writing
+from rapidformer_templates.system.files import JSON_ERRORS, sync, writing
 from rapidformer_templates.system.workers import Workers
 
 
@@ -125,9 +125,9 @@ class Precomputed:
     def _read(self, path: Path, compared: Sequence[str]) -> Mapping[str, list[list[float]]]:
         try:
             with safe_open(path, framework="pt") as file:
-                of = json.loads(file.metadata()["of"])
+                of = dict(json.loads(file.metadata()["of"]))
                 values = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118 - no mapping
-        except (OSError, ValueError, SafetensorError) as error:
+        except (*JSON_ERRORS, SafetensorError) as error:
             raise CheckpointError(
                 f"the log-probabilities of the reference cannot be read: {error}",
                 where=str(path),

@@ -17,6 +17,7 @@ from rapidformer_templates.planning.flag_parser import parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.tasks import tasks_with
 from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.system.files import JSON_ERRORS
 
 if TYPE_CHECKING:
     from rapidformer_templates.data.tasks import Task
@@ -30,6 +31,9 @@ OF_THE_SAMPLES = (
     "label_column",
 )
 """Fields of a run that also determine how its model reads inputs after training."""
+
+DECISIONS = {"columns": dict, "labels": list, "problem": str, "may_be_null": bool, "longest_target": int}
+"""Types of what the data of a run decide: all names in ``state_fields`` of the tasks."""
 
 DESCRIPTION = "task.json"
 """File in ``model/`` of a run folder with its :class:`TaskDescription`."""
@@ -89,9 +93,14 @@ class SavedModel:
             return {}
         try:
             description: TaskDescription = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+            decisions = description.get("decisions", {})
+            texts = [*description.get("hooks", ()), *decisions.get("labels", ())]
+            wrong = [name for name, value in decisions.items() if not isinstance(value, DECISIONS[name])]
+            if wrong or not all(isinstance(text, str) for text in texts):
+                raise TypeError(f"{wrong[0] if wrong else 'a label or a hook'} is not of the right type")
+        except JSON_ERRORS as error:
             hint = "export the run again from a checkpoint: rapidformer export RUN --output FOLDER"
-            raise ConfigError(f"it is not JSON: {error}", where=str(file), hint=hint) from error
+            raise ConfigError(f"it does not describe a task: {error}", where=str(file), hint=hint) from error
         return description
 
 
@@ -132,7 +141,7 @@ def values_of(run: Path) -> dict[str, tuple[object, str]]:
     try:
         values = json.loads((run / "plan.json").read_text(encoding="utf-8"))["values"]
         named = {n.removeprefix("--").replace("-", "_"): (v["value"], v["origin"]) for n, v in values.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except JSON_ERRORS as error:
         raise ConfigError(f"{run / 'plan.json'} cannot be read: {error}", where="RUN") from error
     known = settable_by_files(parse([], REGISTRY.options()).kinds())
     return {name: value for name, value in named.items() if name in known}
@@ -140,12 +149,12 @@ def values_of(run: Path) -> dict[str, tuple[object, str]]:
 
 def _task_of(folder: Path) -> str:
     try:
-        classes = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
-    except (OSError, ValueError) as error:
+        name = str((json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""])[0])
+    except JSON_ERRORS as error:
         raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}", where="RUN") from error
-    tasks = tasks_with(lambda task: str(classes[0]).endswith(task.model_classes))
+    tasks = tasks_with(lambda task: name.endswith(task.model_classes))
     if not tasks:
-        what = f"a {classes[0]}" if classes[0] else "a model without a head"
+        what = f"a {name}" if name else "a model without a head"
         raise ConfigError(f"{folder} holds {what}, and does not say what it is for", where="RUN", hint="add --task")
     return tasks[0]
 

@@ -22,6 +22,7 @@ from rapidformer_templates.run.hooks import states_of
 from rapidformer_templates.run.log import Log
 from rapidformer_templates.run.performance import Meter
 from rapidformer_templates.run.run import Best, Position, Run
+from rapidformer_templates.system.files import JSON_ERRORS
 from rapidformer_templates.system.process_state import restore, seed_all
 from rapidformer_templates.system.terminal import say
 from rapidformer_templates.system.workers import Workers
@@ -151,13 +152,16 @@ def show_changes(folder: RunFolder, values: Mapping[str, Mapping[str, object]], 
     if not workers.is_main or not folder.plan.exists():
         return
     try:
-        before = json.loads(folder.plan.read_text(encoding="utf-8"))["values"]
-    except (OSError, ValueError, KeyError) as error:
+        before = {
+            name: entry["value"]
+            for name, entry in json.loads(folder.plan.read_text(encoding="utf-8"))["values"].items()
+        }
+    except JSON_ERRORS as error:
         say(workers, f"{folder.plan} cannot be read ({error}): what has changed is unknown", loud=True)
         return
     values = json.loads(json.dumps(values))
     named = sorted((before.keys() | values.keys()) - NOT_COMPARED)
-    pairs = {name: (before.get(name, {}).get("value"), values.get(name, {}).get("value")) for name in named}
+    pairs = {name: (before.get(name), values.get(name, {}).get("value")) for name in named}
     changes = [
         f"{name} {'its default' if was is None else was} → {'its default' if now is None else now}"
         for name, (was, now) in pairs.items()

@@ -22,6 +22,9 @@ from typing import TypedDict
 
 from rapidformer_templates.errors import RapidformerError
 
+JSON_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors of reading a JSON file that is damaged or has another form."""
+
 PAGE = 4096
 """Alignment in bytes, in memory and in the file, of data that bypasses the page cache."""
 

@@ -83,8 +83,9 @@ def test_a_named_layout_is_compared_by_component(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--world-size 2,2", "--world-size needs a number of workers of at least 1, or several separated by commas"),
-        ("--world-size 0", "--world-size needs a number of workers of at least 1"),
+        ("--world-size 2,2", "--world-size needs a number of workers from 1 to 1,000,000, or several"),
+        ("--world-size 0", "--world-size needs a number of workers from 1 to 1,000,000"),
+        ("--world-size 1000001", "--world-size needs a number of workers from 1 to 1,000,000"),
         ("--world-size 2,4", "--world-size with 2 numbers works with --auto-strategy"),
         ("--world-size 2 --plot a.png", "--plot draws several sizes of a cluster"),
         ("--auto-strategy --world-size 2,4 --plot a.gif", "--plot cannot write 'a.gif'"),

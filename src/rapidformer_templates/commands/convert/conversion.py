@@ -64,7 +64,7 @@ class Source:
             return None
         try:
             number = float("nan") if isinstance(value, bool | list | dict) else float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             hint = "write the number in place of the variable" if "$" in str(value) else None
@@ -164,7 +164,7 @@ class Result:
     def set(self, name: str, value: Value) -> None:
         """Set a flag. None leaves it at its default. A whole number of at least one loses its decimal point."""
         if value is not None:
-            self.flags[name] = int(value) if isinstance(value, float) and value >= 1 and value == int(value) else value
+            self.flags[name] = int(value) if isinstance(value, float) and value >= 1 and value.is_integer() else value
 
     def miss(self, key: str, value: Value, instead: str) -> None:
         """Name a setting that has no counterpart."""
@@ -250,7 +250,7 @@ def mapping_of(text: str, path: Path) -> dict[str, Value]:
     """
     try:
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         raise ConfigError(f"{path} is not {kind}: {error}", where="FILE") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -262,6 +262,6 @@ def read_json(file: Path) -> dict[str, Value] | None:
     """Return the mapping in a JSON file, or None if there is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+    except (ValueError, RecursionError, OSError):
         return None
     return content if isinstance(content, dict) else None

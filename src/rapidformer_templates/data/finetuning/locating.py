@@ -48,6 +48,7 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flag_values import TEST, Epochs, mixture_of, named_sets
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.planning.tasks import tasks_with
+from rapidformer_templates.system.files import JSON_ERRORS
 
 STEM = re.compile(rf"^(?:(?P<name>.+)[-_.])?(?P<part>{'|'.join(PART_NAMES)})(?:-\d+-of-\d+)?$")
 SHARD = re.compile(r"-(\d+)-of-(\d+)$")
@@ -60,7 +61,7 @@ NAMES_IN_MESSAGES = {"train": "training", "valid": "validation", TEST: "test"}
 SAVED = ("dataset_dict.json", "state.json")
 """Files that mark a folder saved by ``datasets``."""
 
-SAVED_DATA_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
+SAVED_DATA_ERRORS = (*JSON_ERRORS, NotImplementedError)
 """Errors of reading a folder that ``datasets`` saved if one of its files is damaged or has another form."""
 
 MAX_COUNTED_BYTES = 200_000_000
@@ -267,7 +268,7 @@ def _parts_in_readme(folder: Path, name: str | None) -> dict[str, list[Path]]:
             files = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
             if entry["split"] in PART_NAMES and files:
                 parts.setdefault(entry["split"], []).extend(files)
-    except (StopIteration, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, NotImplementedError):
+    except (*SAVED_DATA_ERRORS, StopIteration, yaml.YAMLError):
         return {}
     return parts
 

@@ -31,7 +31,7 @@ from rapidformer_templates.data.indexed.dataset import (
 )
 from rapidformer_templates.data.text.files import prefix_of
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.system.files import crc32, sync, to_json, write_at, write_json, write_synced
+from rapidformer_templates.system.files import JSON_ERRORS, crc32, sync, to_json, write_at, write_json, write_synced
 
 BLOCK = 1 << 22
 """Bytes of ``.bin`` that one checksum covers."""
@@ -288,7 +288,7 @@ def read_sums(prefix: str | Path) -> Sums | None:
         blocks = -(-sums["bin"]["bytes"] // sums["bin"]["block_bytes"])
         numbers = [*sums["bin"]["crc32"], sums["idx"]["crc32"], sums["largest_token"]]
         is_whole = len(sums["bin"]["crc32"]) == blocks and all(isinstance(number, int) for number in numbers)
-    except (ValueError, KeyError, TypeError, ZeroDivisionError):
+    except (*JSON_ERRORS, ZeroDivisionError):
         is_whole = False
     if not is_whole:
         hint = "delete it, and create it again with rapidformer data verify --write-sums if you trust the set"

@@ -8,11 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rapidformer_templates.run.checkpoint.format import FORMAT, KINDS, candidates, step_of
-from rapidformer_templates.system.files import crc32, explain
+from rapidformer_templates.system.files import JSON_ERRORS, crc32, explain
 from rapidformer_templates.system.workers import Workers
-
-CHECKPOINT_JSON_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""Errors of reading a JSON file of a checkpoint that is damaged or has another form."""
 
 
 def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = True) -> str | None:
@@ -26,7 +23,7 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         files = {name: (seal["bytes"], seal["crc32"]) for name, seal in manifest["files"].items()}
-    except CHECKPOINT_JSON_ERRORS as error:
+    except JSON_ERRORS as error:
         return f"manifest.json cannot be read ({error})"
     if manifest.get("format") != FORMAT:
         return f"format {manifest.get('format')} is not the format {FORMAT} of this version"
@@ -45,7 +42,7 @@ def problem_of(folder: Path, rank: int = 0, world: int = 1, *, contents: bool = 
         for kind in KINDS:
             needed |= {box[0] for entry in index[kind].values() for box in entry["boxes"]}
         absent = sorted(needed - set(files))
-    except CHECKPOINT_JSON_ERRORS as error:
+    except JSON_ERRORS as error:
         return f"index.json or state.json cannot be read ({error})"
     return f"the manifest does not list {', '.join(map(str, absent))}" if absent else None
 

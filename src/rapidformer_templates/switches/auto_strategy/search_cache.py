@@ -36,7 +36,7 @@ from rapidformer_templates.switches.auto_strategy.results import (
 from rapidformer_templates.switches.auto_strategy.step_seconds import Timing
 from rapidformer_templates.switches.auto_strategy.timing import Hardware
 from rapidformer_templates.switches.auto_strategy.whole_training import ModelTotals
-from rapidformer_templates.system.files import hash_of, user_cache
+from rapidformer_templates.system.files import JSON_ERRORS, hash_of, user_cache
 
 KEPT = 50
 """Number of results that stay in the folder. The oldest ones are deleted."""
@@ -99,7 +99,7 @@ def read_result(file: Path) -> SearchResult | None:
         return replace(_decoded(stored), file=file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except JSON_ERRORS as error:
         print(f"note: {file} is damaged and is ignored ({type(error).__name__}: {error})", file=sys.stderr)
         return None
 

@@ -29,7 +29,7 @@ from rapidformer_templates.models.loading import class_of, own_reader, quiet_tra
 from rapidformer_templates.models.saving import save_model
 from rapidformer_templates.models.weight_files import tensors_read_one_by_one
 from rapidformer_templates.planning.hub import model_folder
-from rapidformer_templates.system.files import new_folder, write_json
+from rapidformer_templates.system.files import JSON_ERRORS, new_folder, write_json
 from rapidformer_templates.system.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
@@ -132,8 +132,12 @@ def _fingerprints_in(folder: Path) -> dict[str, str]:
     """Return the fingerprints of the base that :func:`describe` has written. Empty for adapters of other programs."""
     if not (folder / BASE).is_file():
         return {}
-    written: dict[str, str] = json.loads((folder / BASE).read_text(encoding="utf-8"))["fingerprints"]
-    return written
+    try:
+        written = json.loads((folder / BASE).read_text(encoding="utf-8"))["fingerprints"]
+        return {str(name): str(value) for name, value in written.items()}
+    except JSON_ERRORS as error:
+        hint = "restore the file, or delete it: the base is not compared then"
+        raise ModelError(f"{folder / BASE} cannot be read: {error}", where=str(folder), hint=hint) from error
 
 
 def check_base(base: nn.Module, folder: Path, named: str) -> None:
@@ -172,8 +176,12 @@ def base_of(folder: Path, base: str | None = None) -> str:
         if not Path(base).is_dir():
             raise ModelError(f"{base} does not exist", where="--base", hint="name the folder with the base model")
         return base
-    named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not named:
+    try:
+        named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except JSON_ERRORS as error:
+        hint = "restore the file, or name a folder without it"
+        raise ModelError(f"{folder / SETTINGS} cannot be read: {error}", where=str(folder), hint=hint) from error
+    if not isinstance(named, str) or not named or "\0" in named:
         raise ModelError(
             f"the adapters in {folder} do not name a base",
             where=str(folder / SETTINGS),

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.models.model_files import CONVERTED
+from rapidformer_templates.models.model_files import CONVERTED, is_converted
 from rapidformer_templates.models.weight_files import tensors_in
 from rapidformer_templates.switches.mixture_of_experts.transform import KEY, MixtureSizes, make_sparse
 from rapidformer_templates.system.files import write_json
@@ -33,10 +33,7 @@ def mark(folder: Path) -> None:
 
 def is_marked(folder: Path) -> bool:
     """Return whether a folder contains a model with mixtures."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return False
-    return str(json.loads(file.read_text(encoding="utf-8")).get("model_type", "")).startswith(CONVERTED)
+    return (folder / "config.json").is_file() and is_converted(folder)
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
