@@ -61,7 +61,7 @@ LINES = {
         "engines/local.py",
         "divisor = self.loss_scale.scale if self.loss_scale is not None else None",
         "divisor = None",
-        ("tests/rehearsal/test_sabotage.py", "tests/rehearsal/test_runs.py"),
+        ("tests/rehearsal/test_runs.py",),
     ),
     "the norm of a 3D layout covers only one worker": Line(
         "engines/shards.py",

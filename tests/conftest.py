@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from functools import cache
@@ -103,6 +105,20 @@ def has_no_idle_workers(request: pytest.FixtureRequest) -> None:
         end_pool()
     if "accelerator" not in starts:
         end_fork_server()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs_start_without_idle_workers() -> Iterator[None]:
+    """End idle workers before this process starts a Python program, which may start workers as well."""
+    start, here = subprocess.Popen.__init__, os.getpid()
+
+    def end_and_start(program: Any, arguments: Any, *more: Any, **options: Any) -> None:
+        if os.getpid() == here and isinstance(arguments, (list, tuple)) and arguments[0] == sys.executable:
+            end_pool()
+        start(program, arguments, *more, **options)
+
+    with mock.patch.object(subprocess.Popen, "__init__", end_and_start):
+        yield
 
 
 @pytest.fixture(autouse=True)

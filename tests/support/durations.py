@@ -35,13 +35,16 @@ class Load(threading.Thread):
     """Sample twice per second the processes of the suite (this one and its descendants) and the free memory.
 
     Attributes:
-        commands: command lines of the largest sample.
+        running: the tests that run now, kept up to date by :class:`Durations`.
+        commands: the largest sample: process, parent and command line.
+        tests: the tests that ran then.
         memory: the largest number of bytes that all processes of the machine have taken since the start.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.commands, self.memory = list[str](), 0
+        self.running = set[str]()
+        self.commands, self.tests, self.memory = list[str](), list[str](), 0
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -50,7 +53,7 @@ class Load(threading.Thread):
             self.memory = max(self.memory, available - psutil.virtual_memory().available)
             processes = [here, *here.children(recursive=True)]
             if len(processes) > len(self.commands):
-                self.commands = [_command(process) for process in processes]
+                self.commands, self.tests = [_command(process) for process in processes], sorted(self.running)
 
     def end(self) -> None:
         """Stop sampling."""
@@ -60,7 +63,7 @@ class Load(threading.Thread):
 
 def _command(process: psutil.Process) -> str:
     with suppress(psutil.Error):
-        return " ".join(process.cmdline())[:120]
+        return f"{process.pid} of {process.ppid()}: {' '.join(process.cmdline())[:120]}"
     return "ended"
 
 
@@ -89,6 +92,12 @@ class Durations:
         finally:
             self.fixtures[f"{request.node.nodeid}::{fixturedef.argname}"] += time.perf_counter() - begin
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.load.running.add(nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.load.running.discard(nodeid)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.tests[report.nodeid][report.when or ""] = report.duration
 
@@ -116,7 +125,7 @@ class Durations:
         fixtures = dict(sorted(self.fixtures.items(), key=lambda item: -item[1]))
         peak = {"processes": len(self.load.commands), "memory_gb": round(self.load.memory / 1e9, 2)}
         rounded = {
-            "peak": peak | {"commands": self.load.commands},
+            "peak": peak | {"tests": self.load.tests, "commands": self.load.commands},
             "files": {name: round(seconds, 3) for name, seconds in files.items()},
             "tests": {name: {k: round(v, 4) for k, v in phases.items()} for name, phases in self.tests.items()},
             "fixtures": {name: round(seconds, 4) for name, seconds in fixtures.items()},

@@ -21,7 +21,10 @@ from tests.support.worker_pool import run_in_workers
 
 DEVICE = stand_in.kind()
 IS_REAL = DEVICE != stand_in.NAME
-STEPS = "--global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model --dataloader-num-workers 0"
+STEPS = (
+    "--global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --adam-epsilon 1e-3 --no-export-model"
+    " --dataloader-num-workers 0"
+)
 LATE = 0.002
 """Delay of side streams in seconds. With it, a copy that nobody waits for gives different numbers."""
 
