@@ -150,6 +150,12 @@ class WorkerHangs(RapidformerError):
     exit_status = 4
 
 
+class ReplicasDiffer(RapidformerError):
+    """Workers have different values where all must have the same."""
+
+    exit_status = 5
+
+
 class ReportedError(RapidformerError):
     """An error that a worker has already rendered. Its text is shown unchanged.
 

@@ -194,6 +194,7 @@ ELSEWHERE = {
     "data_parallel_size": "tests/planning/test_data_rules.py",
     "master_port": "tests/system/test_launch.py",
     "worker_timeout": "tests/run/test_watch.py",
+    "check_replicas": "tests/run/test_replica_check.py",
     "device": "tests/rehearsal/test_runs.py",
     "no_save": "tests/planning/test_refusals.py",
     "base": "tests/switches/lora/test_base.py",

@@ -390,6 +390,13 @@ class TrainingFlags:
         metavar="EVERY",
         usual=True,
     )
+    check_replicas: int | None = flag(
+        None,
+        "steps between comparisons of the values that several workers have, in addition to those before a save and at "
+        "the end; 0 never compares",
+        metavar="N",
+        minimum=0,
+    )
     async_save: bool = flag(False, "save in the background; training waits only for the copy to host memory")
     profile: int | None = flag(
         None,

@@ -34,6 +34,7 @@ from rapidformer_templates.run.performance import Meter, open_profile
 from rapidformer_templates.run.push_to_hub import check_push, create_repository, push_export, write_card
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import precomputed_reference
+from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.run import Run, Template, begin_run
 from rapidformer_templates.run.saving import Checkpoints, restore_run, show_changes
 from rapidformer_templates.run.scripts import (
@@ -282,6 +283,7 @@ def _build_loop(run: Run, metric: BestMetric | None) -> Loop:
         validation=Validation(run) if run.data.validation_sets() else None,
         best=BestStep(run, metric, training.early_stopping_patience) if metric else None,
         checkpoints=Checkpoints(run, run.folder, log, meter) if run.folder else None,
+        replica_check=replica_check_of(run),
         profile=open_profile(run, total - run.position.step),
     )
 

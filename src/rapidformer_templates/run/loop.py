@@ -11,7 +11,7 @@ from rapidformer_templates.data.loader import MicroBatch, load, on_device, train
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.engines.side_effects import evaluating
-from rapidformer_templates.errors import Interrupted, NonFiniteLoss
+from rapidformer_templates.errors import Interrupted, NonFiniteLoss, ReplicasDiffer
 from rapidformer_templates.run import watch
 from rapidformer_templates.run.evaluation import Validation
 from rapidformer_templates.run.hooks import states_of
@@ -19,6 +19,7 @@ from rapidformer_templates.run.layer_grad_norms import LayerGradNorms
 from rapidformer_templates.run.log import Log
 from rapidformer_templates.run.performance import DATA, EXCHANGE, REST, TRAIN, Meter, Profile
 from rapidformer_templates.run.receipts import Receipts
+from rapidformer_templates.run.replica_check import ReplicaCheck
 from rapidformer_templates.run.run import Run
 from rapidformer_templates.run.saving import Checkpoints
 from rapidformer_templates.run.step_errors import locate_device_errors, locate_index_errors
@@ -63,6 +64,7 @@ class Loop:
         validation: evaluates the model. None without validation data.
         best: selects the best checkpoint. None keeps no best one.
         checkpoints: saves the run. None without a run folder.
+        replica_check: compares the workers. None if nothing is compared.
         profile: profiles some steps of this worker.
         early_stop_reason: reason for an early stop. None if the run did not stop early.
     """
@@ -77,6 +79,7 @@ class Loop:
     validation: Validation | None = None
     best: BestStep | None = None
     checkpoints: Checkpoints | None = None
+    replica_check: ReplicaCheck | None = None
     profile: Profile | None = None
     early_stop_reason: str | None = field(init=False, default=None)
     _layer_grad_norms: LayerGradNorms | None = field(init=False, default=None)
@@ -97,6 +100,7 @@ class Loop:
             Interrupted: the run was asked to stop. If it has a run folder, it has saved a checkpoint.
             CheckpointError: a checkpoint could not be saved.
             DeviceFailed: the device reported an error. The error names the step.
+            ReplicasDiffer: workers have different values where all must have the same.
         """
         with (
             contextlib.closing(self.checkpoints) if self.checkpoints else contextlib.nullcontext(),
@@ -155,7 +159,7 @@ class Loop:
             if self.profile and self.profile.step_ends():
                 self.profile = None
 
-            # 5. Log, evaluate, save. In this order, the metrics of a step are written before its checkpoint.
+            # 5. Log, evaluate, compare, save. In this order, the metrics of a step are written before its checkpoint.
             counts, minutes_due = (before, position.counts), int(exchanged.minutes_due)
             if self.intervals.logs(done, self.total):
                 self._log(result, step)
@@ -165,7 +169,9 @@ class Loop:
             self._after_step(done)
             # The weights of the best step must be saved before the next step changes them.
             is_best = position.best is not None and position.best["step"] == done
-            if self.intervals.due(SAVE, *counts, self.total, minutes_due) or exchanged.stop_requests or is_best:
+            saves = self.intervals.due(SAVE, *counts, self.total, minutes_due) or is_best or exchanged.stop_requests > 0
+            self._compare(saves=saves)
+            if saves:
                 self._save()
             self._stop_if_requested(bool(exchanged.stop_requests), done)
         return metrics
@@ -258,6 +264,20 @@ class Loop:
         self.run.notify("on_evaluate", step, metrics)
         return metrics
 
+    def _compare(self, *, saves: bool) -> None:
+        """Compare the values that several workers have, if the run saves this step or the comparison is due."""
+        if self.replica_check is None or not (saves or self.replica_check.due(self.run.position.step)):
+            return
+        self._raise_pending_errors()
+        self.run.watch.enter(watch.CHECK, self.run.position.step)
+        try:
+            with self.meter.paused():
+                self.replica_check.compare()
+        except ReplicasDiffer as error:
+            self._wait_for_save()
+            error.hint = f"{error.hint}; {self._resume_hint()}"
+            raise
+
     def _save(self) -> None:
         self._saved_step = self.run.position.step
         if self.checkpoints:
@@ -325,6 +345,7 @@ class Loop:
         if self.validation and self._evaluated_step != step:
             metrics = self._evaluate(self.validation)
         if self._saved_step != step:
+            self._compare(saves=True)
             self._save()
         self._wait_for_save()
         return metrics

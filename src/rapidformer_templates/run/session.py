@@ -42,6 +42,7 @@ from rapidformer_templates.run.folder import RunFolder, Summary
 from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.performance import Meter
 from rapidformer_templates.run.receipts import Receipts
+from rapidformer_templates.run.replica_check import replica_check_of
 from rapidformer_templates.run.run import Position, Template, begin_run
 from rapidformer_templates.run.saving import check_base, checkpoint_to_load, restore_engine
 from rapidformer_templates.run.scripts import CALL
@@ -180,6 +181,7 @@ class Session:
         run.position = Position(base=base.identity if base else None)
         self._meter = Meter(self.workers.device)
         self._receipts = Receipts(run)
+        self._replica_check = replica_check_of(run)
         self._placeholder: Batch | None = None  # last batch of a step, or of an evaluation before the first step
 
     @property
@@ -272,6 +274,7 @@ class Session:
         Raises:
             CheckpointError: the checkpoint cannot be written, or ``state`` of a worker cannot be stored. Earlier
                 checkpoints are unchanged.
+            ReplicasDiffer: workers have different values where all must have the same.
         """
         lossy = next(filter(None, self.workers.gather(_lossy_part({} if state is None else state, "state"))), None)
         if lossy:
@@ -282,6 +285,8 @@ class Session:
         self._raise_pending_errors()
         root = RunFolder(folder).checkpoints
         with self._meter.paused():
+            if self._replica_check:
+                self._replica_check.compare()
             if self.workers.is_main:
                 root.mkdir(parents=True, exist_ok=True)
             self.workers.barrier()

@@ -29,8 +29,9 @@ from rapidformer_templates.system.launch import line_of, report_error
 from rapidformer_templates.system.workers import Workers
 
 SETUP, DATA, EXCHANGE, STEP = "setup", "loading data", "exchange of counts", "training step"
-EVALUATION, SAVE, OWN_CODE, EXPORT = "evaluation", "save", "hooks and own code", "export"
-PHASES = (SETUP, DATA, EXCHANGE, STEP, EVALUATION, SAVE, OWN_CODE, EXPORT)
+EVALUATION, CHECK, SAVE = "evaluation", "comparison of replicas", "save"
+OWN_CODE, EXPORT = "hooks and own code", "export"
+PHASES = (SETUP, DATA, EXCHANGE, STEP, EVALUATION, CHECK, SAVE, OWN_CODE, EXPORT)
 """The phases of a run, in the order in which a worker passes through them."""
 
 PATIENCE = 3
