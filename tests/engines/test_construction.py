@@ -21,10 +21,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.demo import demo_model_folder
-from rapidformer_templates.engines.boxes import Index, local_values
+from rapidformer_templates.engines.boxes import local_values
 from rapidformer_templates.engines.construction import ModelUnderConstruction
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.gather_on_use import divided_construction
+from rapidformer_templates.engines.parts import Parts
 from rapidformer_templates.models.loading import build_model
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.registry import load_object
@@ -140,12 +141,12 @@ def _parts_of(workers: Workers, shape: tuple[int, ...], *, is_whole: bool) -> in
         if not is_whole:
             construction.divide_all()
         for placement in PLACEMENTS:
-            indices = [Index.of_rank(shape, [placement], [workers.world], [rank]) for rank in range(workers.world)]
-            part = construction.part_of(module.weight, indices)
+            parts = Parts(placement, workers.world, tuple(range(workers.world)))
+            part = construction.part_of(module.weight, parts)
             assert part is not None
             assert torch.equal(part, local_values(whole, [placement], [workers.world], [workers.rank])), placement
         row = module.weight[0]
-        assert construction.part_of(row, [Index.whole(row.shape)] * workers.world) is None
+        assert construction.part_of(row, Parts(Replicate(), 1, (0,) * workers.world)) is None
     return construction.gathers
 
 

@@ -17,14 +17,15 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Placement
 
-from rapidformer_templates.engines.boxes import Index, local_values
+from rapidformer_templates.engines.boxes import local_values
+from rapidformer_templates.engines.parts import PartExchange, Parts, exchanges_of, starts_in_file
 from rapidformer_templates.models.weight_files import FileTensor, join
 
 LEAST_DIVIDED = 4096
@@ -263,13 +264,10 @@ class ModelUnderConstruction:
         for storage in self._storages.values():
             storage.share = shares.get(storage.number)  # what is in a file is not read yet
 
-    def part_of(self, tensor: torch.Tensor, parts: Sequence[Index]) -> torch.Tensor | None:
+    def part_of(self, tensor: torch.Tensor, parts: Parts) -> torch.Tensor | None:
         """Return a copy of this worker's part of a tensor, which is not gathered for it. Each worker gets its own part.
 
         Returns None for a tensor that is not divided, or that is a part of another one.
-
-        Args:
-            parts: the values that each worker gets.
         """
         with self.paused(), torch.no_grad():
             storage = self._filled_by(tensor)
@@ -278,60 +276,43 @@ class ModelUnderConstruction:
                 storage = self._filled_by(tensor)  # None if it cannot be divided
             if storage is None:
                 return None
-            part = torch.empty(parts[self.rank].local, dtype=tensor.dtype)
             if storage.is_whole:
-                for place, values in parts[self.rank].parts_in_run(tensor.shape, 0, tensor):
-                    part[place] = values
-                return part
+                return local_values(tensor, [parts.placement], [parts.size], [parts.ranks[self.rank]])
+            shape = tuple(tensor.shape)
+            part = torch.empty(parts.index(shape, self.rank).local, dtype=tensor.dtype)
             if storage.source is not None:
-                begins = [one.start_of_run(tensor.shape) for one in parts]
-                start = begins[self.rank]
-                if start is not None and None not in begins:  # nothing must be exchanged
-                    storage.source.read_into(part.view(-1), start)
+                starts = starts_in_file(shape, parts)
+                if starts is not None:  # nothing must be exchanged
+                    storage.source.read_into(part.view(-1), starts[self.rank])
                     return part
                 self._read_share(storage)
             assert storage.share is not None
-            count, all_values = storage.share_size(self.world) // tensor.element_size(), tensor.numel()
-            starts = [min(rank * count, all_values) for rank in range(self.world + 1)]
-            runs = [range(start, end) for start, end in pairwise(starts)]
-            self._exchange_parts(storage.share.view(tensor.dtype), runs, tensor.shape, parts, part)
+            count = storage.share_size(self.world) // tensor.element_size()
+            self._exchange(storage.share.view(tensor.dtype), part, exchanges_of(shape, parts, count, self.rank))
             return part
 
-    def _exchange_parts(
-        self, share: torch.Tensor, runs: Sequence[range], shape: torch.Size, parts: Sequence[Index], part: torch.Tensor
-    ) -> None:
-        """Send each worker the values of its part that are in this worker's share, and fill this worker's part.
-
-        Args:
-            runs: the elements of the flattened tensor that the share of each worker has.
-        """
+    def _exchange(self, share: torch.Tensor, part: torch.Tensor, exchanges: Sequence[PartExchange]) -> None:
+        """Send each worker the values of its part that are in this worker's share, and fill this worker's part."""
         works, received = [], []
-        for peer, run in enumerate(runs):
-            own = runs[self.rank]
-            sent = [values for _, values in parts[peer].parts_in_run(shape, own.start, share[: len(own)])]
-            # Without memory, these values have the shapes of those that the peer sends.
-            places = [
-                (place, values.shape)
-                for place, values in parts[self.rank].parts_in_run(
-                    shape, run.start, torch.empty(len(run), device="meta")
-                )
-            ]
-            if peer == self.rank:
-                for (place, _), values in zip(places, sent, strict=True):
-                    part[place] = values
+        for one in exchanges:
+            sent = [share.as_strided(*view) for view in one.sent]
+            places = [part.as_strided(*view) for view in one.received]
+            if one.peer == self.rank:
+                for place, values in zip(places, sent, strict=True):
+                    place.copy_(values)
                 continue
             if sent:
-                works.append(self._send(_packed(sent), peer))
+                works.append(self._send(_packed(sent), one.peer))
             if places:
-                message = part[places[0][0]] if len(places) == 1 else part.new_empty(0)
-                if len(places) > 1 or not message.is_contiguous():
-                    message = part.new_empty(sum(of.numel() for _, of in places))
-                    received.append((places, message))
-                works.append(self._receive(message.view(-1).view(torch.uint8), peer))
+                buffer = places[0]
+                if len(places) > 1 or not buffer.is_contiguous():
+                    buffer = part.new_empty(sum(place.numel() for place in places))
+                    received.append((places, buffer))
+                works.append(self._receive(buffer.view(-1).view(torch.uint8), one.peer))
         _wait(works)
-        for places, message in received:
-            for (place, of), values in zip(places, message.split([of.numel() for _, of in places]), strict=True):
-                part[place] = values.view(of)
+        for places, buffer in received:
+            for place, values in zip(places, buffer.split([place.numel() for place in places]), strict=True):
+                place.copy_(values.view(place.shape))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stop dividing whole tensors whose values an engine has taken over. All workers must name the same ones."""
@@ -550,8 +531,7 @@ def take_part(
         group: the workers that must have the same values. None for all.
     """
     if construction is not None:
-        shape = tuple(tensor.shape)
-        part = construction.part_of(tensor, [Index.of_rank(shape, [placement], [size], [one]) for one in ranks])
+        part = construction.part_of(tensor, Parts(placement, size, tuple(ranks)))
         if part is not None:
             return part.to(device)
     is_synchronized = construction is not None and construction.is_synchronized(tensor)
