@@ -1,4 +1,7 @@
-"""Tensors of safetensors files that workers read in parts. Transformers alone reads every tensor whole.
+"""Tensors of weight files that workers read in parts. Transformers alone reads every tensor whole.
+
+Both formats store the elements of a tensor as consecutive bytes: safetensors, and the archive that ``torch.save``
+writes (``pytorch_model.bin``). The format that torch had before version 1.6 is read as usual.
 
 A context variable holds the function that reads the tensors for ``from_pretrained``. Without one, transformers reads
 files as it always does.
@@ -16,9 +19,11 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
+from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import modeling_utils
 
 from rapidformer_templates.system.replaced_functions import patch_function
@@ -46,7 +51,7 @@ class FileRange(NamedTuple):
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in safetensors files that has not been read.
+    """A tensor in weight files that has not been read.
 
     Attributes:
         shape: its shape.
@@ -121,13 +126,14 @@ _read_tensor: ContextVar[ReadTensor | None] = ContextVar("read_tensor", default=
 
 @contextmanager
 def tensors_read_by(read: ReadTensor) -> Iterator[None]:
-    """Let a function read the tensors that ``from_pretrained`` loads from safetensors files inside this context.
+    """Let a function read the tensors that ``from_pretrained`` loads from files inside this context.
 
     Args:
         read: returns a tensor of the shape and type that the tensor in the file has. If it returns None, the tensor is
             read as usual.
     """
     patch_function(modeling_utils, "safe_open", _open)
+    patch_function(modeling_utils, "load_state_dict", _load)
     token = _read_tensor.set(read)
     try:
         yield
@@ -159,6 +165,26 @@ def tensors_in(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _open(original: Callable[..., safe_open], path: str, *args: object, **kwargs: object) -> safe_open | _OpenFile:
     opened, read = original(path, *args, **kwargs), _read_tensor.get()  # safetensors checks the file
     return opened if read is None else _OpenFile(path, opened, read)
+
+
+def _load(
+    original: Callable[..., dict[str, torch.Tensor]], path: str, *args: object, **kwargs: object
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, as ``from_pretrained`` loads ``pytorch_model.bin``."""
+    tensors, read = original(path, *args, **kwargs), _read_tensor.get()  # torch checks the file and maps it
+    if read is None or not is_zipfile(path):
+        return tensors
+    with FakeTensorMode():
+        places = torch.load(path, weights_only=True)
+    file = WeightFile(path)
+    for name, tensor in tensors.items():
+        begin = places[name].untyped_storage()._checkpoint_offset
+        if type(tensor) is torch.Tensor and tensor.is_contiguous() and tensor.nbytes >= SMALLEST and begin is not None:
+            begin += tensor.storage_offset() * tensor.itemsize
+            where = FileRange(file, begin, tensor.nbytes)
+            divided = read(FileTensor(tensor.shape, tensor.dtype, (where,)))
+            tensors[name] = tensor if divided is None else divided
+    return tensors
 
 
 class _Entry(TypedDict):
