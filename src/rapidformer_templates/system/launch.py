@@ -35,6 +35,12 @@ CHECKED = "RAPIDFORMER_CHECKED"
 CHOSEN = "RAPIDFORMER_CHOSEN_LAYOUT"
 """Set for our own workers: the fields that the automatic strategy has chosen, as JSON."""
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable that names the network interface of gloo. Without it, gloo uses that of the host's name."""
+
+LOOPBACK = ("lo", "lo0")
+"""Names of the interface that only this machine can reach, on Linux and on macOS."""
+
 NOTICE_SECONDS = 5
 """Seconds within which the peers of a killed worker fail, too, and report it."""
 
@@ -122,6 +128,7 @@ def port_problem(port: int) -> str | None:
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // count)
+    loopback = next((name for _, name in socket.if_nameindex() if name in LOOPBACK), "")
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -131,6 +138,7 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         CHECKED: "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        INTERFACE: os.environ.get(INTERFACE, loopback),
     }
 
 

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from rapidformer_templates.errors import WorkerFailed
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.system import accelerator
+from rapidformer_templates.system.launch import INTERFACE
 from rapidformer_templates.system.processes import end_with_launcher, joined, wait_at_exit
+from rapidformer_templates.system.rendezvous import check_interface, open_store
 
 # Newer names first: the older ones warn if both exist.
 all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -166,7 +167,7 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
         sizes: how the workers are divided. None for copies of the whole model.
 
     Raises:
-        WorkerFailed: the rendezvous address cannot be reached or its port is in use.
+        ConfigError, WorkerFailed: see :func:`open_store`.
     """
     sizes = sizes or Sizes()
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -207,20 +208,20 @@ def _open_group(device: torch.device) -> Store:
     """Open the process group of all workers, and return the key-value store in which they have met."""
     wait_at_exit()
     named = device if device.type in OPENED_AT_ONCE else None
+    backend, rank = accelerator.backend_of(device), int(os.environ["RANK"])
+    check_interface()
+    shared = open_store(PATIENCE)
+    # A store outlives a group. The next group must not find the entries of the last one.
+    turn = shared.add(f"rapidformer/groups/{rank}", 1)
+    store = PrefixStore(f"rapidformer/{turn}", shared)
     try:
-        store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
-        # torchrun's store outlives a group. The next group must not find the entries of the last one.
-        turn = store.add(f"rapidformer/groups/{rank}", 1)
-        store = PrefixStore(f"rapidformer/{turn}", store)
-        backend = accelerator.backend_of(device)
-        dist.init_process_group(backend, None, PATIENCE, world, rank, store, device_id=named)
-        return store
+        dist.init_process_group(backend, None, PATIENCE, int(os.environ["WORLD_SIZE"]), rank, store, device_id=named)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise WorkerFailed(
-            f"the workers cannot connect at {address}: {str(error).splitlines()[0]}",
-            hint="a port in use or a firewall: choose another --master-port, or leave it out for a free one",
+            f"the workers cannot connect to each other: {str(error).splitlines()[0]}",
+            hint=f"check firewalls, and the network interface in {INTERFACE}",
         ) from error
+    return store
 
 
 def set_group_timeouts(seconds: float) -> None:
