@@ -36,15 +36,27 @@ TWO_AT_MOST = (
     "tests/system/",
     "tests/commands/test_demo.py",
     "tests/commands/test_evaluate.py",
+    "tests/commands/test_export.py",
+    "tests/data/test_multiple_choice.py",
+    "tests/engines/parallel/test_update_chunks.py",
+    "tests/engines/test_generation.py",
+    "tests/engines/test_group_values.py",
+    "tests/engines/test_shards.py",
     "tests/engines/test_unused_parameters.py",
     "tests/run/test_inference.py",
     "tests/run/test_evaluated_rows.py",
     "tests/run/test_out_of_memory.py",
+    "tests/run/test_streaming.py",
+    "tests/run/test_trackers.py",
     "tests/switches/test_other_package.py",
     "tests/switches/test_saves_memory.py",
+    "tests/switches/torch_compile/test_blocks.py",
     "tests/switches/zero/",
 )
-"""Test files that start at most two workers. They run in the test process without the tests of four workers."""
+"""Test files that start at most two workers. They run in the test process without the tests of four workers.
+
+That process must have more to do than the other one, which runs the last of these files when its own are done.
+"""
 
 WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -16,6 +16,7 @@ from benchmarks.texts import documented
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_every_way_is_trained_from_one_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = "--model-type llama --num-layers 2 --hidden-size 64 --num-attention-heads 2 --dropout 0"

@@ -11,6 +11,7 @@ from benchmarks import moe
 from benchmarks.__main__ import main
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_the_command_writes_what_it_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.texts import docstrings
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_ways_to_keep_weights_are_compared_on_real_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "HELD_OUT", 8)

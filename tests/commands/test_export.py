@@ -19,11 +19,12 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.planning.environment import installed_packages
 from tests.support.preference_runs import make, words
 from tests.support.scored import Scored
+from tests.support.selection import by_default, selected
 from tests.support.texts import write_jsonl
 from tests.support.worker_pool import run_in_workers
 
 FLAGS = "--task causal_lm --train-iters 2 --save-interval 1 --keep-best --eval-interval 2 --micro-batch-size 2"
-RUNS: Mapping[str, str] = {
+RUNS = {
     "ddp": "",
     "averaged, fsdp": "--fsdp-memory-optimization --ema-decay 0.5",
     "averaged, tensor": "--tensor-model-parallel-size 2 --ema-decay 0.5",
@@ -31,15 +32,20 @@ RUNS: Mapping[str, str] = {
     "adapters": "--lora-rank 2",
     "adapters in stages": "--lora-rank 2 --pipeline-model-parallel-size 2 --pipeline-stages 1,1 --quantize-base int8",
     "adapters of another kind": "--lora-rank 2 --lora-variant dora --fsdp-memory-optimization",
+    "mixture": "",
 }
 SCRATCH = "--model-type gpt2 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 2"
-MORE = {
-    "fairscale": {"oss": "--oss-memory-optimization"},
-    "deepspeed": {
+if "fairscale" in installed_packages():
+    RUNS |= {"oss": "--oss-memory-optimization"}
+if "deepspeed" in installed_packages():
+    RUNS |= {
         "averaged, zero-2": "--zero-2-memory-optimization --ema-decay 0.5",
         "zero-3": "--zero-3-memory-optimization --zero-3-param-persistence-threshold 40",
-    },
-}
+    }
+LONGER = {"averaged, fsdp", "pipeline", "adapters of another kind", "oss"}
+"""For ``make test-longer``. All engines write one format of checkpoints, and ``tests/run/test_written_runs.py`` reads
+those of each engine.
+"""
 
 
 def train_all(workers: Any, runs: Mapping[str, list[str]]) -> None:
@@ -58,37 +64,41 @@ def same(folder: Path, other: Path) -> None:
         assert told == wanted, f"{other}: {name}"
 
 
-@pytest.mark.distributed
-def test_every_engine_of_a_checkpoint(tmp_path: Path, gpt_folder: Path) -> None:
-    given = [*FLAGS.split(), *make(tmp_path / "data", gpt_folder, [])]
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
+    """Return the folder of all runs. Their data are gone."""
+    folder = tmp_path_factory.mktemp("runs")
+    given = [*FLAGS.split(), *make(folder / "data", gpt_folder, [])]
     given.remove("--no-export-model")
     for part in ("train", "valid"):
-        write_jsonl(tmp_path / "data" / f"{part}.jsonl", [{"text": words(3 + i % 9, i)} for i in range(12)])
-    runs = {
-        **RUNS,
-        **{name: f for package, of in MORE.items() if package in installed_packages() for name, f in of.items()},
-    }
-    flags = {name: [*given, *of_run.split()] for name, of_run in runs.items()}
-    flags["mixture"] = [*given[:-2], *SCRATCH.split(), "--tokenizer-path", str(gpt_folder)]
-    run_in_workers(2, train_all, {str(tmp_path / name): of_run for name, of_run in flags.items()})
+        write_jsonl(folder / "data" / f"{part}.jsonl", [{"text": words(3 + i % 9, i)} for i in range(12)])
+    flags = {name: [*given, *RUNS[name].split()] for name in selected(request, "name")}
+    if "mixture" in flags:
+        flags["mixture"] = [*given[:-2], *SCRATCH.split(), "--tokenizer-path", str(gpt_folder)]
+    run_in_workers(2, train_all, {str(folder / name): of_run for name, of_run in flags.items()})
     for part in ("train", "valid"):
-        (tmp_path / "data" / f"{part}.jsonl").unlink()
-    for name in flags:
-        run = tmp_path / name
-        best = json.loads((run / "summary.json").read_text())["best"]["step"]
-        assert main(["export", str(run), "--step", str(best)]) == 0
-        same(run / f"export-step-{best}", run / "export")
-        (run / "export").rename(run / "kept")  # as after an interruption
-        assert main(["export", str(run)]) == 0
-        same(run / "export", run / "kept")
-        if name == "adapters":
-            base = json.loads((run / "export/adapter_config.json").read_text())["base_model_name_or_path"]
-            for lost in (base, str(Path(base).parent)):
-                assert main(["export", str(run), "--merge", *_over(Path(lost))]) == 2
-            assert (Path(base) / "config.json").is_file()
-            assert main(["export", str(run), "--merge"]) == 0
-            assert main(["export", str(run), "--merge", "--step", str(best)]) == 0
-            same(run / f"merged-step-{best}", run / "merged")
+        (folder / "data" / f"{part}.jsonl").unlink()
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", by_default(RUNS.keys() - LONGER, RUNS))
+def test_every_engine_of_a_checkpoint(name: str, trained: Path) -> None:
+    run = trained / name
+    best = json.loads((run / "summary.json").read_text())["best"]["step"]
+    assert main(["export", str(run), "--step", str(best)]) == 0
+    same(run / f"export-step-{best}", run / "export")
+    (run / "export").rename(run / "kept")  # as after an interruption
+    assert main(["export", str(run)]) == 0
+    same(run / "export", run / "kept")
+    if name == "adapters":
+        base = json.loads((run / "export/adapter_config.json").read_text())["base_model_name_or_path"]
+        for lost in (base, str(Path(base).parent)):
+            assert main(["export", str(run), "--merge", *_over(Path(lost))]) == 2
+        assert (Path(base) / "config.json").is_file()
+        assert main(["export", str(run), "--merge"]) == 0
+        assert main(["export", str(run), "--merge", "--step", str(best)]) == 0
+        same(run / f"merged-step-{best}", run / "merged")
 
 
 LOST = ("run", "run/checkpoints", "run/checkpoints/step-2", "")

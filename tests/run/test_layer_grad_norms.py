@@ -46,8 +46,8 @@ if "deepspeed" in installed_packages():
     }
 
 
-LONGER = {"oss", "zero-1"}
-"""For ``make test-longer``. SDP and ZeRO-2 take the same way through the engine."""
+LONGER = {"oss", "zero-1", "zero-2, offload"}
+"""For ``make test-longer``. SDP, ZeRO-2 and ZeRO-3 with offload take the same way through the engine."""
 
 
 def _norms(run: Trained) -> list[dict[str, float]]:
