@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,11 +21,13 @@ from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.run import lock as run_lock
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
-from rapidformer_templates.run.folder import CONTENTS, RunFolder, read_metrics
+from rapidformer_templates.run.folder import CONTENTS, MetricsFile, RunFolder, read_metrics
 from rapidformer_templates.run.lock import RunLock
+from rapidformer_templates.system.files import writing
+from rapidformer_templates.system.workers import Workers
 from tests.support.crash_points import each_crash
 from tests.support.lines import FLAGS, Line
-from tests.support.worker_pool import alone
+from tests.support.worker_pool import Failure, alone, outcomes_in_workers
 
 SHORT = [*FLAGS, "--epochs", "2", "--keep-checkpoints", "1"]
 
@@ -358,6 +360,41 @@ def test_metrics_that_cannot_be_written_are_told(tmp_path: Path) -> None:
 
     with pytest.raises(RapidformerError, match=r"metrics.jsonl cannot be written: the disk is full"):
         Full([*SHORT, "--save", str(tmp_path)]).fit()
+
+
+def _train_until_full(workers: Workers, folder: str, full_at: int) -> None:
+    """Train until the disk is full at the line of a step."""
+    write = MetricsFile.write
+
+    def write_if_there_is_space(file: MetricsFile, line: Mapping[str, object]) -> None:
+        with writing(file._path):
+            if line["step"] == full_at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(file, line)
+
+    with mock.patch.object(MetricsFile, "write", write_if_there_is_space):
+        Line([*SHORT, "--save", folder, "--save-interval", "100", "--log-interval", "1"]).fit()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("full_at", "saved"), [(3, 4), (6, 6)])
+def test_a_run_that_cannot_write_metrics_saves_before_it_ends(full_at: int, saved: int, tmp_path: Path) -> None:
+    for outcome in outcomes_in_workers(2, _train_until_full, str(tmp_path), full_at):
+        assert isinstance(outcome, Failure), "the run did not end"
+        assert outcome.kind == "RapidformerError", outcome.trace
+        assert "metrics.jsonl cannot be written: the disk is full" in outcome.text
+        assert f"after step {saved}" in outcome.text
+        assert "free some space and continue with --resume" in outcome.text
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == [f"step-{saved}"]
+
+
+def test_metrics_that_are_a_folder_refuse_a_resume(half: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(half, folder)
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a folder"):
+        train(folder, "--resume")
 
 
 def test_garbled_lines_of_metrics_stop_no_resume(

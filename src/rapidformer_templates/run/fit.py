@@ -306,6 +306,8 @@ def _finish(loop: Loop, metrics: dict[str, float]) -> Summary:
         lines = read_metrics(folder.metrics) if folder and loop.log.metrics else None
         if lines is not None and not any(is_test_line(line) and line["step"] == step for line in lines):
             loop.log.record({"step": step, **test_metrics})
+            if loop.log.failure:
+                raise loop.log.failure
     run.watch.enter(EXPORT, run.position.step)
     if folder and training.export_model:
         export_model(run.engine, run.hooks.tokenizer, folder.export)

@@ -83,6 +83,10 @@ class RunFolder:
                 hint="--resume continues it, --overwrite empties it, another --save leaves it alone",
             )
 
+        if resume and self.metrics.is_dir():
+            raise ConfigError(
+                f"{self.metrics} is a folder", where="--save", hint="move it away: metrics are written there"
+            )
         is_run = self.plan.exists() or (self.path / TRASH).exists()  # or a run whose removal was interrupted
         if existing and overwrite and not is_run:
             raise ConfigError(
@@ -152,6 +156,7 @@ class MetricsFile:
     def sync(self) -> None:
         """Flush to disk, so that no checkpoint is ahead of its metrics."""
         with writing(self._path):
+            self._file.flush()  # what could not be written before, if there is space now
             os.fsync(self._file.fileno())
             sync(self._path.parent)
 

@@ -12,13 +12,15 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
 import torch
 
+from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flag_values import chosen_trackers
@@ -294,16 +296,21 @@ class Log:
         metrics: the file of the run folder. None without a folder, and on other workers.
         trackers: the trackers, on the main worker only. None if there are none.
         progress: the display on the terminal.
+        failure: why the file could not be written. The run saves before it raises this error.
     """
 
     metrics: MetricsFile | None
     trackers: Trackers | None
     progress: Progress
+    failure: RapidformerError | None = field(init=False, default=None)
 
     def record(self, line: MetricsLine) -> None:
         """Write a line of metrics to the file and the trackers."""
         if self.metrics:
-            self.metrics.write(line)
+            try:
+                self.metrics.write(line)
+            except RapidformerError as error:
+                self.failure = error
         if self.trackers:
             self.trackers.log(line)
 
@@ -315,7 +322,8 @@ class Log:
     def sync(self) -> None:
         """Flush the file to disk, so that no checkpoint is ahead of its metrics."""
         if self.metrics:
-            self.metrics.sync()
+            with suppress(RapidformerError) if self.failure else nullcontext():
+                self.metrics.sync()
 
     def end_trackers(self, summary: Summary) -> dict[str, TrackerResult]:
         """Send the summary to the trackers, and return where each one shows the run."""

@@ -11,7 +11,7 @@ from rapidformer_templates.data.loader import MicroBatch, load, on_device, train
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.engines.side_effects import evaluating
-from rapidformer_templates.errors import Interrupted, NonFiniteLoss, ReplicasDiffer
+from rapidformer_templates.errors import Interrupted, NonFiniteLoss, RapidformerError, ReplicasDiffer
 from rapidformer_templates.run import watch
 from rapidformer_templates.run.evaluation import Validation
 from rapidformer_templates.run.hooks import states_of
@@ -34,7 +34,7 @@ class Exchanged(NamedTuple):
 
     Attributes:
         targets, samples, tokens: their numbers in the global batch.
-        stop_requests: number of ranks whose process was asked to stop.
+        stop_requests: number of ranks whose process was asked to stop, or that cannot write metrics.
         stop_calls: number of ranks on which a hook called ``stop()`` in the previous step.
         saving: number of ranks that are writing a checkpoint in the background.
         minutes_due: what is due by the clock of the main rank, see :meth:`Intervals.due_by_clock`.
@@ -99,6 +99,7 @@ class Loop:
                 as before that step.
             Interrupted: the run was asked to stop. If it has a run folder, it has saved a checkpoint.
             CheckpointError: a checkpoint could not be saved.
+            RapidformerError: the metrics could not be written. The run has saved a checkpoint.
             DeviceFailed: the device reported an error. The error names the step.
             ReplicasDiffer: workers have different values where all must have the same.
         """
@@ -205,7 +206,7 @@ class Loop:
                 sum(m.targets for m in counting),
                 sum(m.sample_count for m in counting),
                 sum(m.tokens for m in counting),
-                stop.is_requested,
+                stop.is_requested or self.log.failure is not None,
                 self.run.stop_reason is not None,
                 self.checkpoints is not None and self.checkpoints.is_writing,
                 self.intervals.due_by_clock() if workers.is_main else 0,
@@ -348,15 +349,26 @@ class Loop:
             self._compare(saves=True)
             self._save()
         self._wait_for_save()
+        self._raise_log_failure()
         return metrics
 
     def _stop_if_requested(self, is_requested: bool, done: int) -> None:
         """Wait for the last save. Raise :class:`Interrupted` if a stop was requested before the last step."""
         if is_requested or done == self.total:
             self._wait_for_save()
+            self._raise_log_failure()
         if is_requested and done < self.total:
             hint, saved = self._resume_hint(), self.run.folder is not None
             raise Interrupted(f"stopped after step {done}, as requested", hint=hint, saved=saved)
+
+    def _raise_log_failure(self) -> None:
+        """Raise on all workers why the main worker could not write the metrics. The run has saved."""
+        failure = self.log.failure
+        reported = self.run.workers.broadcast((failure.message, failure.hint) if failure else None)
+        if reported:
+            message, to_do = reported
+            step = self.run.position.step
+            raise RapidformerError(message, where=f"after step {step}", hint=f"{to_do} and {self._resume_hint()}")
 
     def _raise_pending_errors(self) -> None:
         """Raise errors of earlier steps before anything about them is logged or saved."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import zlib
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,20 @@ def test_memory_of_a_copy_is_used_again_if_it_is_large_enough(tmp_path: Path) ->
     assert larger.memory is not large.memory
     tensor_file.write_copy(tmp_path / "x", small)
     assert_holds(tmp_path / "x", {"x": torch.ones(PAGE)})
+
+
+def test_a_small_file_needs_little_free_space(tmp_path: Path) -> None:
+    tensors = {"x": torch.arange(PAGE, dtype=torch.float32)}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    memory = tensor_file.host_memory(64 * PAGE, pinned=False)  # of an earlier, larger copy
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6 * PAGE, before[1]))
+    try:
+        tensor_file.write(tmp_path / "x", tensors)
+        tensor_file.write_copy(tmp_path / "y", tensor_file.copy_to_memory(tensors, None, memory))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_holds(tmp_path / "x", tensors)
+    assert_holds(tmp_path / "y", tensors)
 
 
 def test_a_full_disk_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,12 +207,16 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _write_blocks(path: Path, size: int, blocks: Iterator[memoryview]) -> Seal:
-    """Write full blocks, truncate and flush the file. A block must stay valid until IN_FLIGHT later ones arrive."""
+    """Write the blocks, truncate and flush the file. A block must stay valid until IN_FLIGHT later ones arrive.
+
+    Only the pages that the file needs are written of the last block, so that a small file needs little free space.
+    """
     crc, offset = 0, 0
     pending: deque[Future[None]] = deque()
     with unbuffered(path) as descriptor, ThreadPoolExecutor(IN_FLIGHT) as pool:
         for block in blocks:
-            pending.append(pool.submit(write_at, descriptor, block, offset))
+            pages = -(-(size - offset) // PAGE) * PAGE
+            pending.append(pool.submit(write_at, descriptor, block[:pages], offset))
             # Runs during the write: neither the CRC nor a write holds Python's lock.
             crc = zlib.crc32(block[: size - offset], crc)
             offset += len(block)
