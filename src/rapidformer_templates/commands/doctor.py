@@ -226,10 +226,6 @@ def examine(device: str) -> DoctorFindings:
     has_gpu = bool(torch.get("gpus"))
     listed = (name for name in OPTIONAL_PACKAGES if name in probed or name not in BACKENDS)
     packages = [_package(name, probed.get(name), has_gpu) for name in (*REQUIRED_PACKAGES, *listed)]
-    return {"machine": _machine(torch), "packages": packages, "deepspeed_parts": _parts(device)}
-
-
-def _machine(torch: ImportFacts) -> MachineFacts:
     gpus: list[GpuFacts] = [
         {"name": name, "compute_capability": capability, "memory_gb": round(size / 2**30, 1)}
         for name, capability, size in torch.get("gpus", ())
@@ -239,13 +235,17 @@ def _machine(torch: ImportFacts) -> MachineFacts:
     if limit.exists() and (limit_text := limit.read_text(encoding="utf-8").strip()).isdecimal():
         memory = min(memory, int(limit_text))
     return {
-        "python": platform.python_version(),
-        "rapidformer_templates": _version("rapidformer_templates"),
-        "torch_cuda": torch.get("cuda"),
-        "gpus": gpus,
-        "accelerator": torch.get("accelerator"),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(memory / 2**30, 1),
+        "machine": {
+            "python": platform.python_version(),
+            "rapidformer_templates": _version("rapidformer_templates"),
+            "torch_cuda": torch.get("cuda"),
+            "gpus": gpus,
+            "accelerator": torch.get("accelerator"),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_gb": round(memory / 2**30, 1),
+        },
+        "packages": packages,
+        "deepspeed_parts": _parts(device),
     }
 
 

@@ -151,7 +151,17 @@ class PadCollate:
 
     def __call__(self, samples: list[Sample], shape: Shape | None = None) -> dict[str, torch.Tensor]:
         if shape is not None:
-            samples = samples + [self._without_targets(samples[0])] * (shape.rows - len(samples))
+            sample = samples[0]
+            targets = [name for name in sample if "label" in name]
+            if not targets or any(np.asarray(sample[name]).dtype.kind not in "iu" for name in targets):
+                raise DataError(
+                    "a batch that is not full needs rows that do not count, and only whole-number labels can mark them",
+                    where="collate",
+                    hint="give the samples such labels, or write your own collate function that takes a shape",
+                )
+            # The index turns an array without dimensions into a number.
+            ignored = {name: np.full_like(sample[name], IGNORED, dtype=np.int64)[()] for name in targets}
+            samples = samples + [{**sample, **ignored}] * (shape.rows - len(samples))
         batch: dict[str, torch.Tensor] = {}
         for name in samples[0]:
             column = [sample[name] for sample in samples]
@@ -163,18 +173,6 @@ class PadCollate:
             if self.mask and name == "input_ids":
                 batch["attention_mask"] = torch.from_numpy(filled.astype(np.int64))
         return batch
-
-    def _without_targets(self, sample: Sample) -> Sample:
-        """Return the sample with all targets ignored."""
-        targets = [name for name in sample if "label" in name]
-        if not targets or any(np.asarray(sample[name]).dtype.kind not in "iu" for name in targets):
-            raise DataError(
-                "a batch that is not full needs rows that do not count, and only whole-number labels can mark them",
-                where="collate",
-                hint="give the samples such labels, or write your own collate function that takes a shape",
-            )
-        # The index turns an array without dimensions into a number.
-        return {**sample, **{name: np.full_like(sample[name], IGNORED, dtype=np.int64)[()] for name in targets}}
 
 
 def pad_rows(rows: Sequence[np.ndarray], padding: int, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:

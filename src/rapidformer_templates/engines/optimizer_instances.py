@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ AHEAD = 10_000
 
 
 def as_recipe(
-    optimizer: OptimizerSpec | Optimizer | Callable[..., Optimizer], model: object, options: Mapping[str, Any]
+    optimizer: OptimizerSpec | Optimizer | Callable[..., Optimizer], model: object, options: Mapping[str, object]
 ) -> OptimizerSpec:
     """Convert a recipe, a class, a function of parameter groups, or an optimizer to a recipe.
 

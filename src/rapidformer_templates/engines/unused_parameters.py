@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.errors import RapidformerError
@@ -37,7 +38,7 @@ def with_unused_parameters(
 def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the parameters that a backward from ``loss`` reaches. It takes about a microsecond per operation."""
     reached: list[torch.Tensor] = []
-    visited: set[Any] = set()
+    visited: set[Node] = set()
     pending = [loss.grad_fn]
     while pending:
         node = pending.pop()

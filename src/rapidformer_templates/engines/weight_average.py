@@ -113,7 +113,7 @@ class WithoutAverages:
 
 
 @torch.no_grad()
-def exchange(values: torch.Tensor, state: dict[str, Any]) -> None:
+def exchange(values: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
     """Swap the values with their average. A second call swaps them back."""
     if KEY in state:
         weight, average = local_part(values.detach()), local_part(state[KEY])

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedTokenizerBase
 
 from rapidformer_templates.data.collate import samples_in
 from rapidformer_templates.data.loader import MicroBatch
@@ -311,7 +312,7 @@ class Session:
         self._run.position.samples, self._run.position.tokens = reader.state["samples"], reader.state["tokens"]
         return dict(reader.state.get("own", {}))
 
-    def export(self, folder: str | Path, tokenizer: Any = None) -> None:
+    def export(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that ``from_pretrained`` of transformers can load."""
         self._raise_pending_errors()
         export_model(self._run.engine, tokenizer, Path(folder))

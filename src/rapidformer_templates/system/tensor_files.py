@@ -68,7 +68,17 @@ class TensorFiles:
         if size == 0:
             return tensor.detach().cpu().clone()
         if not self._files or self._end + size > len(self._files[-1]):
-            self._begin_file(size)
+            self._close()
+            file_size = max(size, min(2 * len(self._files[-1]), LARGEST_FILE) if self._files else FIRST_FILE)
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                file.truncate(file_size)
+                try:
+                    pages = mmap.mmap(file.fileno(), file_size)
+                except OSError:  # some network file systems cannot write through a mapping, so changes need memory
+                    pages = mmap.mmap(file.fileno(), file_size, flags=mmap.MAP_PRIVATE)
+                self._descriptor = os.dup(file.fileno())
+            self._files.append(torch.frombuffer(pages, dtype=torch.uint8))
+            self._end = 0
         values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         write_at(self._descriptor, values.numpy().data, self._end)
         stored = self._files[-1][self._end : self._end + size]
@@ -112,19 +122,6 @@ class TensorFiles:
             place = tensor.untyped_storage().data_ptr()
             return place in self._others or any(0 <= place - file.data_ptr() < len(file) for file in self._files)
         return False
-
-    def _begin_file(self, needed: int) -> None:
-        self._close()
-        size = max(needed, min(2 * len(self._files[-1]), LARGEST_FILE) if self._files else FIRST_FILE)
-        with tempfile.TemporaryFile(dir=self._folder) as file:
-            file.truncate(size)
-            try:
-                pages = mmap.mmap(file.fileno(), size)
-            except OSError:  # some network file systems cannot write through a mapping, so changes need memory
-                pages = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE)
-            self._descriptor = os.dup(file.fileno())
-        self._files.append(torch.frombuffer(pages, dtype=torch.uint8))
-        self._end = 0
 
     def _close(self) -> None:
         if self._descriptor >= 0:

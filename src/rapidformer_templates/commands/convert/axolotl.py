@@ -147,7 +147,7 @@ def convert_axolotl(values: dict[str, Value], options: Options) -> Result:
     result.set("task", task)
     result.set("pretrained_model_name_or_path", source.text("model_name_or_path"))
     result.set("tokenizer_path", source.text("tokenizer_config"))
-    _data(source, result, options)
+    _data(source, result)
     result.set("seq_length", source.whole("sequence_len"))
     if source.is_on("sample_packing"):
         result.set("pack_sequences", True)
@@ -178,7 +178,7 @@ def _task(source: Source) -> str:
     return "preference" if kind else "causal_lm"
 
 
-def _data(source: Source, result: Result, options: Options) -> None:
+def _data(source: Source, result: Result) -> None:
     streamed = source.get("pretraining_dataset")
     sets = source.get("datasets") or streamed
     if streamed or source.is_on("streaming"):

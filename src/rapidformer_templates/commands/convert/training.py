@@ -92,7 +92,7 @@ def convert_training(
         The length of the run.
     """
     length = _length(source, result, replicas or result.workers)
-    _schedule(source, result, length)
+    _schedule(source, result)
     _optimizer(source, result)
     _precision(source, result)
     _memory(source, result, options)
@@ -119,7 +119,7 @@ def _length(source: Source, result: Result, replicas: int) -> Length:
     return Length(None, epochs, batch)
 
 
-def _schedule(source: Source, result: Result, length: Length) -> None:
+def _schedule(source: Source, result: Result) -> None:
     rate = source.number("learning_rate")
     result.set("lr", rate)
     key, style = source.own("lr_scheduler_type"), source.text("lr_scheduler_type") or "linear"

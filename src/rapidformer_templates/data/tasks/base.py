@@ -409,7 +409,7 @@ class Task(ABC):
         self.remember({flag: name})
         return name
 
-    def remember(self, columns: Mapping[str, Any]) -> None:
+    def remember(self, columns: Mapping[str, object]) -> None:
         """Remember columns of the training part. Rows that are read for a trained model change nothing."""
         if self.columns is not None and not self.is_trained:
             self.columns = {**self.columns, **columns}
@@ -460,7 +460,7 @@ def round_score(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def label_map(names: Sequence[str]) -> dict[str, Any]:
+def label_map(names: Sequence[str]) -> dict[str, object]:
     """Return the attributes of a model's configuration that name its labels."""
     return {
         "num_labels": len(names),

@@ -114,13 +114,6 @@ class Layout:
         """Share of the step in which a pipeline worker waits: (p - 1) / (v m + p - 1) (Narayanan et al., 2021)."""
         return (self.pipeline - 1) / (self.virtual * self.accumulation + self.pipeline - 1)
 
-    @property
-    def largest_share(self) -> float:
-        """Share of the blocks on the worker that has most of them."""
-        if not self.stages:
-            return 1 / self.pipeline
-        return max(sum(self.stages[rank :: self.pipeline]) for rank in range(self.pipeline)) / sum(self.stages)
-
     def values(self) -> dict[str, FlagValue]:
         """Return the configuration fields that request this layout, including those that are off."""
         flags = {flag: name == self.partitioning for name, flag in PARTITIONINGS.items() if flag}

@@ -229,7 +229,7 @@ class FSDPEngine(SingleEngine):
     def _unused_here(self) -> Sequence[int]:
         return [index for index, p in enumerate(self._parameters) if id(p) not in self._used]
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
         self._views, self._in_forward = [], True
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
         if not self.reshards:

@@ -19,7 +19,6 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.label_use import can_be_tried, in_evaluation
-from rapidformer_templates.planning.plan import ContextKind
 from rapidformer_templates.switches.layout.collectives import Peers
 from rapidformer_templates.switches.layout.context_attention import OTHER_WAYS, attend_over_context, check_attention
 from rapidformer_templates.switches.layout.divided_tensors import OnRows
@@ -54,7 +53,10 @@ def divide_context(assembly: Assembly, building: Building[object]) -> None:
     trial = DivisionTrial(part, called, workers) if building.has_values and workers.pipeline == 1 else None
     peers = Peers(group_of(workers), workers.context, workers.context_rank)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
-    kind = building.plan.engine_options.context_kind or _kind_for(part, workers)
+    # All-to-all divides the heads of each worker. A ring works with any number of them.
+    heads: int | None = getattr(part.config.get_text_config(), "num_attention_heads", None)
+    divides = heads is not None and heads % (workers.tensor * workers.context) == 0
+    kind = building.plan.engine_options.context_kind or ("all-to-all" if divides else "ring")
     shards = ContextSequenceShards(peers, streams, kind, ends=workers.ends_pipeline)
     attend_over_context(part, shards)
     shards.install(model, blocks)
@@ -67,13 +69,6 @@ def divide_context(assembly: Assembly, building: Building[object]) -> None:
     assembly.record(shards)
     if trial is not None:
         trial.check(shards)
-
-
-def _kind_for(model: PreTrainedModel, workers: Workers) -> ContextKind:
-    """Return all-to-all if the heads of each worker divide, and otherwise ring."""
-    heads: int | None = getattr(model.config.get_text_config(), "num_attention_heads", None)
-    divides = heads is not None and heads % (workers.tensor * workers.context) == 0
-    return "all-to-all" if divides else "ring"
 
 
 def group_of(workers: Workers) -> dist.ProcessGroup:

@@ -81,7 +81,13 @@ def add_adapters(assembly: Assembly, building: Building[LoraFlags]) -> None:
         kind = COMPUTE_TYPES.get(building.plan.precision, torch.float32)
         _quantize(model, options.quantize_base, kind, has_values=building.has_values)
     if building.has_values:
-        _initialise(model, torch.initial_seed())
+        # Each adapter has a seed of its name, so that it is equal on workers with different layers.
+        seed = torch.initial_seed()
+        for name, layer in adapted_layers(model):
+            digest = hashlib.sha256(f"{seed} {canonical_name(name)}".encode()).digest()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int.from_bytes(digest[:8], "little"))
+                layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
     assembly.base = FrozenBase(frozen, identity, fingerprints)
     described = _peft_config(of_all, options)
@@ -356,15 +362,6 @@ def _quantize(model: nn.Module, coding: str, kind: torch.dtype, *, has_values: b
         elif not isinstance(layer, MatrixAdapter):
             assert isinstance(base, LINEAR)
             layer.base_layer = QuantizedLinear(base, coding, has_values=has_values)
-
-
-def _initialise(model: nn.Module, seed: int) -> None:
-    """Initialize each adapter with a seed of its name, so that it is equal on workers with different layers."""
-    for name, layer in adapted_layers(model):
-        digest = hashlib.sha256(f"{seed} {canonical_name(name)}".encode()).digest()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(digest[:8], "little"))
-            layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
 
 class TrainedBesideFrozen(TrainedAndFrozen):

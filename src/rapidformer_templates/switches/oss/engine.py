@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from fairscale.nn.data_parallel import ShardedDataParallel
@@ -38,7 +37,7 @@ class _ShardedState(SingleEngine):
         return self.workers.world > 1
 
     def _build_optimizer(
-        self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, Any]]
+        self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, object]]
     ) -> torch.optim.Optimizer:
         if not self._is_sharded:
             return super()._build_optimizer(recipe, trainable, differing)
@@ -79,7 +78,7 @@ class OSSEngine(_ShardedState, DDPEngine):
     def _distribute(self) -> nn.Module:
         return super()._distribute() if self._is_sharded else self.model
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
         return super()._accumulation_context(last=last) if self._is_sharded else nullcontext()
 
 
@@ -98,7 +97,7 @@ class SDPEngine(_ShardedState):
     def _gradient_copies(self, shard: Shard) -> Copies:
         return NO_COPIES if self._is_sharded else super()._gradient_copies(shard)
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last or not self._is_sharded else self._sdp.no_sync()
 
     def _unused_here(self) -> Sequence[int]:
@@ -145,7 +144,7 @@ class SequencedSDP(ShardedDataParallel):
     def _get_reduce_fn(self, index: int, param: torch.Tensor, dst_rank: int) -> Callable[..., None]:
         self._reducers[index] = super()._get_reduce_fn(index, param, dst_rank)
 
-        def ready(*_: Any) -> None:
+        def ready(*_: object) -> None:
             if self._should_accumulate_grads:
                 return
             if not self._bucket_flush_callback_set:

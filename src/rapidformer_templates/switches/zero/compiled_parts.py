@@ -305,7 +305,7 @@ def _build_one(part: str, device: str, root: Path, descriptor: int, say: Say) ->
     say(f"building DeepSpeed's {part} ({PARTS[part].takes}, once for this version) …")
     started = time.monotonic()
     log = root / f"{part}.log"
-    command = [sys.executable, "-P", "-m", __name__, part, device, str(root)]
+    command = [sys.executable, "-P", "-m", __name__, part, str(root)]
     path = os.pathsep.join(entry for entry in sys.path if entry)  # the import path of this process
     with log.open("wb") as output:
         child = subprocess.Popen(
@@ -418,7 +418,7 @@ def _age(file: Path) -> float:
     return time.time() - file.stat().st_mtime if file.exists() else 0.0
 
 
-def _child(part: str, device: str, root: Path) -> None:
+def _child(part: str, root: Path) -> None:
     """Build a part, load it, and write its stamp. Runs in a child process."""
     signal.alarm(BUILD_SECONDS)  # ends the build even if the parent process is gone
     from deepspeed.accelerator import get_accelerator
@@ -431,4 +431,4 @@ def _child(part: str, device: str, root: Path) -> None:
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    _child(sys.argv[1], Path(sys.argv[2]))

@@ -209,7 +209,7 @@ class DeepSpeedEngine(SingleEngine):
     def _drop_gradients(self) -> None:
         """Do nothing: DeepSpeed frees the gradients in its step."""
 
-    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _accumulation_context(self, *, last: bool) -> AbstractContextManager[object]:
         self._deepspeed.set_gradient_accumulation_boundary(last)
         return self._sequence_check.checked() if self._sequence_check else contextlib.nullcontext()
 
