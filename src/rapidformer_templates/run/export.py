@@ -60,7 +60,8 @@ def export_model(engine: Engine, tokenizer: PreTrainedTokenizerBase | None, fold
     with exported_weights(engine) as weights:
         if engine.workers.is_main:
             with new_folder(folder) as temporary, TensorFiles(temporary) as files:
-                _write(engine.assembly, files.store_all(weights), files, temporary)
+                stored = {name: files.store(tensor) for name, tensor in weights}  # one at a time
+                _write(engine.assembly, stored, files, temporary)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(temporary)
 

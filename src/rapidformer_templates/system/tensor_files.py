@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,6 @@ class TensorFiles:
         """Return a tensor that is already in a mapped file, such as one of safetensors. It counts as stored."""
         self._others[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
-
-    def store_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Store tensors as they arrive. Returns them by name."""
-        return {name: self.store(tensor) for name, tensor in tensors}
 
     @contextmanager
     def results_stored(self) -> Iterator[None]:

@@ -262,7 +262,21 @@ class ShardedGradients:
         """Start the reduction of a bucket, and finish that of the previous one."""
         self._sent_buckets.add(bucket)
         self._sends += 1
-        # Pack the gradients end to end. Missing gradients are zeros.
+        flat, copies = self._pack(bucket), self._keys[bucket].copies
+        received, work = flat, None
+        if bucket.owner is not None:
+            received = flat if bucket.owner == copies.rank else flat.new_empty(0)
+            work = dist.reduce(flat, group=copies.group, group_dst=bucket.owner, async_op=True)
+        elif bucket in self._runs:
+            received = flat.new_empty(bucket.share)
+            work = reduce_scatter(received, flat, group=copies.group, async_op=True)
+        elif copies.size > 1:
+            work = dist.all_reduce(flat, group=copies.group, async_op=True)
+        self._finish()
+        self._pending = _PendingReduce(bucket, flat, received, work)
+
+    def _pack(self, bucket: Bucket) -> torch.Tensor:
+        """Pack the gradients of a bucket end to end, and free those that are complete. Missing gradients are zeros."""
         like = self.trained[bucket.segments[0].parameter]
         dtype = self._types.reduce if like.compute_dtype else like.local.dtype
         flat = like.local.new_zeros(bucket.packed, dtype=dtype)
@@ -275,18 +289,7 @@ class ShardedGradients:
                 if bucket in self._runs and start + count == gradient.numel():
                     self.trained[index].parameter.grad = None
                     self._fp32_accumulated.pop(index, None)
-        copies = self._keys[bucket].copies
-        received, work = flat, None
-        if bucket.owner is not None:
-            received = flat if bucket.owner == copies.rank else flat.new_empty(0)
-            work = dist.reduce(flat, group=copies.group, group_dst=bucket.owner, async_op=True)
-        elif bucket in self._runs:
-            received = flat.new_empty(bucket.share)
-            work = reduce_scatter(received, flat, group=copies.group, async_op=True)
-        elif copies.size > 1:
-            work = dist.all_reduce(flat, group=copies.group, async_op=True)
-        self._finish()
-        self._pending = _PendingReduce(bucket, flat, received, work)
+        return flat
 
     def _finish(self) -> None:
         """Wait for the pending bucket."""
