@@ -82,7 +82,10 @@ class Job(Trainer):
 def measure(case: Case) -> Result:
     """Build the model of a folder in this process, which is one of the workers."""
     own = ["--device", "cpu", "--train-iters", "1", "--lr", "1e-4", "--template", "Trainer", "--no-save"]
-    own += ["--pretrained-model-name-or-path", case.folder] if case.pretrained else []
+    if case.pretrained:
+        own += ["--pretrained-model-name-or-path", case.folder]
+    elif AutoConfig.from_pretrained(case.folder).model_type == "mixtral":
+        own += ["--model-type", "mixtral"]  # experts are divided only if the flags name a mixture
     job = Job([*own, *case.flags])
     job.case = case
     whole = patch.object(SingleEngine, "construction", lambda engine: nullcontext())

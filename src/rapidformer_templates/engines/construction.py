@@ -345,6 +345,7 @@ class ModelUnderConstruction:
             for storage in sorted(self._storages.values(), key=lambda storage: storage.number):
                 if storage.number in common:
                     self._gather(storage)
+                    storage.share = None
         self._end()
 
     def _end(self) -> None:

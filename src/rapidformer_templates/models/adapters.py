@@ -26,6 +26,8 @@ SETTINGS = "adapter_config.json"
 """peft's file in a folder of adapters."""
 SAMPLED = 65_536
 """Number of elements per tensor whose order is checked. The sum covers all elements."""
+SUMMED = 4 << 20
+"""Number of elements that are summed at a time."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,8 @@ def fingerprint(tensor: torch.Tensor) -> str:
     flat = tensor.detach().flatten()
     whole = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
     words = whole[: len(whole) // 4 * 4].view(torch.int32)
-    total = int(words.sum(dtype=torch.int64)) + int(whole[len(words) * 4 :].sum(dtype=torch.int64))
+    # A sum in another type copies what it adds.
+    total = sum(int(part.sum(dtype=torch.int64)) for part in (*words.split(SUMMED), whole[len(words) * 4 :]))
     step = max(1, flat.numel() // SAMPLED)
     sample = zlib.crc32(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return f"{tuple(tensor.shape)} {tensor.dtype} {total} {sample}"
