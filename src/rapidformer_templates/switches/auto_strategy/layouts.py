@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from rapidformer_templates.planning.config import spelling
@@ -83,6 +83,11 @@ class Layout:
     def copies(self) -> int:
         """Number of copies of the states over all replicas, if they are partitioned."""
         return self.replicas // self.shares
+
+    @property
+    def of_states(self) -> Layout:
+        """This layout without what the states of its workers do not depend on: batch sizes and recomputation."""
+        return replace(self, micro_batch=1, accumulation=1, recompute="none")
 
     @property
     def partitioned(self) -> str:

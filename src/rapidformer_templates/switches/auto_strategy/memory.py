@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 from rapidformer_templates.planning.optimizer_states import FP32
 from rapidformer_templates.planning.plan import shards_of_experts
@@ -63,8 +63,9 @@ def predict(model: ModelShapes, layout: Layout, setting: MemoryOptions = PLAIN, 
     variant = variant_of(layout, setting)
     if setting.by_parallel_engine(layout):
         stages = peak_stage_candidates(model, layout, setting)
-        return max((of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
-    states = max(states_by_worker(model, layout, setting), key=lambda states: states.total)
+        memories = (of_stage(stage, variant, layout.accumulation, exact=exact) for stage in stages)
+        return max(memories, key=lambda memory: memory.total)
+    states = largest_states(model, layout, setting)
     trace = model.trace(variant, exact=exact)
     on_device = states.on_gpu if setting.gpu else states
     if layout.partitioning == "fsdp":
@@ -100,22 +101,32 @@ def states_by_worker(model: ModelShapes, layout: Layout, setting: MemoryOptions 
     return [states.with_frozen(others) for states, others in zip(trained, frozen, strict=True)] * layout.copies
 
 
+def largest_states(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> StateBytes:
+    """Return the states of the worker that holds most of them."""
+    return _largest_states(model, layout.of_states, setting)
+
+
+@lru_cache(maxsize=4096)  # layouts that differ in their batches have equal states
+def _largest_states(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> StateBytes:
+    return max(states_by_worker(model, layout, setting), key=lambda states: states.total)
+
+
 def states_alone(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> Memory:
     """Return only the states of the worker that holds most of them. It is a lower bound that costs nothing."""
     if setting.by_parallel_engine(layout):
-        states = [stage.states() for stage in peak_stage_candidates(model, layout, setting)]
+        stages = peak_stage_candidates(model, layout, setting)
+        most = max((stage.states() for stage in stages), key=lambda states: states.total)
     else:
-        states = states_by_worker(model, layout, setting)
-    most = max(states, key=lambda states: states.total)
+        most = largest_states(model, layout, setting)
     on_device = most.on_gpu if setting.gpu else most
     return Memory(on_device.parameters, on_device.gradients, on_device.optimizer, 0, 0)
 
 
-def of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
-    """Return the memory of a stage's worker."""
-    states = stage.states()
-    moments, sent = stage.moments(variant, exact=exact), stage.sent(variant, exact=exact)
-    return _memory(model, states, moments, sent, gpu=stage.setting.gpu)
+def of_stage(stage: Stage, variant: Variant, accumulation: int, *, exact: bool) -> Memory:
+    """Return the memory of a stage's worker in a step with ``accumulation`` micro batches."""
+    parts = stage.parts(variant, exact=exact)
+    moments, sent = stage.moments(parts, accumulation), stage.sent(parts, accumulation)
+    return _memory(stage.model, stage.states(), moments, sent, gpu=stage.setting.gpu)
 
 
 NARROWING = ("zero-1", "zero-2", "zero-3", "fsdp")

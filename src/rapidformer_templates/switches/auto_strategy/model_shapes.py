@@ -14,6 +14,7 @@ from rapidformer_templates.engines.assembly import Assembly
 from rapidformer_templates.engines.parallel.buckets import Bucket, bucket_size_for, buckets_by_key
 from rapidformer_templates.engines.parallel.compute_dtype import cast_to_compute_dtype, parameters_with_masters
 from rapidformer_templates.engines.recipe import depth_of, depths_of
+from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, is_quantized, shape_of, tables_of, width_of
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.optimizer_states import BF16, FP32, ParameterShape
@@ -134,7 +135,7 @@ class GradientBucket(NamedTuple):
         return self.bucket.share_of(replica // self.over)
 
 
-@dataclass
+@dataclass(eq=False)  # stages and states are stored by model
 class ModelShapes:
     """Everything that the planner knows about a model.
 
@@ -507,17 +508,26 @@ class ModelShapes:
         """Return the stages that have a parameter outside the blocks, under any of its names."""
         return frozenset().union(*(self.ends.get(other, frozenset()) for other in self.names_of(name)))
 
-    @cached_property
+    @property
     def ends(self) -> dict[str, frozenset[str]]:
         """Stages that have each parameter outside the blocks. Each of its names is a key.
 
         Raises:
             ModelError: the model cannot be cut into stages.
         """
+        if isinstance(self._ends, ModelError):
+            raise self._ends.with_traceback(None)
+        return self._ends
+
+    @cached_property
+    def _ends(self) -> dict[str, frozenset[str]] | ModelError:
         with fake_tensors(), without_warnings():
             model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).model.train()
             with FakeDataReads(dense=True):
-                return ends_of(model, lambda model: self.compute_loss(model, self.batch(1)))
+                try:
+                    return ends_of(model, lambda model: self.compute_loss(model, self.batch(1)))
+                except ModelError as error:
+                    return error
 
 
 def _of_model(variant: Variant) -> Variant:

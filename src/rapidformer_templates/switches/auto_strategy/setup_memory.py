@@ -5,7 +5,7 @@ from __future__ import annotations
 from rapidformer_templates.engines.construction import room_for
 from rapidformer_templates.planning.optimizer_states import FP32, ParameterShape
 from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryOptions
-from rapidformer_templates.switches.auto_strategy.memory import states_by_worker
+from rapidformer_templates.switches.auto_strategy.memory import largest_states
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.results import SetupMemory
 from rapidformer_templates.switches.auto_strategy.stage_memory import peak_stage_candidates
@@ -44,7 +44,7 @@ def _taken_over(model: ModelShapes, layout: Layout, setting: MemoryOptions, larg
         copied = owned if setting.masters else 0  # fp32 masters exist before the first parameter is cast
         shares = layout.replicas if layout.partitioning != "none" else 1
         return owned, max(largest, copied // shares)
-    states = max(states_by_worker(model, layout, setting), key=lambda states: states.total)
+    states = largest_states(model, layout, setting)
     states = states.on_gpu if setting.gpu else states
     everything = [*model.parameters.values(), *model.frozen_of(model.all_parameters.values())]
     match layout.partitioning:

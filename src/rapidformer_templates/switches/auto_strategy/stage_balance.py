@@ -15,7 +15,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import Layout, MemoryO
 from rapidformer_templates.switches.auto_strategy.memory import of_stage, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import ModelSource, Subject
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
-from rapidformer_templates.switches.auto_strategy.stage_memory import Stage
+from rapidformer_templates.switches.auto_strategy.stage_memory import stage_of_blocks
 from rapidformer_templates.switches.auto_strategy.timing import GB
 
 ALIKE = 0.02
@@ -71,8 +71,8 @@ def balance_memory(model: ModelShapes, layout: Layout, setting: MemoryOptions, *
 
     @cache
     def predicted(stage: int, begin: int, end: int) -> int:
-        part = Stage(model, layout, stage, setting, blocks=(begin, end))
-        return of_stage(model, part, variant, exact=exact).total
+        part = stage_of_blocks(model, layout.of_states, stage, setting, (begin, end))
+        return of_stage(part, variant, layout.accumulation, exact=exact).total
 
     def needed(stage: int, begin: int, end: int) -> int:
         if model.repeats:  # the position of a run of equal blocks does not matter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from rapidformer_templates.engines.parallel.buckets import bucket_size_for, update_chunks
@@ -35,9 +35,22 @@ def peak_stage_candidates(model: ModelShapes, layout: Layout, setting: MemoryOpt
     Raises:
         ModelError: the model cannot be cut in this way.
     """
+    return _peak_stage_candidates(model, layout.of_states, setting)
+
+
+@lru_cache(maxsize=4096)  # layouts that differ in their batches have equal stages
+def _peak_stage_candidates(model: ModelShapes, layout: Layout, setting: MemoryOptions) -> list[Stage]:
     stages = [Stage(model, layout, rank, setting) for rank in range(layout.pipeline)]
     middle = {stage.blocks: stage for stage in reversed(stages[1:-1])}
     return [stages[0], *middle.values(), *stages[1:][-1:]]
+
+
+@lru_cache(maxsize=4096)
+def stage_of_blocks(
+    model: ModelShapes, layout: Layout, rank: int, setting: MemoryOptions, blocks: tuple[int, int]
+) -> Stage:
+    """Return a stage with other blocks than the layout has. ``layout`` has no batch sizes, see ``of_states``."""
+    return Stage(model, layout, rank, setting, blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,10 @@ class Stage:
         peer: int = 0,
         blocks: tuple[int, int] | None = None,
     ) -> None:
-        """``blocks`` are the first block and the end. By default, the layout determines them."""
+        """``blocks`` are the first block and the end. By default, the layout determines them.
+
+        The batch sizes and the recomputation of the layout have no effect.
+        """
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
         if blocks:
             parts = [blocks]
@@ -86,6 +102,7 @@ class Stage:
             ends = list(accumulate(sizes))
             parts = [(ends[i] - sizes[i], ends[i]) for i in range(rank, len(sizes), layout.pipeline)]
         self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, tuple(parts), peer, layout.experts)
+        self._states: dict[int, StateBytes] = {}
 
     @property
     def is_first(self) -> bool:
@@ -109,10 +126,8 @@ class Stage:
         """Number of blocks in each part of this stage."""
         return tuple(end - begin for begin, end in self.coordinates.parts)
 
-    @property
-    def _passes(self) -> tuple[Pass, ...]:
-        layout = self.layout
-        return passes(layout.pipeline, self.rank, layout.virtual, layout.accumulation)
+    def _passes(self, accumulation: int) -> tuple[Pass, ...]:
+        return passes(self.layout.pipeline, self.rank, self.layout.virtual, accumulation)
 
     def states(self, replica: int | None = None) -> StateBytes:
         """States of a replica's worker (default: the largest one).
@@ -120,6 +135,11 @@ class Stage:
         Gradients are those at the end of the last backward.
         """
         replica = self.largest_replica if replica is None else replica
+        if replica not in self._states:
+            self._states[replica] = self._states_of(replica)
+        return self._states[replica]
+
+    def _states_of(self, replica: int) -> StateBytes:
         shapes = list(self.parameters.values())
         if self._is_sharded:
             shapes = self._runs_of(replica)
@@ -191,24 +211,36 @@ class Stage:
         """Whether gradients go to their owners in each backward (ZeRO-2)."""
         return self.layout.partitioning == "zero-2" and self.layout.replicas > 1
 
-    def moments(self, variant: Variant, *, exact: bool) -> list[MemorySnapshot]:
-        """Memory beyond the states in each phase of every forward and backward of a step, and after them."""
-        parts = self._parts(variant, exact=exact)
+    def moments(self, parts: Sequence[StagePart], accumulation: int) -> list[MemorySnapshot]:
+        """Memory beyond the states in the phases of the forwards and backwards of a step, and after them.
+
+        Passes that differ only in the other micro batches in flight are equal except for the bytes of these. The pass
+        with the highest number of bytes is enough.
+        """
+        most: dict[tuple[object, ...], tuple[int, Pass]] = {}
+        for each in self._passes(accumulation):
+            kind = (each.part, each.is_forward, each.is_last, each.added, each.summed)
+            others = self._beside(parts, each)
+            if kind not in most or others > most[kind][0]:
+                most[kind] = (others, each)
         snapshots: list[MemorySnapshot] = []
-        others = [self._beside(parts, each) for each in self._passes]
-        for each, bytes_of_others in zip(self._passes, others, strict=True):
-            part, left = parts[each.part], 0
+        for others, each in most.values():
+            part, left, added_up = parts[each.part], 0, self._added_up_elsewhere(each)
             for phase, alone in part.phases(forward=each.is_forward):
                 leaving = bisect_right(self._leaving[each.part].complete, phase.finished - part.head_gradients)
-                snapshots.append(self._moment(phase, alone + bytes_of_others, each, left, leaving))
+                snapshots.append(self._moment(phase, alone + others, each, added_up, left, leaving))
                 left = leaving
-        return [*snapshots, *self._after(max(others))]
+        after = self._after
+        if self._sums_early:
+            after = [replace(after[0], activations=max(others for others, _ in most.values())), *after[1:]]
+        return [*snapshots, *after]
 
-    def sent(self, variant: Variant, *, exact: bool) -> int:
+    def sent(self, parts: Sequence[StagePart], accumulation: int) -> int:
         """Peak bytes of this stage's micro batches on the host."""
-        parts = self._parts(variant, exact=exact)
+        if not self.setting.offloads_activations:
+            return 0
         most = 0
-        for each in self._passes:
+        for each in self._passes(accumulation):
             alive = dict(each.others)
             alive[each.part] = alive.get(each.part, 0) + 1
             # then the last block's activations are sent, too, when another forward follows
@@ -217,7 +249,8 @@ class Stage:
             most = max(most, sum(count * sent for count, sent in zip(alive.values(), of_parts, strict=True)))
         return most
 
-    def _parts(self, variant: Variant, *, exact: bool) -> list[StagePart]:
+    def parts(self, variant: Variant, *, exact: bool) -> list[StagePart]:
+        """Return a micro batch's parts on this stage. See :meth:`ModelShapes.trace` for ``exact``."""
         cut = self.layout.pipeline > 1
         return [
             StagePart(
@@ -225,7 +258,7 @@ class Stage:
                 is_first=self.is_first and number == 0,
                 is_last=self.is_last and number == len(self.blocks) - 1,
                 tied_bytes=self._tied_bytes,
-                shares_casts=cut and self.layout.recompute == "none",
+                shares_casts=cut and variant.recompute == "none",
                 offloads=self.setting.offloads_activations,
             )
             for number, blocks in enumerate(self.blocks)
@@ -253,19 +286,20 @@ class Stage:
         tied = (everything[name] for name in shared if len(self.model.ends_of(name)) > 1)
         return self._bytes_of(tied, BF16)
 
-    def _moment(self, phase: Phase, activations: int, each: Pass, left: int, leaving: int) -> MemorySnapshot:
+    def _moment(
+        self, phase: Phase, activations: int, each: Pass, others: int, left: int, leaving: int
+    ) -> MemorySnapshot:
         """Memory in a phase of a pass.
 
         Args:
+            others: bytes of gradients that other parts have from earlier micro batches.
             left, leaving: number of the part's buckets that are complete at the start and at the end of the phase.
         """
-        others = sum(self._added_up(part, each) for part in each.added - {each.part})
         adds = each.part in each.added
         unfinished = phase.peak - phase.peak_without_gradients
         if self.coordinates.experts > 1:  # a trace has all experts
-            everything = self.model.stage_parameters(replace(self.coordinates, experts=1)).values()
-            own = sum(facts.count for facts in self.parameters.values())
-            unfinished = unfinished * own // sum(facts.count for facts in everything)
+            own, everything = self._elements
+            unfinished = unfinished * own // everything
         if each.is_forward or not self._exchanges(each):
             gradients = self._added_up(each.part, each) if adds else unfinished
             return self._beside_states(activations, others + gradients, 0)
@@ -281,9 +315,19 @@ class Stage:
         begun = [*traffic.largest[leaving], *(size for part in each.summed for size in self._leaving[part].largest[-1])]
         return self._beside_states(activations, others + gradients, self._on_their_way(begun, flights))
 
+    @cached_property
+    def _elements(self) -> tuple[int, int]:
+        """Elements of the trained parameters: with this worker's experts, and with all experts."""
+        whole = self.model.stage_parameters(replace(self.coordinates, experts=1)).values()
+        return sum(facts.count for facts in self.parameters.values()), sum(facts.count for facts in whole)
+
     def _exchanges(self, each: Pass) -> bool:
         """Whether the gradients of a backward go to other replicas while it runs."""
         return self._sums_early or (each.is_last and self.layout.replicas > 1)
+
+    def _added_up_elsewhere(self, each: Pass) -> int:
+        """Bytes of other parts' gradients from earlier micro batches during a pass."""
+        return sum(self._added_up(part, each) for part in each.added - {each.part})
 
     def _added_up(self, part: int, each: Pass) -> int:
         """Bytes of a part's gradients from earlier micro batches: only shares if they have already been reduced."""
@@ -291,11 +335,9 @@ class Stage:
             return self._leaving[part].shares[-1] + self._unshared[part]
         return self._sums[part]
 
-    def _after(self, others: int) -> list[MemorySnapshot]:
-        """Memory after the last gradient of a pass and in the update.
-
-        ``others`` are the bytes of other micro batches.
-        """
+    @cached_property
+    def _after(self) -> list[MemorySnapshot]:
+        """Memory after the last gradient of a pass and in the update, without activations of other micro batches."""
         tied = [each for each in self._buckets if each.is_tied]
         sums, copied = sum(self._sums), self._copied_for_update()
         largest = [self._packed(each) for each in self._buckets]
@@ -304,7 +346,7 @@ class Stage:
             copies_elsewhere = sum(self._packed(each) for each in tied)
             return [self._beside_states(0, sums, max(waiting + copies_elsewhere, copied))]
         shares, late = self._share(self.largest_replica), sum(self._sum_of(each) for each in tied)
-        sent = self._beside_states(others if self._sums_early else 0, shares + late, waiting)
+        sent = self._beside_states(0, shares + late, waiting)
         gathered = 0  # in addition to the weights while the updated ones of a bucket are sent
         for each in self._buckets:
             elements = each.bucket.packed + (each.bucket.share if each.bucket.owner is None else 0)
